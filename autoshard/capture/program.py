@@ -1,0 +1,104 @@
+"""A captured PyTorch program: a StableHLO module, and what each of its parts was in PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+ArgumentRole = Literal["parameter", "buffer", "input", "optimizer_state", "scalar"]
+OutputRole = Literal["loss", "output", "parameter", "buffer", "optimizer_state"]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape and element type of one tensor; dtype in StableHLO's words (`f32`, `bf16`, `i64`, `i1`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of the module's main function, in its order.
+
+    Attributes:
+        name: `transformer.wte.weight`, `input_ids`, `transformer.wte.weight.exp_avg`, or `scalar3`.
+        role: what it is to the training step.
+        of: for optimizer state, the parameter it belongs to.
+    """
+
+    name: str
+    role: ArgumentRole
+    type: TensorType
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the module's main function, in its order.
+
+    Attributes:
+        updates: index of the argument that this result replaces in the next step (it is donated, and both have one
+            sharding), or None.
+    """
+
+    name: str
+    role: OutputRole
+    type: TensorType
+    updates: int | None = None
+
+
+@dataclass(frozen=True)
+class AtenOp:
+    """One operation that torch dispatched, in dispatch order.
+
+    Attributes:
+        index: k, its place in the sequence; HLO ops carry the location `op<k>`.
+        name: such as `aten.addmm.default`.
+        module: path of the module that ran it (backward: that whose forward it differentiates), `""` where unknown.
+        phase: `forward`, `backward` or `optimizer`.
+        outputs: its tensor results, in order.
+    """
+
+    index: int
+    name: str
+    module: str
+    phase: str
+    outputs: tuple[TensorType, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A PyTorch program as StableHLO; made by `autoshard.capture`.
+
+    Attributes:
+        kind: `forward`, or `train` for forward, loss, backward and optimizer step.
+        frontend: `torch_xla`.
+        versions: package name -> version that captured it.
+        switches: the capture switches that were on, by name, in order; the same must be on at lowering.
+        stablehlo: the module, MLIR bytecode. The location of an op names its aten op (`op<k>`); a value that is
+            output j of aten op k goes through `custom_call @Sharding` with the location `op<k>.out<j>`.
+        arguments, outputs: of the module's main function.
+        ops: the aten ops in dispatch order.
+    """
+
+    kind: Literal["forward", "train"]
+    frontend: str
+    versions: dict[str, str]
+    switches: tuple[str, ...]
+    stablehlo: bytes = field(repr=False)
+    arguments: tuple[Argument, ...] = field(repr=False)
+    outputs: tuple[Output, ...] = field(repr=False)
+    ops: tuple[AtenOp, ...] = field(repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over the aten sequence, arguments, outputs and switches: equal for equal programs on any machine."""
+        digest = hashlib.sha256()
+        for part in (self.kind, self.frontend, self.switches, self.arguments, self.outputs):
+            digest.update(repr(part).encode())
+        for op in self.ops:
+            digest.update(repr((op.name, op.outputs)).encode())
+        return digest.hexdigest()

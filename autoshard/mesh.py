@@ -1,0 +1,140 @@
+"""The device mesh, and how one tensor is split over it.
+
+An *axis* is a mesh axis, a *dim* is a tensor dimension; the two words are never mixed.
+
+A spec says, for each dim of a tensor, which axes split it, major to minor:
+`(("data",), ("model",))` on a mesh `data=2, model=4` splits rows two ways and columns four ways;
+`(("data", "model"), ())` splits rows eight ways, with the data axis the slower one;
+`((), ())` keeps the whole tensor on every device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Spec = tuple[tuple[str, ...], ...]
+
+
+def replicated(rank: int) -> Spec:
+    """The spec that splits no dim of a tensor of this rank."""
+    return ((),) * rank
+
+
+def spec_axes(spec: Spec) -> frozenset[str]:
+    """Every axis that splits some dim."""
+    return frozenset(axis for dim in spec for axis in dim)
+
+
+def format_spec(spec: Spec) -> str:
+    """`[data],[]`, as hints are written on the command line."""
+    return ",".join(f"[{','.join(dim)}]" for dim in spec)
+
+
+def parse_spec(text: str) -> Spec:
+    """The inverse of `format_spec`; `[a+b],[]` and `[a,b],[]` are both two axes on one dim.
+
+    Raises ValueError when `text` is not a list of bracketed axis lists.
+    """
+    if not re.fullmatch(r"\s*(\[[^\[\]]*\]\s*(,\s*\[[^\[\]]*\]\s*)*)?", text):
+        raise ValueError(f"a spec is one bracketed axis list per dim, such as [data],[], not {text!r}")
+    dims = re.findall(r"\[([^\]]*)\]", text)
+    return tuple(tuple(axis for axis in re.split(r"[,+\s]+", dim) if axis) for dim in dims)
+
+
+def as_spec(value: Sequence[Iterable[str] | str | None]) -> Spec:
+    """A spec from JSON lists or from torch_xla / jax style partition specs (`None`, `"data"`, `("x", "y")`)."""
+    return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in value)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in a row-major grid of named axes.
+
+    Attributes:
+        shape: devices along each axis; one, two or three axes.
+        axis_names: one distinct name per axis.
+        device: a device kind of `cost/devices.toml`, such as `tpu-v5e`.
+        placement: per axis the link it lies on, a link name of that device kind (`ici`, `nvlink`, `dcn`…);
+            empty means the device kind's default (see `cost.device.default_placement`).
+
+    Raises:
+        ValueError: on clashing or missing names, sizes below one, or more than three axes.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...] = ()
+    device: str = "cpu"
+    placement: tuple[str, ...] = ()
+    _sizes: Mapping[str, int] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(int(size) for size in self.shape)
+        names = tuple(self.axis_names) or default_axis_names(len(shape))
+        if not 1 <= len(shape) <= 3:
+            raise ValueError(f"a mesh has one, two or three axes, not {len(shape)} (shape {shape})")
+        if any(size < 1 for size in shape):
+            raise ValueError(f"every axis of a mesh needs at least one device: shape {shape}")
+        if len(names) != len(shape):
+            raise ValueError(f"mesh shape {shape} has {len(shape)} axes but {len(names)} names: {', '.join(names)}")
+        clash = sorted({name for name in names if names.count(name) > 1})
+        if clash:
+            raise ValueError(f"mesh axis names must differ: {', '.join(clash)} is used more than once")
+        bad = [name for name in names if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+        if bad:
+            raise ValueError(f"a mesh axis name is letters, digits and underscores, not {bad[0]!r}")
+        if self.placement and len(self.placement) != len(shape):
+            raise ValueError(f"placement names a link per axis: {len(shape)} axes, {len(self.placement)} links")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "_sizes", dict(zip(names, shape, strict=True)))
+
+    @classmethod
+    def parse(cls, text: str, axes: str | None = None, device: str = "cpu") -> Mesh:
+        """A mesh from the command line's `2x4` and `data,model`."""
+        if not re.fullmatch(r"\d+(x\d+)*", text):
+            raise ValueError(f"a mesh shape is numbers joined by x, such as 2x4, not {text!r}")
+        names = tuple(name.strip() for name in axes.split(",")) if axes else ()
+        return cls(tuple(int(size) for size in text.split("x")), names, device)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    def axis_size(self, axis: str) -> int:
+        """Devices along `axis`."""
+        return self._sizes[axis]
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Into how many parts a dim split by `axes` falls."""
+        return math.prod(self._sizes[axis] for axis in axes)
+
+    def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """`axes` in the order of the mesh."""
+        wanted = set(axes)
+        return tuple(name for name in self.axis_names if name in wanted)
+
+    def shard_shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+        """Shape of one device's part of a tensor of `shape`; uneven dims are padded up."""
+        return tuple(-(-size // self.ways(axes)) for size, axes in zip(shape, spec, strict=True))
+
+    def check(self, spec: Spec, shape: Sequence[int], what: str) -> None:
+        """Raise ValueError, naming `what`, unless `spec` fits a tensor of `shape` on this mesh."""
+        if len(spec) != len(shape):
+            raise ValueError(f"{what} has {len(shape)} dims, but the spec {format_spec(spec)} has {len(spec)}")
+        seen: set[str] = set()
+        for axis in (axis for dim in spec for axis in dim):
+            if axis not in self._sizes:
+                raise ValueError(f"{what}: no mesh axis is called {axis!r}; the mesh has {', '.join(self.axis_names)}")
+            if axis in seen:
+                raise ValueError(f"{what}: axis {axis!r} appears twice in the spec {format_spec(spec)}")
+            seen.add(axis)
+
+
+def default_axis_names(rank: int) -> tuple[str, ...]:
+    """`data`, `model`, then `z`: what an unnamed mesh calls its axes (one axis: `data`)."""
+    return ("data", "model", "z")[:rank]
