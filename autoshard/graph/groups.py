@@ -1,0 +1,132 @@
+"""Fusion groups: the ops that XLA would run as one kernel, fixed before solving.
+
+A group is decided as one: inside it nothing is resharded, and only what crosses its boundary is read and written in
+memory. Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims).
+
+An op joins the group of its first reader when no other reader could come between the two, which keeps the graph of
+groups acyclic: ids are in program order, and a reader whose id is beyond the group's last op cannot lead back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.graph.ops import Graph, Op, Value
+
+ELEMENTWISE = frozenset(
+    """abs add and atan2 cbrt ceil clamp compare complex convert cosine divide exponential exponential_minus_one floor
+    imag is_finite log log_plus_one logistic maximum minimum multiply negate not or popcnt power real remainder
+    round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine
+    sqrt subtract tan tanh xor erf erf_inv acos asin atan cosh sinh acosh asinh atanh digamma lgamma reduce_precision
+    bitcast_convert""".split()  # noqa: SIM905
+)
+"""Kinds that read and write one element at a time, chlo's among them."""
+
+FUSABLE = ELEMENTWISE | {"broadcast_in_dim", "transpose", "reduce", "reverse", "optimization_barrier"}
+"""Kinds that share a kernel with their neighbours."""
+
+_FREE_SOURCES = frozenset({"constant", "iota", "partition_id", "replica_id"})
+_FREE_CARRIERS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "transpose", "slice", "pad", "concatenate"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ops that run as one kernel.
+
+    Attributes:
+        id: its place in `Groups.groups`, which is in an order that respects data flow.
+        ops: op ids, in program order.
+        inputs: values read from outside, arguments included, free values left out; in order of first use.
+        outputs: values that something outside reads, or that the program returns; in program order.
+    """
+
+    id: int
+    ops: tuple[int, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of a graph.
+
+    Attributes:
+        groups: in an order that respects data flow.
+        of: op id -> group id; arguments and free ops have none.
+        free: ops that depend on constants and scalars alone: every device makes the part it needs.
+    """
+
+    groups: tuple[Group, ...]
+    of: Mapping[int, int]
+    free: frozenset[int]
+
+
+def free_ops(graph: Graph) -> frozenset[int]:
+    """Ops whose result follows from constants, iotas and scalar arguments alone, in any sharding, at no cost."""
+    free: set[int] = set()
+    for op in graph.ops:
+        scalar_argument = op.kind == "argument" and not op.results[0].shape
+        carries = op.kind in _FREE_CARRIERS and all(value.op in free for value in op.operands)
+        if op.kind in _FREE_SOURCES or scalar_argument or carries:
+            free.add(op.id)
+    return frozenset(free)
+
+
+def fusion_groups(graph: Graph) -> Groups:
+    """Partition the ops of `graph` that are neither arguments nor free."""
+    free = free_ops(graph)
+    readers: list[list[int]] = [[] for _ in graph.ops]
+    for op in graph.ops:
+        if op.id not in free:
+            for value in op.operands:
+                readers[value.op].append(op.id)
+    root: dict[int, int] = {}  # op -> last op of its group
+    for op in reversed(graph.ops):
+        if op.kind == "argument" or op.id in free:
+            continue
+        root[op.id] = op.id
+        if not readers[op.id] or not _fuses(op, graph):
+            continue
+        candidate = root[min(readers[op.id])]
+        if _fuses(graph.ops[candidate], graph) and all(
+            root[reader] == candidate or reader > candidate for reader in readers[op.id]
+        ):
+            root[op.id] = candidate
+    members: dict[int, list[int]] = {}
+    for op in graph.ops:
+        if op.id in root:
+            members.setdefault(root[op.id], []).append(op.id)
+    returned = set(graph.outputs)
+    of: dict[int, int] = {}
+    ordered = sorted(members)
+    for index, last in enumerate(ordered):
+        for member in members[last]:
+            of[member] = index
+    groups = []
+    for index, last in enumerate(ordered):
+        inputs: dict[Value, None] = {}
+        outputs = []
+        for member in members[last]:
+            op = graph.ops[member]
+            for value in op.operands:
+                if value.op not in free and of.get(value.op) != index:
+                    inputs.setdefault(value)
+            read_outside = any(of[reader] != index for reader in readers[member])
+            for result in range(len(op.results)):
+                value = Value(member, result)
+                if value in returned or (read_outside and _read_elsewhere(graph, value, readers[member], of, index)):
+                    outputs.append(value)
+        groups.append(Group(index, tuple(members[last]), tuple(inputs), tuple(outputs)))
+    return Groups(tuple(groups), of, free)
+
+
+def _read_elsewhere(graph: Graph, value: Value, readers: list[int], of: Mapping[int, int], group: int) -> bool:
+    return any(of[reader] != group and value in graph.ops[reader].operands for reader in readers)
+
+
+def _fuses(op: Op, graph: Graph) -> bool:
+    if op.kind == "reshape":
+        source = graph.type_of(op.operands[0]).shape
+        return [size for size in source if size != 1] == [size for size in op.results[0].shape if size != 1]
+    return op.kind in FUSABLE

@@ -1,0 +1,339 @@
+"""The ways to run one fusion group: its factors, and every assignment of mesh axes to them.
+
+A group's factors are those of its ops, unified along the values that flow inside it. A strategy gives each mesh axis
+to one factor or to none; the sharding of every value of the group follows by reading the rules. A factor that an op
+reduces over leaves that op's result partial: it is all-reduced there, or, when the group makes one value only,
+reduce-scattered onto dims of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.cost.collectives import Collective
+from autoshard.graph.groups import Group, Groups
+from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
+from autoshard.mesh import Mesh, Spec, replicated
+
+MAX_PADDING = 1.02
+"""An uneven split is considered when padding adds at most this factor (a vocabulary of 50257); never in merged dims."""
+
+RuleOf = Callable[[Op, Graph], Rule | None]
+Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
+
+
+@dataclass(frozen=True)
+class Specs:
+    """One value's sharding under every strategy: `choices[index[s]]`."""
+
+    choices: tuple[Spec, ...]
+    index: npt.NDArray[np.int32]
+
+    def __getitem__(self, strategy: int) -> Spec:
+        """The spec under a strategy."""
+        return self.choices[self.index[strategy]]
+
+    @classmethod
+    def of(cls, specs: Sequence[Spec]) -> Specs:
+        """Collect equal specs."""
+        position: dict[Spec, int] = {}
+        index = np.array([position.setdefault(spec, len(position)) for spec in specs], dtype=np.int32)
+        return cls(tuple(position), index)
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What is common to all groups that look alike: ops and values are named by position.
+
+    Attributes:
+        sizes: extent of each factor.
+        splittable: whether an axis may go to it.
+        value_dims: per local value (inputs first, then each op's results) the factors of each dim.
+        reduces: per op the factors it reduces over.
+        op_factors: per op the factors of its loop nest (over which its work divides).
+        ruled: whether every op has a rule.
+    """
+
+    sizes: tuple[int, ...]
+    splittable: tuple[bool, ...]
+    value_dims: tuple[DimFactors, ...]
+    value_shapes: tuple[tuple[int, ...], ...]
+    reduces: tuple[frozenset[int], ...]
+    op_factors: tuple[frozenset[int], ...]
+    ruled: bool
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """Every strategy of one group; arrays run over strategies.
+
+    Attributes:
+        assignments: axes of each factor.
+        inputs, outputs: shardings at the boundary, in the group's order; outputs as consumers see them (after a
+            reduce-scatter).
+        pinned: shardings of the outputs as they are annotated (before a reduce-scatter).
+        flop_ways: per op, strategies × ways its loop nest is divided.
+        collectives: per strategy what its partial results cost.
+    """
+
+    shape: GroupShape = field(repr=False)
+    assignments: tuple[Assignment, ...]
+    inputs: tuple[Specs, ...]
+    outputs: tuple[Specs, ...]
+    pinned: tuple[Specs, ...]
+    flop_ways: npt.NDArray[np.float64] = field(repr=False)
+    collectives: tuple[tuple[Collective, ...], ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        """How many strategies there are."""
+        return len(self.assignments)
+
+
+class _Union:
+    """Union-find over factor ids."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+
+    def make(self, count: int) -> range:
+        start = len(self.parent)
+        self.parent.extend(range(start, start + count))
+        return range(start, start + count)
+
+    def find(self, item: int) -> int:
+        while self.parent[item] != item:
+            self.parent[item] = self.parent[self.parent[item]]
+            item = self.parent[item]
+        return item
+
+    def join(self, left: int, right: int) -> None:
+        left, right = self.find(left), self.find(right)
+        if left != right:
+            self.parent[max(left, right)] = min(left, right)
+
+
+def signature(group: Group, groups: Groups, graph: Graph) -> tuple[object, ...]:
+    """Equal for groups whose strategies and costs are equal: ops, shapes and wiring, without names or places."""
+    local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
+    parts: list[object] = [tuple(graph.type_of(value) for value in group.inputs)]
+    for op_id in group.ops:
+        op = graph.ops[op_id]
+        wiring = tuple(
+            ("free", graph.type_of(value)) if value.op in groups.free else local[value] for value in op.operands
+        )
+        for result in range(len(op.results)):
+            local[Value(op_id, result)] = len(local)
+        parts.append((op.kind, wiring, op.results, _frozen(op.attrs)))
+    parts.append(tuple(local[value] for value in group.outputs))
+    return tuple(parts)
+
+
+def _frozen(attrs: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((key, repr(value)) for key, value in attrs.items() if key != "value"))
+
+
+def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> GroupShape:
+    """Unify the factors of the group's ops."""
+    union = _Union()
+    local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
+    shapes = [graph.type_of(value).shape for value in group.inputs]
+    dims: list[DimFactors | None] = [None] * len(shapes)
+    sizes: dict[int, int] = {}
+    whole: set[int] = set()  # factors that may not be split
+    op_factors: list[set[int]] = []
+    op_reduces: list[set[int]] = []
+    ruled = True
+    for op_id in group.ops:
+        op = graph.ops[op_id]
+        rule = rule_of(op, graph)
+        if rule is None:
+            ruled = False
+            rule = _unsplit(op, graph)
+        ids = union.make(len(rule.factors))
+        for factor, ident in zip(rule.factors, ids, strict=True):
+            sizes[ident] = factor.size
+            if factor.kind in ("replicated", "halo") or factor.reducer == "gather":
+                whole.add(ident)
+        op_factors.append(set(ids))
+        op_reduces.append({ids[i] for i, factor in enumerate(rule.factors) if factor.kind == "reduce"})
+        for value, operand in zip(op.operands, rule.operands, strict=True):
+            if value.op in groups.free:
+                continue
+            mine = tuple(tuple(ids[f] for f in dim) for dim in operand)
+            seen = dims[local[value]]
+            if seen is None:
+                dims[local[value]] = mine
+            else:
+                _unify(seen, mine, union, whole)
+        for result, result_dims in enumerate(rule.results):
+            local[Value(op_id, result)] = len(dims)
+            dims.append(tuple(tuple(ids[f] for f in dim) for dim in result_dims))
+            shapes.append(op.results[result].shape)
+    roots = sorted({union.find(ident) for ident in sizes})
+    number = {root: index for index, root in enumerate(roots)}
+    value_dims: tuple[DimFactors, ...] = tuple(
+        tuple(tuple(number[union.find(f)] for f in dim) for dim in known) if known is not None else ((),) * len(shape)
+        for known, shape in zip(dims, shapes, strict=True)
+    )
+    unsplittable = {number[union.find(ident)] for ident in whole}
+    for factors in value_dims:  # an axis may split only one dim of a value
+        flat = [f for dim in factors for f in dim]
+        unsplittable |= {f for f in flat if flat.count(f) > 1}
+    return GroupShape(
+        sizes=tuple(sizes[root] for root in roots),
+        splittable=tuple(index not in unsplittable and sizes[root] > 1 for index, root in enumerate(roots)),
+        value_dims=value_dims,
+        value_shapes=tuple(shapes),
+        reduces=tuple(frozenset(number[union.find(f)] for f in factors) for factors in op_reduces),
+        op_factors=tuple(frozenset(number[union.find(f)] for f in factors) for factors in op_factors),
+        ruled=ruled,
+    )
+
+
+def _unsplit(op: Op, graph: Graph) -> Rule:
+    """The rule of an op that has none: nothing may be split."""
+    none = tuple(((),) * len(graph.type_of(value).shape) for value in op.operands)
+    return Rule((), none, tuple(((),) * len(result.shape) for result in op.results))
+
+
+def _unify(seen: DimFactors, mine: DimFactors, union: _Union, whole: set[int]) -> None:
+    for left, right in zip(seen, mine, strict=True):
+        if len(left) == len(right):
+            for a, b in zip(left, right, strict=True):
+                union.join(a, b)
+        else:  # one side never splits the dim, or factors it otherwise: keep it whole on both
+            whole.update(left)
+            whole.update(right)
+
+
+def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
+    """Every way to give each axis to a factor or to none, in both orders where two axes share one."""
+    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    merged = {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
+    found: list[Assignment] = []
+    options = [None, *(f for f, ok in enumerate(shape.splittable) if ok)]
+    for chosen in itertools.product(options, repeat=len(axes)):
+        per_factor: list[tuple[str, ...]] = [()] * len(shape.sizes)
+        for axis, factor in zip(axes, chosen, strict=True):
+            if factor is not None:
+                per_factor[factor] += (axis,)
+        if not all(
+            fits(shape.sizes[f], mesh.ways(split), even=f in merged) for f, split in enumerate(per_factor) if split
+        ):
+            continue
+        if not all(_nested(dim, per_factor, shape, mesh) for value in shape.value_dims for dim in value):
+            continue
+        orders = [list(itertools.permutations(split)) for split in per_factor]
+        found.extend(tuple(order) for order in itertools.product(*orders))
+    return found
+
+
+def fits(size: int, ways: int, *, even: bool = False) -> bool:
+    """Whether a dim of `size` is worth splitting so many ways."""
+    if size % ways == 0:
+        return True
+    return not even and -(-size // ways) * ways <= MAX_PADDING * size
+
+
+def _nested(dim: tuple[int, ...], axes: Sequence[tuple[str, ...]], shape: GroupShape, mesh: Mesh) -> bool:
+    """In a merged dim a minor factor is split only when the major ones are wholly split."""
+    return not any(
+        axes[minor] and mesh.ways(axes[major]) != shape.sizes[major]
+        for position, minor in enumerate(dim)
+        for major in dim[:position]
+    )
+
+
+def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: RuleOf, *, scatter: bool) -> Strategies:
+    """All strategies of a group; `scatter` allows reduce-scattered variants of its one output."""
+    shape = group_shape(group, groups, graph, rule_of)
+    local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
+    for op_id in group.ops:
+        for result in range(len(graph.ops[op_id].results)):
+            local[Value(op_id, result)] = len(local)
+    outputs = [local[value] for value in group.outputs]
+    item = [_item_bytes(graph.type_of(value).dtype) for value in local]
+    rows: list[tuple[Assignment, list[Spec], list[Spec], list[Spec], tuple[Collective, ...]]] = []
+    for assignment in assignments(shape, mesh):
+        specs = [_spec(dims, assignment) for dims in shape.value_dims]
+        collectives: list[Collective] = []
+        partial: tuple[str, ...] = ()
+        value = len(group.inputs)
+        for position, op_id in enumerate(group.ops):
+            axes = mesh.in_order(a for f in shape.reduces[position] for a in assignment[f])
+            for _ in graph.ops[op_id].results:
+                if axes:
+                    size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
+                    collectives.append(Collective("all-reduce", axes, size, op=position))
+                    partial = axes if value in outputs else partial
+                value += 1
+        inputs = specs[: len(group.inputs)]
+        pinned = [specs[index] for index in outputs]
+        rows.append((assignment, inputs, pinned, pinned, tuple(collectives)))
+        if scatter and len(outputs) == 1 and partial and len(collectives) == 1:
+            for spec in scattered(pinned[0], shape.value_shapes[outputs[0]], partial, mesh):
+                moved = Collective("reduce-scatter", partial, collectives[0].bytes, op=collectives[0].op)
+                rows.append((assignment, inputs, pinned, [spec], (moved,)))
+    ways = np.array([[mesh.ways(a for f in own for a in row[0][f]) for own in shape.op_factors] for row in rows], float)
+    return Strategies(
+        shape=shape,
+        assignments=tuple(row[0] for row in rows),
+        inputs=tuple(Specs.of([row[1][i] for row in rows]) for i in range(len(group.inputs))),
+        outputs=tuple(Specs.of([row[3][i] for row in rows]) for i in range(len(outputs))),
+        pinned=tuple(Specs.of([row[2][i] for row in rows]) for i in range(len(outputs))),
+        flop_ways=ways,
+        collectives=tuple(row[4] for row in rows),
+    )
+
+
+def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:
+    """Every spec that puts each of `axes` behind the axes of some dim, where it divides."""
+    for dims in itertools.product(range(len(shape)), repeat=len(axes)):
+        split = [list(dim) for dim in spec]
+        for dim, axis in zip(dims, axes, strict=True):
+            split[dim].append(axis)
+        if all(shape[d] % mesh.ways(split[d]) == 0 for d in set(dims)):
+            yield tuple(tuple(dim) for dim in split)
+
+
+def argument_specs(shape: Sequence[int], mesh: Mesh) -> tuple[Spec, ...]:
+    """Every sharding of an argument: each axis on one dim or none, in both orders where two share one."""
+    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    found: list[Spec] = []
+    for chosen in itertools.product([None, *range(len(shape))], repeat=len(axes)):
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        for axis, dim in zip(axes, chosen, strict=True):
+            if dim is not None:
+                dims[dim] += (axis,)
+        if all(fits(shape[d], mesh.ways(split)) for d, split in enumerate(dims) if split):
+            found.extend(itertools.product(*(itertools.permutations(split) for split in dims)))
+    return tuple(found) or (replicated(len(shape)),)
+
+
+def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) -> dict[Value, Spec]:
+    """The sharding under which every op of the group makes its results."""
+    assignment = strategies.assignments[strategy]
+    index = len(group.inputs)
+    specs: dict[Value, Spec] = {}
+    for op_id in group.ops:
+        for result in range(len(graph.ops[op_id].results)):
+            specs[Value(op_id, result)] = _spec(strategies.shape.value_dims[index], assignment)
+            index += 1
+    return specs
+
+
+def _spec(dims: DimFactors, assignment: Assignment) -> Spec:
+    return tuple(tuple(axis for factor in dim for axis in assignment[factor]) for dim in dims)
+
+
+_BYTES = {"i1": 1, "i8": 1, "ui8": 1, "bf16": 2, "f16": 2, "i16": 2, "ui16": 2, "i64": 8, "ui64": 8, "f64": 8}
+
+
+def _item_bytes(dtype: str) -> int:
+    return _BYTES.get(dtype, 4)
