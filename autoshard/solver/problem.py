@@ -9,6 +9,7 @@ Nodes and edges both may use memory (an edge: the temporary of a reshard). Infin
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,3 +52,61 @@ class Problem:
     edge_usages: Sequence[Usage] = ()
     limit: float | None = None
     names: Sequence[str] = field(default=(), repr=False)
+
+
+class Status(enum.Enum):
+    """How far a solve got."""
+
+    OPTIMAL = "optimal"
+    """The bound meets the objective (to the rounding of float64 sums, see `solve.GAP_TOLERANCE`)."""
+    FEASIBLE = "feasible"
+    """A choice within the limit, not proven best; the search ended by itself."""
+    TIME_LIMIT = "time_limit"
+    """A choice within the limit, not proven best, because time ran out."""
+    INFEASIBLE = "infeasible"
+    """Proven: no choice exists; `Solution.message` says why."""
+    UNKNOWN = "unknown"
+    """Time ran out before any choice within the limit was found, or none was proven impossible."""
+
+
+@dataclass(frozen=True)
+class LeastUsage:
+    """The least peak usage that any choice reaches, in bytes per device.
+
+    No choice has a peak below `bound`; `reached` (infinite if none was found) is the peak of a choice that exists.
+    They are equal when the minimisation was exact.
+    """
+
+    bound: float
+    reached: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What `solve` found.
+
+    Attributes:
+        choice: one strategy index per node; empty when there is none.
+        status: see `Status`.
+        objective: of `choice`, re-evaluated by `evaluate`; infinite when there is no choice.
+        bound: proven lower bound on the objective of the whole problem.
+        backend: what produced the choice, for example "dynamic programming" or "highs".
+        least_usage: with status INFEASIBLE because of the memory limit (or UNKNOWN), the least that is possible.
+        message: for a person, when there is no choice; otherwise empty.
+    """
+
+    choice: tuple[int, ...]
+    status: Status
+    objective: float
+    bound: float
+    backend: str
+    least_usage: LeastUsage | None = None
+    message: str = ""
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / |objective|, never negative; 0 when both are equal, infinite without a choice."""
+        if not self.choice and self.objective == float("inf"):
+            return float("inf")
+        difference = max(0.0, self.objective - self.bound)
+        return 0.0 if difference == 0.0 else difference / max(abs(self.objective), 1e-300)
