@@ -1,0 +1,225 @@
+"""Compile an annotated program for devices that need not be present, in a process of its own, and keep the result."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autoshard.verify.targets import Target, parse_target
+
+WORKER_VERSION = 1
+"""Raised whenever the worker compiles the same module differently: old cache entries no longer count."""
+
+DEFAULT_TIMEOUT_S = 1200.0
+
+_REMATERIALIZATION = "Involuntary full rematerialization"
+
+
+class CompileError(RuntimeError):
+    """XLA could not compile the program: what it said, or that it crashed or took too long."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device as the compiler lays them out.
+
+    `alias` bytes are counted in both `argument` and `output`: a donated argument and the result that takes its place.
+    """
+
+    argument: int
+    output: int
+    temp: int
+    alias: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes per device that the program holds at most, the compiler's temporaries laid out as one block."""
+        return self.argument + self.output - self.alias + self.temp
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program as XLA partitioned and optimized it, for one device.
+
+    Attributes:
+        target, num_devices: what it was compiled for.
+        path: gzipped HLO text; see `hlo_text`.
+        memory: bytes per device.
+        seconds: compile time, without the start of the process; of the first time where the result was cached.
+        rematerializations: what the partitioner said about values that it had to replicate and slice again
+            (`Involuntary full rematerialization`), one text each: defects of the annotations.
+        cached: whether it was compiled earlier.
+    """
+
+    target: Target
+    path: Path
+    memory: Memory
+    seconds: float
+    rematerializations: tuple[str, ...]
+    cached: bool
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the target."""
+        return self.target.num_devices
+
+    @cached_property
+    def hlo_text(self) -> str:
+        """The optimized HLO module, as XLA prints it."""
+        with gzip.open(self.path, "rt") as source:
+            return source.read()
+
+
+def default_cache_dir() -> Path:
+    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory (XDG)."""
+    if "AUTOSHARD_CACHE" in os.environ:
+        return Path(os.environ["AUTOSHARD_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or (
+        Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
+    )
+    return Path(base) / "autoshard"
+
+
+def compile_module(
+    stablehlo: bytes,
+    target: Target | str,
+    *,
+    donate: Mapping[int, int] | None = None,
+    cache_dir: Path | str | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> Compiled:
+    """Compile a StableHLO module with GSPMD annotations for `target`.
+
+    Args:
+        stablehlo: MLIR bytecode or text; sharding annotations are `mhlo.sharding` attributes on arguments, results
+            and `custom_call @Sharding`. An argument without one is replicated.
+        target: a Target or its text.
+        donate: argument index -> index of the result that takes over its buffer.
+        cache_dir: where compiled programs are kept; default `default_cache_dir()`.
+        timeout: seconds after which the compiler is stopped.
+
+    Raises:
+        TargetError: the target is malformed or its compiler not installed.
+        CompileError: the compiler refused the program, crashed or took longer than `timeout`.
+    """
+    target = parse_target(target) if isinstance(target, str) else target
+    versions = target.packages()
+    donate = dict(sorted((donate or {}).items()))
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    entry = root / "compiled" / _key(stablehlo, target, donate, versions)
+    cached = (entry / "result.json").exists()
+    if not cached:
+        root = entry.parent
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CompileError(
+                f"cannot keep compiled programs in {root}: {error.strerror}; set AUTOSHARD_CACHE to a directory"
+            ) from error
+        with tempfile.TemporaryDirectory(dir=root, prefix="tmp-") as work:
+            _run_worker(Path(work), stablehlo, target, donate, timeout)
+            _publish(Path(work), entry)
+    result = json.loads((entry / "result.json").read_text())
+    return Compiled(
+        target=target,
+        path=entry / "hlo.txt.gz",
+        memory=Memory(**result["memory"]),
+        seconds=result["seconds"],
+        rematerializations=tuple(result["rematerializations"]),
+        cached=cached,
+    )
+
+
+def _key(stablehlo: bytes, target: Target, donate: Mapping[int, int], versions: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(stablehlo)
+    described = asdict(target) | {"text": None}  # `cpu` and `cpu:8` are one target
+    flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    facts: dict[str, Any] = {"target": described, "donate": list(donate.items()), "versions": dict(versions)}
+    digest.update(json.dumps(facts | {"flags": flags, "worker": WORKER_VERSION}, sort_keys=True).encode())
+    return digest.hexdigest()[:32]
+
+
+def _publish(work: Path, entry: Path) -> None:
+    """Make the finished directory the cache entry in one step; whoever comes first wins."""
+    keep = Path(tempfile.mkdtemp(dir=entry.parent, prefix="new-"))
+    for name in ("hlo.txt.gz", "result.json"):
+        os.replace(work / name, keep / name)
+    keep.chmod(0o755)
+    try:
+        os.rename(keep, entry)
+    except OSError:
+        shutil.rmtree(keep, ignore_errors=True)
+        if not (entry / "result.json").exists():
+            raise
+
+
+def _run_worker(work: Path, stablehlo: bytes, target: Target, donate: Mapping[int, int], timeout: float) -> None:
+    (work / "module.mlir").write_bytes(stablehlo)
+    request = {"module": "module.mlir", "target": asdict(target), "donate": donate}
+    (work / "request.json").write_text(json.dumps(request))
+    command = [sys.executable, "-m", "autoshard.verify.worker", str(work / "request.json")]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": "0"}
+    with open(work / "stderr.txt", "wb") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CompileError(
+                    f"compiling for {target} took longer than {timeout:.0f} s and was stopped; "
+                    "a smaller model, or a longer timeout, may pass"
+                ) from None
+            raise
+    said = (work / "stderr.txt").read_text(errors="replace")
+    if status != 0 or not (work / "result.json").exists():
+        raise CompileError(_failure(target, status, said))
+    result = json.loads((work / "result.json").read_text())
+    result["rematerializations"] = _rematerializations(said)
+    (work / "result.json").write_text(json.dumps(result))
+
+
+def _rematerializations(said: str) -> list[str]:
+    """The partitioner's warnings, without time and place in XLA's sources."""
+    found = []
+    for line in said.splitlines():
+        if _REMATERIALIZATION in line:
+            text = line[line.index(_REMATERIALIZATION) :]
+            found.append(text.split("As a last resort", 1)[0].rstrip())
+    return found
+
+
+def _failure(target: Target, status: int, said: str) -> str:
+    """One clear message from what a failed compiler left on standard error."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+        how = f"the compiler for {target} crashed ({name})"
+        fatal = [line for line in said.splitlines() if re.match(r"F\d{4} |.*\bCheck failed", line)]
+        said = "\n".join(fatal) or said
+    else:
+        how = f"the compiler for {target} refused the program"
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    last = (errors or lines or ["it said nothing"])[-1].strip()
+    return f"{how}: {last[:1500]}"

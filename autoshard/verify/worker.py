@@ -1,0 +1,186 @@
+"""The compile worker: `python -m autoshard.verify.worker REQUEST.json`, one program a process.
+
+It is a process of its own because XLA's platforms read their environment before the first import, their plugins can
+abort the process, and what they say about defects (`Involuntary full rematerialization`) goes to the file descriptor
+of standard error.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from autoshard.verify.targets import Target, gpu_limits
+
+_LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_computation_parameter_layouts")
+
+
+def main() -> None:
+    """Compile what the request file describes; write `hlo.txt.gz` and `result.json` beside it."""
+    request_path = Path(sys.argv[1])
+    request = json.loads(request_path.read_text())
+    target = Target(**{**request["target"], "topology": tuple(request["target"]["topology"])})
+    if target.family == "cpu":
+        flag = f"--xla_force_host_platform_device_count={target.num_devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
+    module = (request_path.parent / request["module"]).read_bytes()
+    donate = {int(argument): int(output) for argument, output in request["donate"].items()}
+    text, result = compile_for(module, target, donate)
+    with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
+        out.write(text)
+    (request_path.parent / "result.json").write_text(json.dumps(result))
+
+
+def compile_for(stablehlo: bytes, target: Target, donate: dict[int, int]) -> tuple[str, dict[str, Any]]:
+    """The optimized HLO text of one device, and its memory in bytes and compile time in seconds."""
+    import numpy as np
+    from jax._src.interpreters import mlir as jax_mlir
+    from jax._src.lib import _jax
+    from jax._src.lib import xla_client as xc
+    from jaxlib.mlir import ir
+
+    with jax_mlir.make_ir_context():
+        module = ir.Module.parse(stablehlo)
+        _drop_layouts(module.operation)
+        results = _prepare_main(module, donate)
+        devices = _devices(target)
+        options = xc.CompileOptions()
+        build = options.executable_build_options
+        options.num_replicas = build.num_replicas = 1
+        options.num_partitions = build.num_partitions = len(devices)
+        build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = False  # the annotations are GSPMD's
+        # A result with a sharding keeps it; propagation chooses the others', as it does for torch_xla.
+        build.allow_spmd_sharding_propagation_to_output = [not annotated for annotated in results] or [True]
+        options.device_assignment = xc.DeviceAssignment.create(np.array([[device.id for device in devices]]))
+        start = time.perf_counter()
+        device_list = _jax.DeviceList(tuple(devices))
+        if target.family == "cpu":
+            # Instruction selection and LLVM's passes leave the partitioned program alone and take most of the time.
+            debug = build.debug_options
+            debug.xla_backend_optimization_level = 0
+            debug.xla_llvm_disable_expensive_passes = True
+            executable = devices[0].client.compile_and_load(module, device_list, options)
+        else:
+            executable = devices[0].client.compile(module, device_list, options)
+        seconds = time.perf_counter() - start
+    memory = executable.get_compiled_memory_stats()
+    return executable.hlo_modules()[0].to_string(), {
+        "seconds": seconds,
+        "memory": {
+            name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
+        },
+    }
+
+
+def _drop_layouts(op: Any) -> None:
+    """Remove the layouts of the capturing platform: each compiler picks its own."""
+    for name in [getattr(attribute, "name", attribute) for attribute in op.attributes]:
+        if name in _LAYOUTS or (name.startswith("mhlo") and "layout" in name) or "entry_computation" in name:
+            del op.attributes[name]
+    for region in op.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                _drop_layouts(child.operation)
+
+
+def _prepare_main(module: Any, donate: dict[int, int]) -> list[bool]:
+    """Mark donated arguments; say for each result whether it has a sharding."""
+    from jaxlib.mlir import ir
+
+    for op in module.body.operations:
+        if op.operation.name == "func.func" and ir.StringAttr(op.operation.attributes["sym_name"]).value == "main":
+            break
+    else:
+        raise ValueError("the module has no function main")
+    kind = ir.FunctionType(ir.TypeAttr(op.operation.attributes["function_type"]).value)
+    if donate:
+        dicts = _dictionaries(op.operation, "arg_attrs", len(kind.inputs))
+        integer = ir.IntegerType.get_signless(32)
+        for argument, output in donate.items():
+            dicts[argument]["tf.aliasing_output"] = ir.IntegerAttr.get(integer, output)
+        op.operation.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in dicts])
+    return ["mhlo.sharding" in entry for entry in _dictionaries(op.operation, "res_attrs", len(kind.results))]
+
+
+def _dictionaries(op: Any, name: str, count: int) -> list[dict[str, Any]]:
+    """A function's argument or result attributes as one plain dictionary each."""
+    from jaxlib.mlir import ir
+
+    if name not in op.attributes:
+        return [{} for _ in range(count)]
+    return [{entry.name: entry.attr for entry in ir.DictAttr(item)} for item in ir.ArrayAttr(op.attributes[name])]
+
+
+def _devices(target: Target) -> list[Any]:
+    """The target's devices in mesh order: the outermost mesh axis lies across slices or hosts, then torus dim 0."""
+    if target.family == "cpu":
+        import jax
+
+        return list(jax.local_devices(backend="cpu"))
+    if target.family == "tpu":
+        from jax.experimental import topologies
+
+        name = f"{target.device.removeprefix('tpu-')}:{'x'.join(map(str, target.topology))}"
+        extra = {"num_slices": target.slices} if target.slices > 1 else {}
+        devices = topologies.get_topology_desc(name, platform="tpu", **extra).devices
+
+        # A topology of one slice has devices without the attribute.
+        def place(device: Any) -> tuple[Any, ...]:
+            return getattr(device, "slice_index", None) or 0, tuple(device.coords), device.core_on_chip
+
+        return sorted(devices, key=place)
+    import jax_plugins.xla_cuda12 as plugin
+    from jax._src.lib import xla_client as xc
+
+    library = next(Path(path) for folder in plugin.__path__ for path in Path(folder).glob("*.so"))
+    api = xc.load_pjrt_plugin_dynamically("cuda", str(library))
+    if not xc.pjrt_plugin_initialized("cuda"):
+        xc.initialize_pjrt_plugin("cuda")
+    hosts, gpus = target.topology
+    topology = xc.make_c_api_device_topology(
+        api, "", topology=f"1x{hosts}x{gpus}", target_config=gpu_target_config(target.device)
+    )
+    return list(topology._make_compile_only_devices())
+
+
+def gpu_target_config(kind: str) -> str:
+    """XLA's description of an absent GPU (`stream_executor.GpuTargetConfigProto`, as text)."""
+    gpu = gpu_limits()[kind]
+    major, minor = gpu["compute_capability"]
+    info = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": 2048,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_block_optin": gpu["shared_memory_block"],
+        "shared_memory_per_core": gpu["shared_memory"],
+        "core_count": gpu["multiprocessors"],
+        "fpus_per_core": gpu["fp32_units"],
+        "memory_bandwidth": gpu["bandwidth"],
+        "device_memory_size": gpu["memory"],
+        "l2_cache_size": gpu["l2"],
+        "clock_rate_ghz": gpu["clock"],
+    }
+    lines = "\n".join(f"  {name}: {value}" for name, value in info.items())
+    capability = f"  cuda_compute_capability {{ major: {major} minor: {minor} }}"
+    return (
+        f"gpu_device_info {{\n{lines}\n{capability}\n}}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 patch: 2 }\n'
+        f'device_description_str: "{gpu["description"]}"\n'
+    )
+
+
+if __name__ == "__main__":
+    main()
