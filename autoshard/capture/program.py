@@ -60,6 +60,8 @@ class AtenOp:
         module: path of the module that ran it (backward: that whose forward it differentiates), `""` where unknown.
         phase: `forward`, `backward` or `optimizer`.
         outputs: its tensor results, in order.
+        inputs: who produced each tensor it reads: `(k, j)` for output j of op k, the name of an argument, or None for
+            a constant made on the host (see `capture.sequence`).
     """
 
     index: int
@@ -67,6 +69,7 @@ class AtenOp:
     module: str
     phase: str
     outputs: tuple[TensorType, ...]
+    inputs: tuple[tuple[int, int] | str | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,15 @@
+"""What autoshard raises when it is given something it cannot use: one line for a person, the details in the text."""
+
+from __future__ import annotations
+
+
+class AutoshardError(Exception):
+    """Base of every error that autoshard raises on purpose."""
+
+
+class CaptureError(AutoshardError, ValueError):
+    """A program that cannot be captured: what, in which module, and what to do."""
+
+
+class SourceError(AutoshardError, ValueError):
+    """A SOURCE (`hf:gpt2`, `file.py:function`) that names nothing usable."""
