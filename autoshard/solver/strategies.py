@@ -258,7 +258,7 @@ def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: 
         for result in range(len(graph.ops[op_id].results)):
             local[Value(op_id, result)] = len(local)
     outputs = [local[value] for value in group.outputs]
-    item = [_item_bytes(graph.type_of(value).dtype) for value in local]
+    item = [item_bytes(graph.type_of(value).dtype) for value in local]
     rows: list[tuple[Assignment, list[Spec], list[Spec], list[Spec], tuple[Collective, ...]]] = []
     for assignment in assignments(shape, mesh):
         specs = [_spec(dims, assignment) for dims in shape.value_dims]
@@ -335,5 +335,6 @@ def _spec(dims: DimFactors, assignment: Assignment) -> Spec:
 _BYTES = {"i1": 1, "i8": 1, "ui8": 1, "bf16": 2, "f16": 2, "i16": 2, "ui16": 2, "i64": 8, "ui64": 8, "f64": 8}
 
 
-def _item_bytes(dtype: str) -> int:
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
     return _BYTES.get(dtype, 4)

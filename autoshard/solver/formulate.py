@@ -1,0 +1,372 @@
+"""Graph → Problem, and a choice of strategies → Annotations.
+
+Nodes of the problem are the arguments (one strategy per sharding), the fusion groups, and one *copy node* for each
+value that several groups read: the copies that lowering writes of one value are shared when they are equal, so a
+gathered weight is paid for once however many read it. A copy node either passes the value on as it is, or holds one
+other sharding, from which readers take it as it is or slice it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.cost.collectives import seconds
+from autoshard.cost.compute import op_flops, roofline_seconds
+from autoshard.cost.device import Device
+from autoshard.cost.reshard import reshard_matrix
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import Group, Groups, fusion_groups
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.rules import rule_for
+from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.solver.problem import Problem, Usage
+from autoshard.solver.strategies import Specs, Strategies, argument_specs, item_bytes, op_specs, signature, strategies
+
+Matrix = npt.NDArray[np.float64]
+FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy node: per strategy the sharding it hands on, and whether it is the value itself."""
+
+    value: Value
+    specs: Specs
+    same: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """A problem and what its nodes mean.
+
+    Node i is argument `i` of `argument_values` first, then the groups, then the copies.
+    """
+
+    problem: Problem = field(repr=False)
+    graph: Graph = field(repr=False)
+    groups: Groups = field(repr=False)
+    argument_values: tuple[Value, ...] = field(repr=False)
+    argument_specs: tuple[Specs, ...] = field(repr=False)
+    strategies: tuple[Strategies, ...] = field(repr=False)
+    copies: tuple[Copy, ...] = field(repr=False)
+
+    def annotations(self, choice: Sequence[int]) -> Annotations:
+        """What lowering writes for a choice of one strategy per node."""
+        graph, first_group = self.graph, len(self.argument_values)
+        pins: dict[Value, Spec] = {}
+        for node, value in enumerate(self.argument_values):
+            pins[value] = self.argument_specs[node][choice[node]]
+        annotatable = _annotatable(graph)
+        for group, ways in zip(self.groups.groups, self.strategies, strict=True):
+            chosen = choice[first_group + group.id]
+            made = op_specs(ways, group, graph, chosen)
+            pins.update((value, spec) for value, spec in made.items() if value in annotatable)
+        copies: dict[tuple[Value, int], Spec] = {}
+        for group, ways in zip(self.groups.groups, self.strategies, strict=True):
+            chosen = choice[first_group + group.id]
+            for value, specs in zip(group.inputs, ways.inputs, strict=True):
+                if value not in pins or graph.type_of(value).dtype not in FLOATS:
+                    continue
+                wanted = specs[chosen]
+                if wanted == pins[value]:
+                    continue
+                for op_id in group.ops:
+                    op = graph.ops[op_id]
+                    if value in op.operands and op.aten is not None:
+                        copies[value, op.aten] = wanted
+        return Annotations(pins, copies)
+
+
+def formulate(
+    graph: Graph,
+    mesh: Mesh,
+    device: Device,
+    *,
+    target: str,
+    memory: float | None = None,
+    hints: Mapping[str, Spec] | None = None,
+) -> Formulation:
+    """The strategy-selection problem of a program on a mesh.
+
+    Args:
+        memory: bytes per device that no point of the step may exceed, or None.
+        hints: argument name -> the sharding it must have. Raises ValueError when a hint fits no argument.
+    """
+    return _Builder(graph, mesh, device, target, hints or {}).build(memory)
+
+
+class _Builder:
+    def __init__(self, graph: Graph, mesh: Mesh, device: Device, target: str, hints: Mapping[str, Spec]) -> None:
+        self.graph, self.mesh, self.device, self.target, self.hints = graph, mesh, device, target, hints
+        self.groups = fusion_groups(graph)
+        self.annotatable = _annotatable(graph)
+        self.node_costs: list[Matrix] = []
+        self.edges: list[tuple[int, int]] = []
+        self.edge_costs: list[Matrix] = []
+        self.node_usages: list[Usage] = []
+        self.edge_usages: list[Usage] = []
+        self.names: list[str] = []
+        self.made: dict[Value, tuple[int, Specs]] = {}  # value -> node that makes it, shardings handed to consumers
+        self._matrices: dict[tuple[object, ...], Matrix] = {}
+        self._by_shape: dict[object, tuple[Strategies, Matrix]] = {}
+
+    def build(self, memory: float | None) -> Formulation:
+        arguments = self._arguments()
+        ways = self._groups()
+        copies = self._edges(ways)
+        self._ties()
+        if memory is not None:
+            self._usages(copies)
+        problem = Problem(
+            node_costs=self.node_costs,
+            edges=self.edges,
+            edge_costs=self.edge_costs,
+            node_usages=self.node_usages,
+            edge_usages=self.edge_usages,
+            limit=memory,
+            names=self.names,
+        )
+        values = tuple(arguments)
+        specs = tuple(arguments.values())
+        return Formulation(problem, self.graph, self.groups, values, specs, tuple(ways), tuple(copies))
+
+    def _arguments(self) -> dict[Value, Specs]:
+        found: dict[Value, Specs] = {}
+        for op_id, argument in zip(self.graph.arguments, self.graph.program.arguments, strict=True):
+            if op_id in self.groups.free:
+                continue
+            choices = argument_specs(argument.type.shape, self.mesh)
+            if argument.name in self.hints:
+                hint = self.hints[argument.name]
+                self.mesh.check(hint, argument.type.shape, f"the hint for {argument.name}")
+                choices = (hint,)
+            value = Value(op_id)
+            found[value] = Specs(choices, np.arange(len(choices), dtype=np.int32))
+            self.made[value] = (len(self.node_costs), found[value])
+            self._node(np.zeros(len(choices)), argument.name)
+        return found
+
+    def _groups(self) -> list[Strategies]:
+        found = []
+        for group in self.groups.groups:
+            scatter = all(value in self.annotatable for value in group.outputs)
+            key = (signature(group, self.groups, self.graph), scatter)
+            if key not in self._by_shape:
+                ways = strategies(group, self.groups, self.graph, self.mesh, rule_for, scatter=scatter)
+                self._by_shape[key] = (ways, self._group_costs(group, ways))
+            ways, costs = self._by_shape[key]
+            found.append(ways)
+            node = self._node(costs, self._name(group))
+            for value, specs in zip(group.outputs, ways.outputs, strict=True):
+                self.made[value] = (node, specs)
+        return found
+
+    def _node(self, costs: Matrix, name: str) -> int:
+        self.node_costs.append(costs)
+        self.names.append(name)
+        return len(self.node_costs) - 1
+
+    def _name(self, group: Group) -> str:
+        op = self.graph.ops[group.ops[-1]]
+        return (
+            f"{op.module or 'step'}: {op.kind} ({len(group.ops)} ops)"
+            if len(group.ops) > 1
+            else (f"{op.module or 'step'}: {op.kind}")
+        )
+
+    def _group_costs(self, group: Group, ways: Strategies) -> Matrix:
+        """Seconds of a group under each strategy: roofline of its work, plus its partial results' collectives."""
+        graph, mesh = self.graph, self.mesh
+        if all(graph.ops[op_id].kind == "reshape" for op_id in group.ops):
+            return np.zeros(len(ways))
+        flops = np.array([op_flops(graph.ops[op_id], graph) for op_id in group.ops])
+        dtype = graph.type_of(group.inputs[0]).dtype if group.inputs else "f32"
+        costs = np.zeros(len(ways))
+        boundary = [*zip(group.inputs, ways.inputs, strict=True), *zip(group.outputs, ways.pinned, strict=True)]
+        moved = np.zeros(len(ways))
+        for value, specs in boundary:
+            moved += self._bytes(value, specs.choices)[specs.index]
+        worked = (flops / ways.flop_ways).sum(axis=1)
+        for index in range(len(ways)):
+            costs[index] = roofline_seconds(worked[index], moved[index], dtype, self.device) + sum(
+                seconds(c.kind, c.axes, c.bytes, mesh, self.device) * c.count for c in ways.collectives[index]
+            )
+        return costs
+
+    def _bytes(self, value: Value, specs: Sequence[Spec]) -> Matrix:
+        kind = self.graph.type_of(value)
+        return np.array(
+            [float(math.prod(self.mesh.shard_shape(kind.shape, spec)) * item_bytes(kind.dtype)) for spec in specs]
+        )
+
+    def _edges(self, ways: Sequence[Strategies]) -> list[Copy]:
+        readers: dict[Value, list[tuple[int, Specs]]] = {}
+        first_group = len(self.node_costs) - len(ways)
+        for group, own in zip(self.groups.groups, ways, strict=True):
+            for value, specs in zip(group.inputs, own.inputs, strict=True):
+                readers.setdefault(value, []).append((first_group + group.id, specs))
+        copies = []
+        for value, uses in readers.items():
+            node, specs = self.made[value]
+            sharable = value in self.annotatable or self.graph.ops[value.op].kind == "argument"
+            if len(uses) > 1 and sharable and self.graph.type_of(value).dtype in FLOATS:
+                copies.append(self._copy(value, node, specs, uses))
+            else:
+                for reader, wanted in uses:
+                    self._edge(node, reader, self._reshard(value, specs, wanted))
+        return copies
+
+    def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
+        """The node of the one copy of `value` that its readers share."""
+        others = tuple(dict.fromkeys(spec for _, wanted in uses for spec in wanted.choices))
+        same = np.array([True] * len(specs.choices) + [False] * len(others))
+        held = Specs(specs.choices + others, np.arange(len(same), dtype=np.int32))
+        copy = self._node(np.zeros(len(same)), f"copy of {self.names[node]}")
+        key = ("into", self.graph.type_of(value), specs.choices, others)
+        if key not in self._matrices:
+            into = self._choice_matrix(value, specs.choices, held.choices).copy()
+            kept = len(specs.choices)
+            into[:, :kept] = np.where(np.eye(kept, dtype=bool), 0.0, np.inf)
+            for row, spec in enumerate(specs.choices):  # a copy that is the value itself is not a copy
+                for column, other in enumerate(others):
+                    if other == spec:
+                        into[row, kept + column] = np.inf
+            self._matrices[key] = into
+        self._edge(node, copy, self._expand(key, self._matrices[key], specs, held))
+        for reader, wanted in uses:
+            out_key = ("out", self.graph.type_of(value), specs.choices, others, wanted.choices)
+            if out_key not in self._matrices:
+                out = self._choice_matrix(value, held.choices, wanted.choices).copy()
+                kept = len(specs.choices)
+                for row, spec in enumerate(others):
+                    for column, other in enumerate(wanted.choices):
+                        out[kept + row, column] = 0.0 if _is_slice(spec, other) else np.inf
+                self._matrices[out_key] = out
+            self._edge(copy, reader, self._expand(out_key, self._matrices[out_key], held, wanted))
+        return Copy(value, held, same)
+
+    def _edge(self, tail: int, head: int, costs: Matrix) -> int:
+        self.edges.append((tail, head))
+        self.edge_costs.append(costs)
+        return len(self.edges) - 1
+
+    def _choice_matrix(self, value: Value, sources: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> Matrix:
+        kind = self.graph.type_of(value)
+        key = ("reshard", kind, sources, wanted)
+        if key not in self._matrices:
+            self._matrices[key] = reshard_matrix(
+                kind.shape, item_bytes(kind.dtype), list(sources), list(wanted), self.mesh, self.device
+            )
+        return self._matrices[key]
+
+    def _reshard(self, value: Value, sources: Specs, wanted: Specs) -> Matrix:
+        matrix = self._choice_matrix(value, sources.choices, wanted.choices)
+        key = ("reshard", self.graph.type_of(value), sources.choices, wanted.choices)
+        return self._expand(key, matrix, sources, wanted)
+
+    def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:
+        """From one entry per pair of shardings to one per pair of strategies; equal matrices are one object."""
+        full = ("expanded", key, rows.index.tobytes(), columns.index.tobytes())
+        if full not in self._matrices:
+            self._matrices[full] = np.ascontiguousarray(matrix[np.ix_(rows.index, columns.index)])
+        return self._matrices[full]
+
+    def _ties(self) -> None:
+        """An updated argument keeps its sharding, or the next step would be another program."""
+        for output, value in zip(self.graph.program.outputs, self.graph.outputs, strict=True):
+            if output.updates is None or value not in self.made:
+                continue
+            argument = Value(self.graph.arguments[output.updates])
+            if value == argument or argument not in self.made:
+                continue
+            node, specs = self.made[value]
+            other, kept = self.made[argument]
+            key = ("tie", specs.choices, kept.choices)
+            if key not in self._matrices:
+                self._matrices[key] = np.array(
+                    [[0.0 if left == right else np.inf for right in kept.choices] for left in specs.choices]
+                )
+            self._edge(node, other, self._expand(key, self._matrices[key], specs, kept))
+
+    def _usages(self, copies: Sequence[Copy]) -> None:
+        """What each choice keeps in memory, over group ids as time."""
+        graph, groups = self.graph, self.groups
+        end = len(groups.groups)
+        readers: dict[Value, list[int]] = {}
+        for group in groups.groups:
+            for value in group.inputs:
+                readers.setdefault(value, []).append(group.id)
+        returned = set(graph.outputs)
+        donated = {
+            value
+            for output, value in zip(graph.program.outputs, graph.outputs, strict=True)
+            if output.updates is not None
+        }
+        first_group = len(self.node_costs) - len(copies) - end
+        for value, (node, specs) in self.made.items():
+            if graph.ops[value.op].kind == "argument":
+                self._usage(node, 0, end, value, specs)
+            elif value not in donated:
+                start = node - first_group
+                last = end if value in returned else max(readers.get(value, [start])) + 1
+                self._usage(node, start, last, value, specs)
+        for index, copy in enumerate(copies):
+            uses = readers[copy.value]
+            amount = self._bytes(copy.value, copy.specs.choices)[copy.specs.index]
+            amount = np.where(copy.same, 0.0, amount)
+            node = len(self.node_costs) - len(copies) + index
+            self.node_usages.append(Usage(node, min(uses), max(uses) + 1, amount))
+        shared = {copy.value for copy in copies}
+        position = {edge: index for index, edge in enumerate(self.edges)}
+        for group in groups.groups:
+            ways = self._by_shape_of(group)
+            for value, wanted in zip(group.inputs, ways.inputs, strict=True):
+                if value in shared or value not in self.made:
+                    continue
+                node, specs = self.made[value]
+                edge = position[node, first_group + group.id]
+                size = self._bytes(value, wanted.choices)[wanted.index]
+                differs = np.array([[a != b for b in wanted.choices] for a in specs.choices])
+                amount = differs[np.ix_(specs.index, wanted.index)] * size[None, :]
+                self.edge_usages.append(Usage(edge, group.id, group.id + 1, amount))
+
+    def _by_shape_of(self, group: Group) -> Strategies:
+        scatter = all(value in self.annotatable for value in group.outputs)
+        return self._by_shape[(signature(group, self.groups, self.graph), scatter)][0]
+
+    def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
+        self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))
+
+
+def _annotatable(graph: Graph) -> frozenset[Value]:
+    return frozenset(
+        value
+        for value in graph.aten_outputs.values()
+        if graph.ops[value.op].kind != "argument" and graph.type_of(value).dtype in FLOATS
+    )
+
+
+@cache
+def _is_slice(spec: Spec, other: Spec) -> bool:
+    """Whether a device has its part of `other` in its part of `spec`: each dim split by more axes, minor ones."""
+    return all(right[: len(left)] == left for left, right in zip(spec, other, strict=True))
+
+
+def check_hints(graph: Graph, hints: Mapping[str, Spec]) -> None:
+    """Raise ValueError for a hint whose name is no argument's."""
+    import difflib
+
+    names = [argument.name for argument in graph.program.arguments]
+    for name, spec in hints.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
+            raise ValueError(
+                f"hint {name}={format_spec(spec)}: the program has no parameter, buffer, input or optimizer state of "
+                f"that name" + (f"; did you mean {', '.join(near)}?" if near else "")
+            )
