@@ -10,7 +10,7 @@ that no output depends on.
 
 - argument: index
 - dot_general: lhs_batch, rhs_batch, lhs_contract, rhs_contract
-- reduce: dims, reducer (`add`, `max`, `min`, `mul`, `and`, `or`, `xor`; `other` for anything else, argmax too)
+- reduce: dims, reducer (`add`, `max`, `min`, `mul`, `and`, `or`; `other` for anything else, argmax too)
 - broadcast_in_dim: dims (the result dim of each operand dim)
 - transpose: permutation; reverse: dims
 - slice: start, limit, stride; pad: low, high, interior; dynamic_slice: sizes
@@ -62,7 +62,6 @@ _REDUCERS = {
     "stablehlo.multiply": "mul",
     "stablehlo.and": "and",
     "stablehlo.or": "or",
-    "stablehlo.xor": "xor",
 }
 
 

@@ -1,0 +1,214 @@
+"""One sharding rule per op kind (see `Rule`), and `rule_for`, which finds an op's.
+
+A rule says what the op computes when its operands are split; whether the partitioner does it that way, and at what
+price, is the business of `cost/`. A new op is one function under `@rule`, in the file of its family:
+
+- here: elementwise, matrix products, reductions, normalisations, random numbers, linear algebra;
+- `rules_shape.py`: ops that only move elements (reshape, broadcast, slice, concatenate…);
+- `rules_index.py`: gather, scatter, sort;
+- `rules_window.py`: convolution and other sliding windows.
+
+The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it has a way to run the op split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import lru_cache
+
+from autoshard.graph import rules_index, rules_shape, rules_window
+from autoshard.graph.ops import Graph, Op, Rule
+from autoshard.graph.rules_base import CUSTOM_CALL_RULES, RULES, Dim, Factors, Shape, Signature, custom_call_rule, rule
+
+__all__ = ["custom_call_rule", "has_rule", "rule", "rule_for", "rules_index", "rules_shape", "rules_window"]
+
+
+def rule_for(op: Op, graph: Graph) -> Rule | None:
+    """How `op` may be split, or None when there is no rule (the caller replicates it, and says so).
+
+    Equal ops (kind, shapes and attributes) get the same object.
+    """
+    operands = tuple(graph.type_of(value).shape for value in op.operands)
+    return _cached(op.kind, operands, tuple(kind.shape for kind in op.results), tuple(op.attrs.items()))
+
+
+def has_rule(kind: str) -> bool:
+    """Whether ops of this kind have a rule, at least in some of their forms."""
+    return kind in RULES or kind == "custom_call"
+
+
+@lru_cache(maxsize=1 << 16)
+def _cached(
+    kind: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], attrs: tuple[tuple[str, Hashable], ...]
+) -> Rule | None:
+    signature = Signature(operands, results, dict(attrs))
+    function = CUSTOM_CALL_RULES.get(signature.attrs["target"]) if kind == "custom_call" else RULES.get(kind)
+    return function(signature) if function else None
+
+
+# ---- elementwise ---------------------------------------------------------------------------------------------------
+
+
+@rule(
+    *("abs", "add", "and", "atan2", "bitcast_convert", "cbrt", "ceil", "clamp", "compare", "complex", "convert"),
+    *("cosine", "count_leading_zeros", "divide", "exponential", "exponential_minus_one", "floor", "imag", "is_finite"),
+    *("log", "log_plus_one", "logistic", "map", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt"),
+    *("power", "real", "reduce_precision", "remainder", "round_nearest_afz", "round_nearest_even", "rsqrt", "select"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sine", "sqrt", "subtract", "tan", "tanh"),
+    *("xor", "uniform_quantize", "uniform_dequantize"),
+    # chlo and mhlo
+    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "conj", "constant_like", "cosh", "digamma"),
+    *("erf", "erf_inv", "erfc", "is_inf", "is_neg_inf", "is_pos_inf", "lgamma", "next_after", "polygamma", "sinh"),
+    *("square", "zeta", "copy"),
+)
+def elementwise(op: Signature) -> Rule | None:
+    """One parallel factor per dim. Scalar operands (of clamp and select) are whole everywhere."""
+    (shape,) = op.results
+    factors = Factors()
+    dims = factors.dims(shape)
+    if any(operand not in (shape, ()) for operand in op.operands):
+        return None  # bitcast_convert between widths, chlo's implicit broadcasts
+    return factors.rule([dims if operand else [] for operand in op.operands], [dims])
+
+
+@rule("optimization_barrier")
+def optimization_barrier(op: Signature) -> Rule:
+    """Result i is operand i."""
+    factors = Factors()
+    dims = [factors.dims(shape) for shape in op.operands]
+    return factors.rule(dims, dims)
+
+
+@rule("argument", "constant", "iota", "partition_id", "replica_id", "create_token")
+def source(op: Signature) -> Rule:
+    """Free in every sharding: each device makes (or holds) its part."""
+    factors = Factors()
+    return factors.rule([], [factors.dims(shape) for shape in op.results])
+
+
+# ---- products and sums ---------------------------------------------------------------------------------------------
+
+
+@rule("dot_general")
+def dot_general(op: Signature) -> Rule:
+    """Batch, m and n are parallel; k is summed over."""
+    lhs_shape, rhs_shape = op.operands
+    factors = Factors()
+    lhs: dict[int, Dim] = {}
+    rhs: dict[int, Dim] = {}
+    result: list[Dim] = []
+    for left, right in zip(op.attrs["lhs_batch"], op.attrs["rhs_batch"], strict=True):
+        lhs[left] = rhs[right] = factors.new(lhs_shape[left])
+        result.append(lhs[left])
+    for left, right in zip(op.attrs["lhs_contract"], op.attrs["rhs_contract"], strict=True):
+        lhs[left] = rhs[right] = factors.new(lhs_shape[left], "reduce", "add")
+    for dims, shape in ((lhs, lhs_shape), (rhs, rhs_shape)):
+        for dim, size in enumerate(shape):
+            if dim not in dims:
+                dims[dim] = factors.new(size)
+                result.append(dims[dim])
+    return factors.rule([_in_order(lhs), _in_order(rhs)], [result])
+
+
+def _in_order(dims: dict[int, Dim]) -> list[Dim]:
+    return [dims[i] for i in range(len(dims))]
+
+
+@rule("reduce")
+def reduce(op: Signature) -> Rule:
+    """Reduced dims are reduced by the region's reducer.
+
+    Other regions (argmax and variadic ones) have each device's candidates gathered (reducer `gather`).
+    """
+    count = len(op.operands) // 2
+    reducer = op.attrs["reducer"]
+    factors = Factors()
+    dims = [
+        factors.new(size, "reduce", "gather" if reducer == "other" else reducer)
+        if dim in op.attrs["dims"]
+        else factors.new(size)
+        for dim, size in enumerate(op.operands[0])
+    ]
+    kept = [factor for dim, factor in enumerate(dims) if dim not in op.attrs["dims"]]
+    scalars: list[list[Dim]] = [[] for _ in range(count)]
+    return factors.rule([dims] * count + scalars, [kept] * count)
+
+
+# ---- normalisation -------------------------------------------------------------------------------------------------
+
+
+@rule("batch_norm_training", "batch_norm_inference", "batch_norm_grad")
+def batch_norm(op: Signature) -> Rule:
+    """Features are parallel everywhere; the other dims are parallel in the tensor-shaped result, and reduced over in
+    the vector-shaped ones (a factor of kind `reduce` that a result mentions splits that result).
+    """
+    feature_dim = op.attrs["feature_dim"]
+    shape = op.operands[0]
+    factors = Factors()
+    reduces = len(op.results) > 1
+    dims = [
+        factors.new(size, "reduce", "add") if reduces and dim != feature_dim else factors.new(size)
+        for dim, size in enumerate(shape)
+    ]
+
+    def of(tensor: Shape) -> list[Dim]:
+        return dims if len(tensor) == len(shape) and len(shape) > 1 else [dims[feature_dim]]
+
+    return factors.rule([of(tensor) for tensor in op.operands], [of(tensor) for tensor in op.results])
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+
+@rule("rng_bit_generator")
+def rng_bit_generator(op: Signature) -> Rule:
+    """Computed whole on every device and then sliced for free (measured), so any result sharding will do."""
+    (state,) = op.operands
+    new_state, bits = op.results
+    factors = Factors()
+    dims = factors.dims(bits)
+    return factors.rule([factors.dims(state, "replicated")], [factors.dims(new_state, "replicated"), dims])
+
+
+@rule("rng")
+def rng(op: Signature) -> Rule:
+    """As `rng_bit_generator`; the operands are two scalars and a shape."""
+    factors = Factors()
+    dims = factors.dims(op.results[0])
+    return factors.rule([factors.dims(shape, "replicated") for shape in op.operands], [dims])
+
+
+# ---- linear algebra: batch dims are independent --------------------------------------------------------------------
+
+
+@rule("cholesky")
+def cholesky(op: Signature) -> Rule:
+    """Batch dims are parallel, the matrix is whole."""
+    factors = Factors()
+    shape = op.results[0]
+    dims = factors.dims(shape[:-2]) + factors.dims(shape[-2:], "replicated")
+    return factors.rule([dims], [dims])
+
+
+@rule("triangular_solve")
+def triangular_solve(op: Signature) -> Rule:
+    """Batch dims and the right-hand sides are parallel."""
+    a_shape, b_shape = op.operands
+    factors = Factors()
+    batch = factors.dims(b_shape[:-2])
+    a = batch + factors.dims(a_shape[-2:], "replicated")
+    rows, columns = b_shape[-2:]
+    left = op.attrs["left"]
+    b = [*batch, factors.new(rows, "replicated" if left else "parallel")]
+    b.append(factors.new(columns, "parallel" if left else "replicated"))
+    return factors.rule([a, b], [b])
+
+
+@rule("fft")
+def fft(op: Signature) -> Rule:
+    """The transformed dims are whole, those before them parallel."""
+    (operand,), (result,) = op.operands, op.results
+    factors = Factors()
+    batch = factors.dims(operand[: len(operand) - len(op.attrs["length"])])
+    whole = [factors.dims(shape[len(batch) :], "replicated") for shape in (operand, result)]
+    return factors.rule([batch + whole[0]], [batch + whole[1]])

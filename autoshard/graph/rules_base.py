@@ -1,0 +1,82 @@
+"""What rules are written with: the registry, and a builder of factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from autoshard.graph.ops import DimFactors, Factor, FactorKind, Rule
+
+Shape: TypeAlias = tuple[int, ...]
+Dim: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All of an op that its rule may depend on; equal signatures have one rule.
+
+    Attributes:
+        operands, results: shapes.
+        attrs: as in `Op.attrs`.
+    """
+
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    attrs: Mapping[str, Any]
+
+
+RuleFunction: TypeAlias = Callable[[Signature], "Rule | None"]
+
+RULES: dict[str, RuleFunction] = {}
+CUSTOM_CALL_RULES: dict[str, RuleFunction] = {}
+
+
+def rule(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function as the rule of these op kinds.
+
+    It returns None for a form of the op that it cannot describe.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+def custom_call_rule(*targets: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function as the rule of `custom_call` ops with these targets."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        CUSTOM_CALL_RULES.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+class Factors:
+    """Collects the factors of one rule. A dim of extent one (or zero) has none."""
+
+    def __init__(self) -> None:
+        """No factors yet."""
+        self.all: list[Factor] = []
+
+    def new(self, size: int, kind: FactorKind = "parallel", reducer: str | None = None) -> Dim:
+        """A dim of one new factor."""
+        if size <= 1:
+            return ()
+        self.all.append(Factor(size, kind, reducer))
+        return (len(self.all) - 1,)
+
+    def dims(self, shape: Iterable[int], kind: FactorKind = "parallel") -> list[Dim]:
+        """One new factor per dim of `shape`."""
+        return [self.new(size, kind) for size in shape]
+
+    def rule(self, operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]]) -> Rule:
+        """The rule whose operands' and results' dims have these factors."""
+        return Rule(tuple(self.all), _freeze(operands), _freeze(results))
+
+
+def _freeze(tensors: Sequence[Sequence[Dim]]) -> tuple[DimFactors, ...]:
+    return tuple(tuple(dims) for dims in tensors)
