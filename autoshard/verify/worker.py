@@ -19,6 +19,9 @@ from autoshard.verify.targets import Target, gpu_limits
 
 _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_computation_parameter_layouts")
 
+# XLA prints a constant of at most this many elements whole.
+_PRINTED_WHOLE = 8
+
 
 def main() -> None:
     """Compile what the request file describes; write `hlo.txt.gz` and `result.json` beside it."""
@@ -71,12 +74,31 @@ def compile_for(stablehlo: bytes, target: Target, donate: dict[int, int]) -> tup
             executable = devices[0].client.compile(module, device_list, options)
         seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
-    return executable.hlo_modules()[0].to_string(), {
+    return _print(executable.hlo_modules()[0], target), {
         "seconds": seconds,
         "memory": {
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         },
     }
+
+
+def _print(module: Any, target: Target) -> str:
+    """The module as text. Tables of one offset per device are needed whole, so only longer constants are left out."""
+    from jax._src.lib import xla_client as xc
+
+    options = xc.hlo.HloPrintOptions()
+    options.print_metadata = True
+    options.print_backend_config = True
+    options.print_large_constants = target.num_devices > _PRINTED_WHOLE
+    text: str = module.to_string(options)
+    if target.num_devices > _PRINTED_WHOLE:
+        limit = 400 + 12 * target.num_devices
+        lines = (
+            line.split(" constant(", 1)[0] + " constant({...})" if len(line) > limit and " constant({" in line else line
+            for line in text.splitlines()
+        )
+        text = "\n".join(lines) + "\n"
+    return text
 
 
 def _drop_layouts(op: Any) -> None:

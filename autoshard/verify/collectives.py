@@ -1,0 +1,215 @@
+"""The collectives of a compiled program, measured as DESIGN section 10 says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from autoshard.mesh import Mesh
+from autoshard.verify.hlo_text import (
+    Computation,
+    Instruction,
+    Module,
+    aten_index,
+    group_axes,
+    pair_axes,
+    parse_hlo,
+    replica_groups,
+    source_target_pairs,
+)
+from autoshard.verify.partition_index import is_scattered, readers
+from autoshard.verify.targets import Family
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class CompiledCollective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+        kind: XLA's name, without `-start`; `reduce-scatter` also for a TPU reduce-scatter fusion and, on CPU, for an
+            all-reduce of which every device goes on with its own slice.
+        axes: the mesh axes it runs over, in mesh order; a part of an axis reads `model[2/4]`.
+        bytes: the larger of operand and result payload per device, for one execution; a tuple's summed.
+        count: executions per step (trip counts of the loops around it, multiplied).
+        dtype: element types as printed, joined by `+`.
+        aten: index of the aten op that the compiler says it came from, or None.
+        name: the instruction.
+        label: its `op_name`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int = 1
+    dtype: str = ""
+    aten: int | None = None
+    name: str = ""
+    label: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes per device and step."""
+        return self.bytes * self.count
+
+
+def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[CompiledCollective]:
+    """The collectives of an optimized HLO module, in program order.
+
+    Args:
+        hlo: the text, or the parsed module.
+        mesh: the plan's mesh; partition i of the module is its device i, row-major.
+        family: whose compiler wrote it. On `cpu` an all-reduce of which every device keeps a slice counts as a
+            reduce-scatter, and a collective of f32 values that were bf16 counts half (CPU has neither).
+
+    Raises:
+        ValueError: when the module is partitioned over another number of devices than the mesh has.
+    """
+    module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
+    if module.num_partitions != mesh.size:
+        raise ValueError(f"the module is compiled for {module.num_partitions} devices, the mesh has {mesh.size}")
+    found = list(_Reader(module, mesh, family).visit(module.entry, 1, False, ""))
+    return [collective for collective in found if collective.bytes]
+
+
+def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes per device and step for each (kind, axes), in a fixed order."""
+    totals: dict[tuple[str, tuple[str, ...]], int] = {}
+    for collective in collectives:
+        key = (collective.kind, collective.axes)
+        totals[key] = totals.get(key, 0) + collective.total_bytes
+    return dict(sorted(totals.items()))
+
+
+class _Reader:
+    """Walks the computations that run, from the entry."""
+
+    def __init__(self, module: Module, mesh: Mesh, family: Family) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.family = family
+        self.async_channels: set[int] = set()
+
+    def visit(self, name: str, count: int, scatter: bool, label: str) -> Iterator[CompiledCollective]:
+        """Collectives of a computation that runs `count` times; `scatter`: inside a reduce-scatter fusion."""
+        computation = self.module.computations.get(name)
+        if computation is None:
+            return
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            kind = opcode.removesuffix("-start")
+            own_label = instruction.op_name or label
+            if kind in KINDS:
+                for collective in self.read(computation, instruction, kind, count, own_label):
+                    yield replace(collective, kind="reduce-scatter") if scatter else collective
+            elif opcode == "while":
+                trips = self.module.trip_count(instruction)
+                for body in instruction.called:
+                    yield from self.visit(body, count * (1 if trips is None else trips), scatter, own_label)
+            elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
+                for called in instruction.called:
+                    inside = scatter or called.startswith("all-reduce-scatter")
+                    yield from self.visit(called, count, inside, own_label)
+
+    def read(
+        self, computation: Computation, instruction: Instruction, kind: str, count: int, label: str
+    ) -> Iterator[CompiledCollective]:
+        """One instruction: nothing where it moves nothing or was read before (TPU prints parts of one in fusions).
+
+        A combined all-reduce of which only some operands are scattered is two collectives.
+        """
+        channel = instruction.channel
+        if channel is not None and "async" in computation.name:
+            if channel in self.async_channels:
+                return
+            self.async_channels.add(channel)
+        operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
+        groups: list[tuple[int, ...]] = []
+        if kind == "collective-permute":
+            pairs = [(source, target) for source, target in source_target_pairs(instruction.rest) if source != target]
+            if not pairs:
+                return
+            axes = pair_axes(pairs, self.mesh)
+            # An in-place permute also has its destination and offsets as operands.
+            operands = operands[:1] if "slice_sizes=" in instruction.rest else operands
+        else:
+            groups = replica_groups(instruction.rest, self.mesh.size)
+            if len(groups[0]) == 1:
+                return
+            axes = group_axes(groups, self.mesh)
+        payloads: dict[str, int] = {}
+        for position, operand in enumerate(operands):
+            element = position if len(operands) > 1 else None
+            size = operand.bytes * (len(groups[0]) if kind == "all-gather" else 1)
+            as_kind = kind
+            if self.family == "cpu":
+                if kind == "all-reduce" and is_scattered(self.module, computation, instruction.name, element, groups):
+                    as_kind = "reduce-scatter"
+                if self.was_bf16(computation, instruction, operand, element):
+                    size //= 2
+            payloads[as_kind] = payloads.get(as_kind, 0) + size
+        for as_kind, size in payloads.items():
+            yield CompiledCollective(
+                kind=as_kind,
+                axes=axes,
+                bytes=size,
+                count=count,
+                dtype="+".join(sorted({shape.dtype for operand in operands for shape in operand.shapes})),
+                aten=aten_index(label),
+                name=instruction.name,
+                label=label,
+            )
+
+    def was_bf16(
+        self, computation: Computation, instruction: Instruction, operand: Instruction, element: int | None
+    ) -> bool:
+        """Whether a collective of f32 values moves bf16 ones: converted just before it, or by all that read it."""
+        if {shape.dtype for shape in operand.shapes} != {"f32"}:
+            return False
+        return self.from_bf16(computation, operand) or self.to_bf16(computation, instruction, element)
+
+    def from_bf16(self, computation: Computation, value: Instruction) -> bool:
+        """Whether a value is a conversion from bf16, moved and combined into wholes at most."""
+        for _ in range(64):
+            if value.opcode == "convert":
+                source = computation.instructions[value.operands[0]]
+                if source.shapes[0].dtype == "bf16":
+                    return True
+            if value.opcode == "fusion" and value.called and not value.shape_text.startswith("("):
+                computation = self.module.computations[value.called[0]]
+                value = computation.root
+            elif value.opcode in (
+                "copy",
+                "bitcast",
+                "reshape",
+                "transpose",
+                "convert",
+                "pad",
+                "slice",
+                "dynamic-slice",
+            ):
+                value = computation.instructions[value.operands[0]]
+            elif value.opcode == "parameter":
+                callers = self.module.callers.get(computation.name, ())
+                if len(callers) != 1 or callers[0][1].opcode != "fusion":
+                    return False
+                number = int(value.arguments)
+                computation = self.module.computations[callers[0][0]]
+                value = computation.instructions[callers[0][1].operands[number]]
+            else:
+                return False
+        return False
+
+    def to_bf16(self, computation: Computation, instruction: Instruction, element: int | None) -> bool:
+        """Whether every reader of a collective's result rounds it to bf16 first."""
+        uses = readers(self.module, computation, instruction.name, element, through_converts=False)
+        return bool(uses) and all(user.opcode == "convert" and user.shapes[0].dtype == "bf16" for _, user, _ in uses)

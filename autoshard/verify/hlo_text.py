@@ -1,0 +1,365 @@
+"""Read XLA's printed HLO: instructions, computations, replica groups, trip counts. One pass, one line at a time.
+
+The text is what `HloModule.to_string()` prints after optimization, on CPU, TPU and GPU: operands are names, collectives
+carry `replica_groups` as `{{0,4},…}`, as iota `[2,4]<=[8]`, or over a named mesh; pairs of async ops are `-start` and
+`-done`, or wrapped computations.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.mesh import Mesh
+
+DTYPE_BITS = {
+    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
+    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4,
+    "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8,
+    "f8e8m0fnu": 8,
+}  # fmt: skip
+"""Bits of one element as XLA prints its type; `token` and `opaque` hold nothing."""
+
+_ARRAY = re.compile(r"\b(" + "|".join(sorted(DTYPE_BITS, key=len, reverse=True)) + r")\[([\d,<=\s]*)\](\{[^{}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)[ (].*\{\s*$")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_ATEN = re.compile(r"(?:^|[/;\s(])op(\d+)(?=$|[./;:\s)])")
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """One array: element type, dims of one device's part, and whether its layout puts it into memory space 1."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    on_chip: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for dim in self.dims:
+            count *= dim
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, padding of tiles left out."""
+        return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
+
+
+def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
+    """The arrays of a printed shape; a tuple's in order, nested tuples flattened."""
+    found = []
+    for dtype, dims, layout in _ARRAY.findall(text):
+        sizes = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
+        found.append(ArrayShape(dtype, sizes, "S(1)" in layout))
+    return tuple(found)
+
+
+@dataclass
+class Instruction:
+    """One printed instruction.
+
+    Attributes:
+        shape_text, rest: the printed result shape; everything after the operands (attributes).
+        arguments: the text between the parentheses: operand names, a literal, or a parameter's number.
+    """
+
+    name: str
+    opcode: str
+    shape_text: str
+    arguments: str
+    rest: str
+    root: bool = False
+
+    @cached_property
+    def shapes(self) -> tuple[ArrayShape, ...]:
+        """The result's arrays."""
+        return parse_shapes(self.shape_text)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands."""
+        if self.opcode in ("constant", "parameter"):
+            return ()
+        return tuple(_OPERAND.findall(self.arguments))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result, a tuple's summed."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it runs: a fusion's, a call's, a while's body, a conditional's branches."""
+        names = _CALLED.findall(self.rest)
+        for branches in _BRANCHES.findall(self.rest):
+            names += [name.strip().lstrip("%") for name in branches.split(",")]
+        return tuple(names)
+
+    @property
+    def op_name(self) -> str:
+        """The framework's name for it in the metadata, or the empty string."""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
+
+    @property
+    def channel(self) -> int | None:
+        """Channel id of a collective."""
+        match = re.search(r"\bchannel_id=(\d+)", self.rest)
+        return int(match[1]) if match else None
+
+
+@dataclass
+class Computation:
+    """A named computation: its instructions by name, in printed order."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Name of a value -> the instructions of this computation that read it."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault(name, []).append(instruction)
+        return found
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
+        for instruction in reversed(self.instructions.values()):
+            if instruction.root:
+                return instruction
+        return next(reversed(self.instructions.values()))
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Parameter number -> instruction."""
+        return {int(i.arguments): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[ArrayShape, ...]:
+        """The arrays of all operands, in order."""
+        found: list[ArrayShape] = []
+        for name in instruction.operands:
+            operand = self.instructions.get(name)
+            found.extend(operand.shapes if operand else ())
+        return tuple(found)
+
+
+@dataclass
+class Module:
+    """A parsed HLO module.
+
+    Attributes:
+        computations: name -> computation.
+        entry: name of the entry computation.
+        num_partitions: devices that the module is partitioned over.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    num_partitions: int
+
+    @cached_property
+    def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
+        """Computation -> (calling computation, calling instruction)."""
+        found: dict[str, list[tuple[str, Instruction]]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                for name in instruction.called if "=" in instruction.rest else ():
+                    found.setdefault(name, []).append((computation.name, instruction))
+        return found
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often the body of a while runs: as XLA proved it, or by its condition `i < constant`; None unknown."""
+        match = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.rest)
+        if match:
+            return int(match[1])
+        match = re.search(r"\bcondition=%?([\w.\-]+)", loop.rest)
+        condition = self.computations.get(match[1]) if match else None
+        root = condition.root if condition else None
+        if condition is None or root is None:
+            return None
+        if root.opcode == "fusion" and root.called:
+            bound = [i for i in map(condition.instructions.get, root.operands) if i and i.opcode == "constant"]
+            inner = self.computations[root.called[0]]
+            bound += [i for i in inner.instructions.values() if i.opcode == "constant"]
+            root = inner.root
+        else:
+            bound = [i for i in map(condition.instructions.get, root.operands) if i and i.opcode == "constant"]
+        if root.opcode != "compare" or "direction=LT" not in root.rest or len(bound) != 1:
+            return None
+        return int(bound[0].arguments) if re.fullmatch(r"\d+", bound[0].arguments) else None
+
+
+def parse_hlo(text: str) -> Module:
+    """Read a printed HLO module.
+
+    Raises:
+        ValueError: when the text has no entry computation (it is not an HLO module).
+    """
+    computations: dict[str, Computation] = {}
+    current: Computation | None = None
+    entry = None
+    partitions = 1
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            if line.startswith("HloModule"):
+                match = re.search(r"\bnum_partitions=(\d+)", line)
+                partitions = int(match[1]) if match else 1
+            elif match := _HEADER.match(line):
+                current = computations.setdefault(match[2], Computation(match[2]))
+                entry = match[2] if match[1] else entry
+            continue
+        if current is not None:
+            instruction = _parse_instruction(line)
+            if instruction is not None:
+                current.instructions[instruction.name] = instruction
+    if entry is None:
+        raise ValueError("not an HLO module: the text has no ENTRY computation")
+    return Module(computations, entry, partitions)
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    text = line.strip()
+    root = text.startswith("ROOT ")
+    name, separator, rest = text[5 if root else 0 :].partition(" = ")
+    if not separator:
+        return None
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    if end <= 0:
+        return None
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.find("(")
+    if opening <= 0:
+        return None
+    closing = rest.find(")", opening)
+    if rest.find("(", opening + 1, closing) >= 0:
+        closing = _closing(rest, opening)
+    if closing < 0:
+        return None
+    arguments = rest[opening + 1 : closing]
+    return Instruction(name.lstrip("%"), rest[:opening], shape, arguments, rest[closing + 1 :], root)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, opening):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return -1
+
+
+def aten_index(op_name: str) -> int | None:
+    """The aten op k that an `op_name` such as `op52.53/aten__split` names; the first where XLA merged several."""
+    match = _ATEN.search(op_name)
+    return int(match[1]) if match else None
+
+
+def replica_groups(rest: str, num_devices: int) -> list[tuple[int, ...]]:
+    """The groups of devices that a collective runs over; all devices in one group where none are printed.
+
+    Raises:
+        ValueError: on a form of `replica_groups` that is not known.
+    """
+    start = rest.find("replica_groups=")
+    if start < 0:
+        return [tuple(range(num_devices))]
+    text = rest[start + len("replica_groups=") :]
+    if match := re.match(r"\{((?:\{[\d,]*\},?)*)\}", text):
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", match[1])]
+        return groups or [tuple(range(num_devices))]
+    if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape = _ints(match[1])
+        ids = _iota(match[2], match[3]).reshape(shape)
+        return [tuple(map(int, row)) for row in ids.reshape(shape[0], -1)]
+    if match := re.match(r"(?:@?\w*)mesh\[([^\]]*)\](?:,?\s*device_ids=\(([^)]*\)?[^)]*)\))?\s*\{([^}]*)\}", text):
+        return _mesh_groups(match[1], match[2], match[3])
+    raise ValueError(f"unknown form of replica groups: {text[:120]}")
+
+
+def _mesh_groups(axes: str, device_ids: str | None, used: str) -> list[tuple[int, ...]]:
+    """Groups over named axes: `mesh['x'=2,'y'=4] {'y'}`; a part of an axis is written `'y':(1)2` (pre-size, size)."""
+    named = [(name, int(size)) for name, size in re.findall(r"['\"]?(\w+)['\"]?=(\d+)", axes)]
+    sizes = [size for _, size in named]
+    ids = np.arange(int(np.prod(sizes)))
+    if device_ids:
+        iota = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", device_ids)
+        ids = _iota(iota[1], iota[2]) if iota else np.array(_ints(device_ids))
+    # Split each partly used axis into (before, used, after) dims, so that every used part is a dim of its own.
+    parts: dict[str, tuple[int, int]] = {}
+    order = []
+    for name, before, size in re.findall(r"['\"]?(\w+)['\"]?(?::\((\d+)\)(\d+))?", used):
+        full = dict(named)[name]
+        parts[name] = (int(before), int(size)) if before else (1, full)
+        order.append(name)
+    dims: list[int] = []
+    where: dict[str, int] = {}
+    for name, full in named:
+        before, size = parts.get(name, (full, 1))
+        where[name] = len(dims) + 1
+        dims += [before, size, full // (before * size)]
+    grid = ids.reshape(dims)
+    moved = [where[name] for name in order]
+    rest = [dim for dim in range(len(dims)) if dim not in moved]
+    width = int(np.prod([dims[dim] for dim in moved])) if moved else 1
+    return [tuple(map(int, row)) for row in grid.transpose(rest + moved).reshape(-1, width)]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.strip()]
+
+
+def _iota(shape: str, permutation: str | None) -> np.ndarray:
+    ids = np.arange(int(np.prod(_ints(shape)))).reshape(_ints(shape))
+    return ids.transpose(_ints(permutation)).reshape(-1) if permutation else ids.reshape(-1)
+
+
+def source_target_pairs(rest: str) -> list[tuple[int, int]]:
+    """The pairs of a collective-permute."""
+    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
+
+
+def group_axes(groups: list[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that groups of devices lie along, in mesh order.
+
+    A part of an axis is written with its share, `model[2/4]`; groups that follow no grid are one name `data~model[2]`:
+    such names equal no axis, so they never count as predicted.
+    """
+    sizes = set(map(len, groups))
+    coordinates = [np.array([np.unravel_index(device, mesh.shape) for device in group]) for group in groups]
+    names = []
+    spans = []
+    for dim, axis in enumerate(mesh.axis_names):
+        counts = {len(set(group[:, dim].tolist())) for group in coordinates}
+        if counts == {1}:
+            continue
+        spans.append(max(counts))
+        names.append(axis if counts == {mesh.shape[dim]} else f"{axis}[{max(counts)}/{mesh.shape[dim]}]")
+    size = max(sizes)
+    if len(sizes) > 1 or int(np.prod(spans)) != size:
+        return (f"{'~'.join(name.partition('[')[0] for name in names)}[{size}]",)
+    return tuple(names)
+
+
+def pair_axes(pairs: list[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which a permute's targets differ from their sources, in mesh order."""
+    moved = set()
+    for source, target in pairs:
+        for axis, a, b in zip(
+            mesh.axis_names, np.unravel_index(source, mesh.shape), np.unravel_index(target, mesh.shape), strict=True
+        ):
+            if a != b:
+                moved.add(axis)
+    return mesh.in_order(moved)
