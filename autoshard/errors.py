@@ -13,3 +13,7 @@ class CaptureError(AutoshardError, ValueError):
 
 class SourceError(AutoshardError, ValueError):
     """A SOURCE (`hf:gpt2`, `file.py:function`) that names nothing usable."""
+
+
+class LoweringError(AutoshardError, RuntimeError):
+    """A plan that cannot be carried out here: the runtime, the model or the step is not what it was made for."""

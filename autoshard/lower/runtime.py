@@ -1,0 +1,100 @@
+"""The torch_xla runtime that a plan is lowered to: is it the machine the plan was made for, and its way of saying specs.
+
+torch_xla writes a sharding as an `OpSharding` of a mesh that holds every device of the runtime, ids in row-major order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.errors import LoweringError
+from autoshard.mesh import Mesh, Spec
+
+PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
+
+
+def check_runtime(mesh: Mesh) -> None:
+    """Turn SPMD on, and refuse a runtime that has not exactly the devices of `mesh`.
+
+    Raises:
+        LoweringError: when the number of devices is not the mesh's; torch_xla partitions over all of them or none.
+    """
+    import torch_xla.runtime as xr
+
+    devices = xr.global_runtime_device_count()
+    shape = "x".join(str(size) for size in mesh.shape)
+    kind = xr.device_type() or "XLA"
+    if devices < mesh.size:
+        hint = " (for a trial run set PJRT_DEVICE=CPU and CPU_NUM_DEVICES before torch_xla is imported)"
+        raise LoweringError(
+            f"mesh larger than the machine: it has {devices} {kind} devices, the plan's mesh {shape} needs {mesh.size}"
+            f"{hint if kind == 'CPU' else ''}"
+        )
+    if devices > mesh.size:
+        raise LoweringError(
+            f"mesh smaller than the machine: it has {devices} {kind} devices, the plan's mesh {shape} covers "
+            f"{mesh.size}; torch_xla partitions over every device it sees, so plan for {devices} or show it fewer"
+        )
+    if not xr.is_spmd():
+        xr.use_spmd()
+
+
+@lru_cache(maxsize=8)
+def xla_mesh(mesh: Mesh) -> Any:
+    """The `torch_xla.distributed.spmd.Mesh` of a mesh: device ids in row-major order."""
+    import torch_xla.distributed.spmd as xs
+
+    return xs.Mesh(np.arange(mesh.size), mesh.shape, mesh.axis_names)
+
+
+def partition_spec(mesh: Mesh, spec: Spec) -> PartitionSpec:
+    """A spec in torch_xla's words: per dim None, an axis, or several axes, major to minor; axes of one device drop out."""
+    dims = [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec]
+    return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
+
+
+def op_sharding(mesh: Mesh, spec: Spec) -> Any:
+    """torch_xla's `OpSharding` for a spec (cached by torch_xla's mesh)."""
+    return xla_mesh(mesh).get_op_sharding(partition_spec(mesh, spec))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside an `XLAShardedTensor`, which torch_xla's own functions refuse; others as they are."""
+    inner: torch.Tensor = getattr(tensor, "global_tensor", tensor)
+    return inner
+
+
+def shard_data(tensor: torch.Tensor, mesh: Mesh, spec: Spec, what: str) -> None:
+    """Mark a tensor that has data (a parameter, buffer, state or input), in place: each device holds its shard.
+
+    Raises:
+        LoweringError: when it is already sharded otherwise; torch_xla does not move shards between devices.
+    """
+    import torch_xla
+
+    try:
+        torch_xla._XLAC._xla_mark_sharding(plain(tensor), op_sharding(mesh, spec))
+    except RuntimeError as error:
+        if "Existing annotation" not in str(error):
+            raise
+        raise LoweringError(
+            f"{what} is already sharded, and not as the plan wants it; move it to the CPU and back first"
+        ) from None
+
+
+def pin(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> None:
+    """Annotate an intermediate, in place: from here on it is the value that passed `custom_call @Sharding`."""
+    import torch_xla
+
+    torch_xla._XLAC._xla_annotate_custom_sharding(plain(tensor), op_sharding(mesh, spec))
+
+
+def annotated_copy(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> torch.Tensor:
+    """A second value, equal to `tensor`, annotated with a spec of its own (also when `tensor` is an argument)."""
+    copy = plain(tensor).clone()
+    pin(copy, mesh, spec)
+    return copy
