@@ -1,0 +1,179 @@
+"""Exact dynamic programming over a whole `Network`: min-plus bucket elimination (Bertelè and Brioschi, 1972).
+
+A table over several nodes is indexed by *classes* of their strategies: strategies that the table cannot tell apart
+share a class. A reshard cost sees only the sharding of one tensor, so that a node with 60 strategies often has a
+dozen classes, and a table over five nodes has 10^5 entries instead of 10^9.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.solver.network import Memo, Network
+from autoshard.solver.problem import Array
+
+
+@dataclass(frozen=True)
+class Table:
+    """`values[maps[0][s_0], maps[1][s_1], …]` is the cost when node `scope[i]` takes strategy s_i."""
+
+    scope: tuple[int, ...]
+    maps: tuple[np.ndarray, ...]
+    values: Array
+
+
+def exact_minimum(
+    net: Network, *, largest: int = 2_000_000, work: float = 4e8, deadline: float = np.inf
+) -> tuple[list[int], float] | None:
+    """The cheapest choice of `net`, memory left out, and its cost; None when the tables would get too large.
+
+    Args:
+        net: left as it is.
+        largest: entries of the largest table allowed.
+        work: additions allowed in all.
+        deadline: `time.perf_counter()` at which to give up.
+    """
+    order = elimination_order(net)
+    tables: defaultdict[int, dict[int, Table]] = defaultdict(dict)  # per node the tables over it, by number
+    serial = 0
+    for u in net.alive:
+        for v, matrix in net.adj[u].items():
+            if u < v:
+                table = net.memo.get(("classes",), (matrix,), lambda m=matrix: _merge_classes(m, net.memo))  # type: ignore[misc]
+                tables[u][serial] = tables[v][serial] = Table((u, v), table[1], table[0])
+                serial += 1
+    done: list[tuple[int, list[Table]]] = []
+    total = net.offset
+    pending = _Heap(net, tables, order)
+    while (node := pending.pop()) is not None:
+        mine = tables.pop(node, {})
+        around = sorted({v for t in mine.values() for v in t.scope if v != node})
+        joint = {v: _joint([t.maps[t.scope.index(v)] for t in mine.values() if v in t.scope]) for v in around}
+        own, own_first = _joint([t.maps[t.scope.index(node)] for t in mine.values()] or [np.zeros(net.size(node), int)])
+        shape = tuple(len(first) for _, first in joint.values())
+        entries = int(np.prod(shape, dtype=np.float64))
+        work -= entries * len(own_first) * max(1, len(mine))
+        if entries > largest or work < 0 or time.perf_counter() > deadline:
+            return None
+        cost = np.full(len(own_first), np.inf)
+        np.minimum.at(cost, own, net.costs(node))
+        done.append((node, list(mine.values())))
+        if not around:
+            total += float(cost.min())
+            continue
+        best = np.full(shape, np.inf)
+        views = [_align(t, node, around, joint, own_first) for t in mine.values()]
+        for s, own_cost in enumerate(cost):
+            value: Array | float = float(own_cost)
+            for view in views:
+                value = value + view[s]
+            np.minimum(best, value, out=best)
+        for number, t in mine.items():
+            for v in t.scope:
+                if v != node:
+                    del tables[v][number]
+        table_values, merged = _merge_classes(best, net.memo)
+        maps = tuple(again[joint[v][0]] for v, again in zip(around, merged, strict=True))
+        new = Table(tuple(around), maps, table_values)
+        for v in around:
+            tables[v][serial] = new
+        serial += 1
+        pending.update(around)
+    choice = [0] * len(net.cost)
+    for node, mine_list in reversed(done):
+        total_of = net.costs(node).copy()
+        for t in mine_list:
+            position = t.scope.index(node)
+            index: list[object] = [m[choice[v]] for v, m in zip(t.scope, t.maps, strict=True)]
+            index[position] = t.maps[position]
+            total_of += t.values[tuple(index)]  # type: ignore[index]
+        choice[node] = int(np.argmin(total_of))
+    return choice, total
+
+
+class _Heap:
+    """Nodes by the estimated size of the table their elimination makes; estimates follow the tables."""
+
+    def __init__(self, net: Network, tables: defaultdict[int, dict[int, Table]], order: dict[int, int]) -> None:
+        self._net, self._tables, self._order = net, tables, order
+        self._value: dict[int, float] = {}
+        self._heap: list[tuple[float, int, int]] = []
+        self.update(net.alive)
+
+    def update(self, nodes: list[int]) -> None:
+        for v in nodes:
+            self._value[v] = self._estimate(v)
+            heapq.heappush(self._heap, (self._value[v], self._order[v], v))
+
+    def pop(self) -> int | None:
+        while self._heap:
+            value, _, node = heapq.heappop(self._heap)
+            if self._value.get(node) == value:
+                del self._value[node]
+                return node
+        return None
+
+    def _estimate(self, node: int) -> float:
+        classes: dict[int, int] = {}
+        for t in self._tables[node].values():
+            for v, size in zip(t.scope, t.values.shape, strict=True):
+                classes[v] = min(classes.get(v, 1) * size, self._net.size(v))
+        size = 1.0
+        for v, c in classes.items():
+            if v != node:
+                size *= c
+        return size
+
+
+def elimination_order(net: Network) -> dict[int, int]:
+    """Position of each node for breaking ties: as numbered, which follows the program."""
+    return {v: i for i, v in enumerate(net.alive)}
+
+
+def _joint(maps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Classes that all `maps` together can tell apart: (map from strategies, first strategy of each class)."""
+    key = maps[0].astype(np.int64)
+    for m in maps[1:]:
+        key = key * (int(m.max()) + 1) + m
+        _, key = np.unique(key, return_inverse=True)
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return inverse, first
+
+
+def _align(
+    t: Table, node: int, around: list[int], joint: dict[int, tuple[np.ndarray, np.ndarray]], own_first: np.ndarray
+) -> Array:
+    """The table with axes (node, *around), length 1 where it does not depend on a neighbour."""
+    index = [m[own_first] if v == node else m[joint[v][1]] for v, m in zip(t.scope, t.maps, strict=True)]
+    picked = t.values[np.ix_(*index)]
+    order = [node, *around]
+    axes = sorted(range(len(t.scope)), key=lambda i: order.index(t.scope[i]))
+    picked = picked.transpose(axes)
+    shape = [1] * len(order)
+    for i, axis in enumerate(axes):
+        shape[order.index(t.scope[axis])] = picked.shape[i]
+    return np.ascontiguousarray(picked.reshape(shape))
+
+
+def _merge_classes(values: Array, memo: Memo) -> tuple[Array, tuple[np.ndarray, ...]]:
+    """Merge equal slices along every dimension: (smaller table, per dimension the map to its classes)."""
+    maps = []
+    for axis in range(values.ndim):
+        rows = np.moveaxis(values, axis, 0)
+        seen: dict[bytes, int] = {}
+        first = []
+        map_ = np.empty(len(rows), np.int64)
+        for i, row in enumerate(rows):
+            known = seen.setdefault(row.tobytes(), len(seen))
+            if known == len(first):
+                first.append(i)
+            map_[i] = known
+        if len(first) < len(rows):
+            values = np.ascontiguousarray(np.take(values, first, axis=axis))
+        maps.append(map_)
+    return values, tuple(maps)

@@ -1,0 +1,293 @@
+"""Exact reductions of a `Network`: each keeps the optimum, and `Network.expand` leads back.
+
+arc consistency    strategies and pairs that no finite choice contains go (also those that alone overflow a memory row)
+memory rows        a row that cannot overflow, or that a neighbouring row implies, goes
+contraction        a node whose strategy follows from a neighbour's (a tie, in general a function) joins that neighbour
+dominance          a strategy goes when another costs no more whatever the neighbours do, and uses no more at any time
+modular edges      a matrix that is a row vector plus a column vector becomes node costs
+low degree         a node with at most two neighbours and no memory is minimised out (min-plus product)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.solver.network import Impossible, Network
+from autoshard.solver.problem import Array
+
+ROUNDS = 20
+MODULAR_ROUNDING = 1e-14
+"""A matrix counts as modular when it is, to this fraction of its largest entry (a few units of float64 rounding)."""
+
+
+def reduce(net: Network, *, eliminate: bool = True, deadline: float = np.inf) -> None:
+    """Apply all reductions until nothing changes.
+
+    Raises:
+        Impossible: there is no choice.
+    """
+    for _ in range(ROUNDS):
+        before = _measure(net)
+        tighten_rows(net)
+        arc_consistency(net)
+        contract_functions(net)
+        drop_modular_edges(net)
+        if time.perf_counter() < deadline:
+            remove_dominated(net)
+        if eliminate:
+            eliminate_low_degree(net)
+        if _measure(net) == before or time.perf_counter() > deadline:
+            break
+    arc_consistency(net)
+
+
+def _measure(net: Network) -> tuple[int, int, int, int]:
+    alive = net.alive
+    terms = sum(len(net.node_terms[i]) for i in alive) + sum(len(t) for t in net.edge_terms.values())
+    return len(alive), sum(net.size(i) for i in alive), sum(len(net.adj[i]) for i in alive), terms + len(net.room)
+
+
+# --- memory rows -----------------------------------------------------------------------------------------------------
+def tighten_rows(net: Network) -> None:
+    """Drop rows that cannot overflow or that follow from a neighbour; forbid what alone overflows a row.
+
+    Raises:
+        Impossible: a row overflows whatever is chosen.
+    """
+    while len(net.room):
+        count = len(net.room)
+        most = np.zeros(count + 1)
+        starts, ends = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+        for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
+            for (first, last), amount in terms.items():
+                high = net.memo.get(("max",), (amount,), lambda a=amount: float(a.max()))  # type: ignore[misc]
+                most[first] += high
+                most[last] -= high
+                starts[first] += 1
+                ends[last] += 1
+        tight = net.room < -net.slack
+        if tight.any():
+            raise Impossible(row=int(np.argmin(net.room)))
+        free = np.cumsum(most)[:-1] <= net.room + net.slack
+        # live(r) is part of live(r + 1) when nothing ends between them; then r + 1 implies r unless r has less room.
+        by_next = np.append((ends[1:count] == 0) & (net.room[:-1] >= net.room[1:]), False)
+        by_last = np.append(False, (starts[1:count] == 0) & (net.room[1:] >= net.room[:-1]) & ~by_next[:-1])
+        keep = ~(free | by_next | by_last)
+        if keep.all():
+            break
+        net.keep_rows(keep)
+    if len(net.room):
+        _forbid_overflowing(net)
+
+
+def _forbid_overflowing(net: Network) -> None:
+    largest = float(net.room.max()) + net.slack
+
+    def too_much(first: int, last: int, amount: Array) -> Array | None:
+        # `largest` first: the minimum over a span is dear when there are many rows.
+        room = float(net.room[first:last].min()) + net.slack
+        return np.where(amount > room, np.inf, 0.0) if room <= largest and bool((amount > room).any()) else None
+
+    for node in net.alive:
+        for (first, last), amount in net.node_terms[node].items():
+            extra = too_much(first, last, amount)
+            if extra is not None:
+                net.add_node_cost(node, extra)
+    for (u, v), terms in net.edge_terms.items():
+        for (first, last), amount in terms.items():
+            extra = too_much(first, last, amount)
+            if extra is not None:
+                net.join(u, v, net.memo.intern(extra))
+
+
+# --- forbidden choices -----------------------------------------------------------------------------------------------
+def _finite(net: Network, matrix: Array) -> np.ndarray | None:
+    """Mask of the finite entries, or None when all are."""
+
+    def make() -> np.ndarray | None:
+        mask = np.isfinite(matrix)
+        return None if mask.all() else mask
+
+    return net.memo.get(("finite",), (matrix,), make)
+
+
+def arc_consistency(net: Network) -> None:
+    """Drop strategies that are in no finite pair with some neighbour, to a fixpoint.
+
+    Raises:
+        Impossible: a node has no strategy left.
+    """
+    keep = {i: np.isfinite(net.costs(i)) for i in net.alive}
+    queue = dict.fromkeys(keep)  # an ordered set of nodes whose neighbours are to be looked at
+    while queue:
+        u = next(iter(queue))
+        del queue[u]
+        if not keep[u].any():
+            raise Impossible(node=u)
+        for v, matrix in net.adj[u].items():
+            mask = _finite(net, matrix)
+            if mask is None:
+                continue
+            supported = keep[v] & mask[keep[u]].any(axis=0)
+            if supported.sum() < keep[v].sum():
+                keep[v] = supported
+                queue[v] = None
+    for i, mask in keep.items():
+        if not mask.all():
+            net.restrict(i, np.flatnonzero(mask))
+
+
+def contract_functions(net: Network) -> None:
+    """Merge every node whose strategy is fixed by a neighbour's into that neighbour. Expects arc consistency."""
+
+    def functional(matrix: Array) -> np.ndarray | None:
+        mask = _finite(net, matrix)
+        if matrix.shape[1] > 1:
+            if mask is None or bool((mask.sum(axis=1) != 1).any()):
+                return None
+            return mask.argmax(axis=1)
+        return np.zeros(matrix.shape[0], np.int64) if mask is None else None
+
+    queue = dict.fromkeys(net.alive)
+    while queue:
+        u = next(iter(queue))
+        del queue[u]
+        if net.cost[u] is None:
+            continue
+        for v in list(net.adj[u]):
+            if v not in net.adj[u]:
+                continue
+            matrix = net.adj[u][v]
+            follow = net.memo.get(("functional",), (matrix,), lambda m=matrix: functional(m))  # type: ignore[misc]
+            if follow is not None:
+                touched = list(net.adj[v])
+                net.contract(v, u, follow)
+                queue[u] = None
+                queue.update(dict.fromkeys(w for w in touched if net.cost[w] is not None))
+
+
+# --- dominance -------------------------------------------------------------------------------------------------------
+def _worst_change(matrix: Array) -> Array:
+    """`[a, b]`: how much dearer row b can be than row a, over the columns (shape (rows, rows))."""
+    rows = len(matrix)
+    out = np.empty((rows, rows))
+    finite = np.isfinite(matrix)
+    if finite.all():
+        for b in range(rows):
+            out[:, b] = (matrix[b] - matrix).max(axis=1)
+    else:
+        held = np.where(finite, matrix, 0.0)
+        for b in range(rows):
+            change = np.where(finite[b], held[b], np.inf) - held
+            out[:, b] = np.where(finite, change, -np.inf).max(axis=1)
+    return out
+
+
+def remove_dominated(net: Network) -> None:
+    """Drop each strategy for which another is at least as good in cost and memory, whatever the neighbours do."""
+    for i in net.alive:
+        cost = net.costs(i)
+        if len(cost) < 2:
+            continue
+        worse = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
+        for matrix in net.adj[i].values():
+            worse = worse + net.memo.get(("worst",), (matrix,), lambda m=matrix: _worst_change(m))  # type: ignore[misc]
+        better = worse <= 0.0
+        np.fill_diagonal(better, False)
+        if not better.any():
+            continue
+        for amount in net.node_terms[i].values():
+            better &= amount[None, :] <= amount[:, None]
+        for v in net.adj[i]:
+            for matrix in net.pair_terms(i, v).values():
+                rows = matrix if i < v else matrix.T
+                more = net.memo.get(("worst",), (rows,), lambda m=rows: _worst_change(m))  # type: ignore[misc]
+                better &= more <= 0.0
+        keep = np.ones(len(cost), bool)
+        for a in reversed(range(len(cost))):
+            if (better[a] & keep).any():
+                keep[a] = False
+        if not keep.all():
+            net.restrict(i, np.flatnonzero(keep))
+
+
+def drop_modular_edges(net: Network) -> None:
+    """Turn a matrix that is r[a] + c[b] into node costs."""
+
+    def split(matrix: Array) -> tuple[Array, Array] | None:
+        if _finite(net, matrix) is not None:
+            return None
+        rows, columns = matrix[:, 0], matrix[0] - matrix[0, 0]
+        error = np.abs(matrix - rows[:, None] - columns[None, :]).max()
+        return (rows, columns) if error <= MODULAR_ROUNDING * np.abs(matrix).max() else None
+
+    for u in net.alive:
+        for v, matrix in list(net.adj[u].items()):
+            if v < u or net.pair_terms(u, v):
+                continue
+            parts = net.memo.get(("modular",), (matrix,), lambda m=matrix: split(m))  # type: ignore[misc]
+            if parts is not None:
+                net.cut(u, v)
+                net.add_node_cost(u, parts[0])
+                net.add_node_cost(v, parts[1])
+
+
+# --- low degree ------------------------------------------------------------------------------------------------------
+def min_plus(left: Array, middle: Array, right: Array) -> Array:
+    """`out[a, c] = min_b left[a, b] + middle[b] + right[b, c]`."""
+    left = left + middle
+    out = np.full((left.shape[0], right.shape[1]), np.inf)
+    for b in range(left.shape[1]):
+        np.minimum(out, left[:, b, None] + right[b], out=out)
+    return out
+
+
+def eliminate_low_degree(net: Network) -> None:
+    """Minimise out the nodes with at most two neighbours that use no memory."""
+    heap = [(len(net.adj[i]), i) for i in net.alive if len(net.adj[i]) <= 2]
+    heapq.heapify(heap)
+    while heap:
+        degree, node = heapq.heappop(heap)
+        if net.cost[node] is None or len(net.adj[node]) != degree or net.has_memory(node):
+            continue
+        cost, around = net.costs(node), dict(net.adj[node])
+        undo = _decide_last(node, cost, around)
+        if degree == 0:
+            net.offset += float(cost.min())
+            net.remove(node, undo)
+            continue
+        if degree == 1:
+            ((u, matrix),) = around.items()
+            best = net.memo.get(("leaf",), (matrix, cost), lambda m=matrix, c=cost: (m + c[None, :].T).min(axis=0))  # type: ignore[misc]
+            net.remove(node, undo)
+            net.add_node_cost(u, best)
+        else:
+            (u, left), (w, right) = around.items()
+            back = net.memo.transposed(left)
+            table = net.memo.get(
+                ("through",),
+                (back, cost, right),
+                lambda a=back, c=cost, b=right: net.memo.intern(min_plus(a, c, b)),  # type: ignore[misc]
+            )
+            net.remove(node, undo)
+            net.join(u, w, table)
+        for v in around:
+            if len(net.adj[v]) <= 2:
+                heapq.heappush(heap, (len(net.adj[v]), v))
+
+
+def _decide_last(node: int, cost: Array, around: dict[int, Array]) -> Callable[[list[int]], None]:
+    """The undo of an elimination: the best strategy given the neighbours' (the first of equals)."""
+
+    def undo(choice: list[int]) -> None:
+        total = cost
+        for v, matrix in around.items():
+            total = total + matrix[:, choice[v]]
+        choice[node] = int(np.argmin(total))
+
+    return undo

@@ -1,0 +1,185 @@
+"""Solve a strategy-selection problem: exact where it can be, honest where it cannot.
+
+1. Reduce exactly (`reduce.py`).
+2. Leave the memory limit out and minimise by dynamic programming (`eliminate.py`), if the tables stay small: when the
+   choice happens to fit, it is optimal.
+3. Otherwise the integer program (`ilp.py`) of what is left.
+
+Every choice handed out is re-evaluated by `evaluate.py`, which shares no code with the search.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.solver import ilp
+from autoshard.solver.eliminate import exact_minimum
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.network import Impossible, Network
+from autoshard.solver.problem import LeastUsage, Problem, Solution, Status
+from autoshard.solver.reduce import reduce
+
+GAP_TOLERANCE = 1e-9
+"""OPTIMAL means objective - bound <= this fraction of the objective: the rounding of float64 sums over thousands of
+terms, and of costs scaled to whole numbers for the integer program."""
+
+Progress = Callable[[str, float, float], None]
+"""Called with (stage, best objective so far, bound so far)."""
+
+
+class SolverError(AssertionError):
+    """The search contradicted the evaluator or its own bound: a bug in the solver, please report it."""
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Solution:
+    """The cheapest choice of one strategy per node within the memory limit, and a proven lower bound.
+
+    The same problem and seed give the same choice whenever the solve ends before the time limit.
+
+    Args:
+        problem: see `Problem`; infinite costs are forbidden, usages may not be negative.
+        time_limit: seconds; when they are over the best choice so far is returned with its bound.
+        seed: for whatever is random.
+        backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
+        progress: called after every stage with (stage, objective, bound).
+
+    Raises:
+        ValueError: the problem is malformed, or no such backend.
+        BackendMissing: an integer program is needed and its solver is not installed.
+    """
+    check(problem)
+    if backend != "auto":
+        ilp.require(backend)
+    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, progress)
+    return run.solution()
+
+
+def check(problem: Problem) -> None:
+    """Raise ValueError, naming the place, unless the arrays of `problem` fit together."""
+    sizes = [np.shape(c) for c in problem.node_costs]
+    for i, (shape, cost) in enumerate(zip(sizes, problem.node_costs, strict=True)):
+        if len(shape) != 1 or shape[0] == 0:
+            raise ValueError(f"node {i}: costs have shape {shape}, expected (strategies,) with at least one strategy")
+        if np.isnan(cost).any() or np.isneginf(cost).any():
+            raise ValueError(f"node {i}: a cost is NaN or minus infinity")
+    if len(problem.edges) != len(problem.edge_costs):
+        raise ValueError(f"{len(problem.edges)} edges but {len(problem.edge_costs)} edge cost matrices")
+    if problem.names and len(problem.names) != len(sizes):
+        raise ValueError(f"{len(problem.names)} names for {len(sizes)} nodes")
+    checked: set[int] = set()
+    for e, ((u, v), matrix) in enumerate(zip(problem.edges, problem.edge_costs, strict=True)):
+        if not (0 <= u < len(sizes) and 0 <= v < len(sizes)) or u == v:
+            raise ValueError(f"edge {e}: ({u}, {v}) does not join two different nodes out of {len(sizes)}")
+        if np.shape(matrix) != (*sizes[u], *sizes[v]):
+            raise ValueError(f"edge {e}: costs have shape {np.shape(matrix)}, expected {(*sizes[u], *sizes[v])}")
+        if id(matrix) not in checked:
+            checked.add(id(matrix))
+            if np.isnan(matrix).any() or np.isneginf(matrix).any():
+                raise ValueError(f"edge {e}: a cost is NaN or minus infinity")
+    for what, usages in (("node", problem.node_usages), ("edge", problem.edge_usages)):
+        for usage in usages:
+            if not 0 <= usage.index < (len(sizes) if what == "node" else len(problem.edges)):
+                raise ValueError(f"{what} usage: there is no {what} {usage.index}")
+            ends = (usage.index,) if what == "node" else problem.edges[usage.index]
+            expected = tuple(sizes[i][0] for i in ends)
+            if np.shape(usage.amount) != expected:
+                raise ValueError(f"{what} usage of {usage.index}: shape {np.shape(usage.amount)}, expected {expected}")
+            if not (np.isfinite(usage.amount).all() and (np.asarray(usage.amount) >= 0).all()):
+                raise ValueError(f"{what} usage of {usage.index}: amounts must be finite and not negative")
+
+
+class _Run:
+    """One solve: what has been found so far."""
+
+    def __init__(self, problem: Problem, deadline: float, seed: int, backend: str, progress: Progress | None) -> None:
+        self.problem, self.deadline, self.seed = problem, deadline, seed
+        self.asked_backend, self._progress = backend, progress
+        self.choice: tuple[int, ...] | None = None
+        self.objective, self.bound = math.inf, -math.inf
+        self.backend = "none"
+
+    def offer(self, choice: list[int], backend: str) -> bool:
+        """Take over a full choice if it is feasible and better; whether it is feasible."""
+        result = evaluate(self.problem, choice)
+        if not result.feasible:
+            return False
+        if result.objective < self.objective:
+            self.choice, self.objective, self.backend = tuple(choice), result.objective, backend
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Take over a proven bound."""
+        self.bound = max(self.bound, bound)
+
+    def report(self, stage: str) -> None:
+        """Tell the caller."""
+        if self._progress is not None:
+            self._progress(stage, self.objective, self.bound)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the bound meets the objective."""
+        return self.choice is not None and self.objective - self.bound <= GAP_TOLERANCE * abs(self.objective)
+
+    def solution(self) -> Solution:
+        try:
+            self._search()
+        except Impossible as error:
+            if self.choice is not None:
+                raise SolverError(f"a choice exists, but the search proved there is none: {error}") from error
+            return self._infeasible(error)
+        if self.choice is None:
+            return Solution((), Status.UNKNOWN, math.inf, self.bound, self.backend, None, "time ran out")
+        if self.bound - self.objective > 1e-6 * abs(self.objective):
+            raise SolverError(f"the bound {self.bound} is above the objective {self.objective}")
+        self.bound = min(self.bound, self.objective)
+        late = time.perf_counter() > self.deadline
+        status = Status.OPTIMAL if self.optimal else Status.TIME_LIMIT if late else Status.FEASIBLE
+        if status is Status.OPTIMAL:
+            self.bound = self.objective
+        return Solution(self.choice, status, self.objective, self.bound, self.backend)
+
+    def _search(self) -> None:
+        net = Network.of(self.problem)
+        reduce(net, deadline=self.deadline)
+        if math.isinf(net.offset):
+            raise Impossible()
+        self.report("reduced")
+        relaxed = net.copy(memory=False)
+        if len(net.room):
+            reduce(relaxed, deadline=self.deadline)
+        exact = exact_minimum(relaxed, deadline=self.deadline)
+        if exact is not None:
+            choice, bound = exact
+            if math.isinf(bound):
+                raise Impossible()
+            self.raise_bound(bound)
+            fits = self.offer(net.expand(relaxed.expand(choice)), "dynamic programming")
+            if not fits and not len(net.room):
+                raise SolverError("dynamic programming found a choice that the evaluator rejects")
+            self.report("dynamic programming")
+            if self.optimal:
+                return
+        backend = ilp.require(self.asked_backend)
+        result = ilp.solve_ilp(net, backend=backend, time_limit=self.deadline - time.perf_counter(), seed=self.seed)
+        if result.infeasible:
+            raise Impossible()
+        self.raise_bound(result.bound)
+        if result.choice is not None:
+            self.offer(net.expand(result.choice), backend)
+        self.report(backend)
+
+    def _infeasible(self, error: Impossible) -> Solution:
+        least = LeastUsage(0.0, math.inf)
+        return Solution((), Status.INFEASIBLE, math.inf, math.inf, "none", least, f"no choice exists ({error})")
