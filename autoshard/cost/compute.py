@@ -1,0 +1,161 @@
+"""Compute: floating point operations and bytes of ops, and the roofline.
+
+A group of ops takes max(flops / reachable FLOP/s, bytes / reachable bytes/s) plus one kernel launch (Williams,
+Waterman, Patterson, "Roofline", CACM 2009). FLOPs are counted as XLA's HloCostAnalysis does: two per multiply-add, one
+per element of an elementwise op; a convolution counts only window positions that meet real input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.device import Device
+from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.ops import Graph, Op
+
+_BYTES = {"i1": 1, "i8": 1, "ui8": 1, "i16": 2, "ui16": 2, "bf16": 2, "f16": 2, "i32": 4, "ui32": 4, "f32": 4}
+_BYTES |= {"i64": 8, "ui64": 8, "f64": 8, "complex<f32>": 8, "complex<f64>": 16}
+
+CONTRACTIONS = frozenset({"dot_general", "convolution", "triangular_solve", "cholesky"})
+"""Kinds whose FLOPs run on the matrix units that `Device.flops` describes."""
+
+_NO_FLOPS = frozenset(
+    """argument constant iota broadcast_in_dim reshape transpose slice concatenate pad reverse gather dynamic_slice
+    dynamic_update_slice optimization_barrier bitcast_convert partition_id replica_id all_gather real imag
+    complex""".split()  # noqa: SIM905
+)
+_PER_ELEMENT = {"batch_norm_training": 8, "batch_norm_inference": 4, "batch_norm_grad": 14, "rng_bit_generator": 10}
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a StableHLO dtype (`f32`, `bf16`, `i1`, `f8E4M3FN`…); sub-byte kinds take one."""
+    if dtype in _BYTES:
+        return _BYTES[dtype]
+    if dtype.startswith(("f8", "f4", "f6", "i2", "i4", "ui2", "ui4")):
+        return 1
+    return 4
+
+
+def op_flops(op: Op, graph: Graph) -> float:
+    """FLOPs of the whole, unsharded op; 0 for ops that only move data.
+
+    A `while` counts its body's ops, each over one element of every carried value, times its trip count (1 if unknown):
+    a floor. Kinds that are not known count one FLOP per result element.
+    """
+    if op.kind in _NO_FLOPS:
+        return 0.0
+    elements = float(sum(math.prod(result.shape) for result in op.results))
+    if op.kind in ELEMENTWISE:
+        return elements
+    shapes = [graph.type_of(value).shape for value in op.operands]
+    attrs = op.attrs
+    if op.kind == "dot_general":
+        return 2.0 * elements * _count(shapes[0][dim] for dim in attrs["lhs_contract"])
+    if op.kind == "convolution":
+        return _convolution_flops(op, shapes[0], shapes[1])
+    if op.kind in ("reduce", "sort"):
+        taken = float(sum(math.prod(shape) for shape in shapes[: len(op.results)]))
+        rounds = max(1.0, math.log2(max(shapes[0][attrs["dim"]], 2))) if op.kind == "sort" else 1.0
+        return taken * rounds
+    if op.kind == "reduce_window":
+        return elements * _count(attrs["window"])
+    if op.kind == "select_and_scatter":
+        return float(math.prod(shapes[1])) * (_count(attrs["window"]) + 1)
+    if op.kind == "scatter":
+        return float(sum(math.prod(shape) for shape in shapes[len(op.results) + 1 :]))
+    if op.kind in _PER_ELEMENT:
+        return float(math.prod(op.results[0].shape)) * _PER_ELEMENT[op.kind]
+    if op.kind == "top_k":
+        return float(math.prod(shapes[0])) * max(1.0, math.log2(max(int(attrs["k"]), 2)))
+    if op.kind == "fft":
+        length = math.prod(attrs["length"])
+        return 5.0 * math.prod(shapes[0]) * math.log2(max(length, 2))
+    if op.kind == "cholesky":
+        return float(math.prod(shapes[0])) * shapes[0][-1] / 3
+    if op.kind == "triangular_solve":
+        return float(math.prod(shapes[1])) * shapes[0][-1]
+    if op.kind == "while":
+        body = attrs.get("body") or {}
+        pairs = body.items() if hasattr(body, "items") else body
+        compute = sum(int(count) for kind, count in pairs if kind not in _NO_FLOPS)
+        return float(attrs.get("trip_count") or 1) * compute * elements / max(len(op.results), 1)
+    return elements
+
+
+def op_bytes(op: Op, graph: Graph) -> float:
+    """Bytes that the whole, unsharded op reads and writes if it runs as a kernel of its own.
+
+    Ops that touch a part of an operand count that part: gather and (dynamic) slice read as much as they write,
+    dynamic_update_slice and scatter read and write as much as the update (their operand is updated in place).
+    """
+    if op.kind in ("argument", "constant"):
+        return 0.0
+    results = [math.prod(result.shape) * dtype_bytes(result.dtype) for result in op.results]
+    types = [graph.type_of(value) for value in op.operands]
+    operands = [math.prod(type_.shape) * dtype_bytes(type_.dtype) for type_ in types]
+    if op.kind in ("gather", "dynamic_slice", "slice"):
+        return float(2 * sum(results) + sum(operands[1:]))
+    if op.kind == "dynamic_update_slice":
+        return float(2 * operands[1])
+    if op.kind == "scatter":
+        indices = len(op.results)
+        return float(operands[indices] + 3 * sum(operands[indices + 1 :]))
+    return float(sum(operands) + sum(results))
+
+
+def roofline_seconds(flops: float, bytes: float, dtype: str, device: Device, *, kernels: int = 1) -> float:
+    """Seconds of `kernels` launches that together compute `flops` on operands of `dtype` and move `bytes`.
+
+    Both per device. Rates are the peaks of `device` times the part that kernels reach; 0 for no work at all.
+    """
+    if flops <= 0 and bytes <= 0:
+        return 0.0
+    compute = flops / (device.peak_flops(dtype) * device.achievable_compute)
+    memory = bytes / (device.memory_bandwidth * device.achievable_memory)
+    return max(compute, memory) + kernels * device.kernel_overhead
+
+
+def _count(sizes: Iterable[int]) -> float:
+    return float(math.prod(sizes))
+
+
+# --- convolution -------------------------------------------------------------------------------------------------
+
+
+def _convolution_flops(op: Op, lhs: Sequence[int], rhs: Sequence[int]) -> float:
+    """2 x (batch, output features, input features of a group) x the pairs of output position and tap on real input."""
+    attrs = op.attrs
+    lhs_dims, rhs_dims, out_dims = attrs["lhs"], attrs["rhs"], attrs["out"]
+    out = op.results[0].shape
+    pairs = 1.0
+    for i in range(len(lhs_dims) - 2):
+        pairs *= _meeting(
+            int(lhs[lhs_dims[2 + i]]),
+            int(rhs[rhs_dims[2 + i]]),
+            int(out[out_dims[2 + i]]),
+            _each(attrs, "stride", i),
+            int(attrs["padding"][i][0]),
+            _each(attrs, "lhs_dilation", i),
+            _each(attrs, "rhs_dilation", i),
+        )
+    in_features = int(rhs[rhs_dims[1]])
+    # With batch groups, each output feature sees one group of the batch: the output's batch dim is already divided.
+    return 2.0 * _count((out[out_dims[0]], out[out_dims[1]], in_features)) * pairs
+
+
+def _each(attrs: Any, name: str, i: int) -> int:
+    values = attrs.get(name)
+    return int(values[i]) if values else 1
+
+
+@lru_cache(maxsize=1024)
+def _meeting(size: int, taps: int, outputs: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs (output position, kernel tap) that fall on an input element, not on padding or a dilation's zero."""
+    first = np.arange(outputs)[:, None] * stride - low
+    at = first + np.arange(taps)[None, :] * rhs_dilation
+    return int(((at >= 0) & (at <= (size - 1) * lhs_dilation) & (at % lhs_dilation == 0)).sum())
