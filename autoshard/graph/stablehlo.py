@@ -140,12 +140,12 @@ class _Importer:
 
     def run(self) -> tuple[Value, ...]:
         """Import main; returns its results."""
-        with _context():
-            module = _parse(self.program.stablehlo)  # the ops are only valid while it lives
-            self.functions = _functions(module)
+        with mlir_context():
+            module = parse_module(self.program.stablehlo)  # the ops are only valid while it lives
+            self.functions = functions_of(module)
             if "main" not in self.functions:
                 raise ValueError(f"the module has no function main, only {', '.join(self.functions) or 'none'}")
-            block = _entry(self.functions["main"])
+            block = entry_block(self.functions["main"])
             bound: list[Bound] = []
             for index, argument in enumerate(block.arguments):
                 (kind,) = self.types_of(argument.type, f"argument {index}")
@@ -167,11 +167,11 @@ class _Importer:
             operands = [env[value] for value in op.operands]
             if name == "func.return" or name == "stablehlo.return":
                 return operands
-            aten, output = _aten_of(op, caller)
+            aten, output = aten_of(op, caller)
             if name in _CALLS:
                 attribute = op.attributes["callee" if name == "func.call" else "decomposition"]
                 called = self.functions[attribute.value]
-                env.update(zip(op.results, self.block(_entry(called), operands, aten), strict=True))
+                env.update(zip(op.results, self.block(entry_block(called), operands, aten), strict=True))
             elif name == "stablehlo.tuple":
                 env[op.results[0]] = tuple(operands)
             elif name == "stablehlo.get_tuple_element":
@@ -251,7 +251,7 @@ def _leaves(value: Bound) -> tuple[Value, ...]:
     return tuple(leaf for part in value for leaf in _leaves(part))
 
 
-def _context() -> Any:
+def mlir_context() -> Any:
     """An MLIR context with the dialects that programs use; costs no import of jax itself."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext
@@ -268,7 +268,8 @@ def _context() -> Any:
     return context
 
 
-def _parse(module: bytes) -> Any:
+def parse_module(module: bytes) -> Any:
+    """Parse a StableHLO module (bytecode or text) in the current context; ValueError when it is none."""
     from jaxlib.mlir import ir
 
     try:
@@ -277,7 +278,8 @@ def _parse(module: bytes) -> Any:
         raise ValueError(f"the program's StableHLO module cannot be parsed: {error}") from error
 
 
-def _functions(module: Any) -> dict[str, Any]:
+def functions_of(module: Any) -> dict[str, Any]:
+    """Name -> function of a module."""
     found = {}
     for view in module.body.operations:
         if view.operation.name == "func.func":
@@ -285,11 +287,12 @@ def _functions(module: Any) -> dict[str, Any]:
     return found
 
 
-def _entry(function: Any) -> Any:
+def entry_block(function: Any) -> Any:
+    """The one block of a function."""
     return function.regions[0].blocks[0]
 
 
-def _aten_of(op: Any, caller: int | None) -> tuple[int | None, int | None]:
+def aten_of(op: Any, caller: int | None) -> tuple[int | None, int | None]:
     """The aten op (and, for a marker, its output) that an op's location names."""
     found = _MARKER.search(str(op.location))
     if found is None:
