@@ -88,7 +88,6 @@ def formulate(
     mesh: Mesh,
     device: Device,
     *,
-    target: str,
     memory: float | None = None,
     hints: Mapping[str, Spec] | None = None,
 ) -> Formulation:
@@ -98,12 +97,12 @@ def formulate(
         memory: bytes per device that no point of the step may exceed, or None.
         hints: argument name -> the sharding it must have. Raises ValueError when a hint fits no argument.
     """
-    return _Builder(graph, mesh, device, target, hints or {}).build(memory)
+    return _Builder(graph, mesh, device, hints or {}).build(memory)
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, device: Device, target: str, hints: Mapping[str, Spec]) -> None:
-        self.graph, self.mesh, self.device, self.target, self.hints = graph, mesh, device, target, hints
+    def __init__(self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec]) -> None:
+        self.graph, self.mesh, self.device, self.hints = graph, mesh, device, hints
         self.groups = fusion_groups(graph)
         self.annotatable = _annotatable(graph)
         self.node_costs: list[Matrix] = []
@@ -370,3 +369,28 @@ def check_hints(graph: Graph, hints: Mapping[str, Spec]) -> None:
                 f"hint {name}={format_spec(spec)}: the program has no parameter, buffer, input or optimizer state of "
                 f"that name" + (f"; did you mean {', '.join(near)}?" if near else "")
             )
+
+
+def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:
+    """A plan drawn at random: every group takes some strategy, every argument some sharding, ties are kept.
+
+    What a model of the partitioner must predict as well as it predicts good plans.
+    """
+    from autoshard.cost.device import load_device
+
+    draw = np.random.default_rng(seed)
+    formulation = formulate(graph, mesh, load_device(mesh.device))
+    problem = formulation.problem
+    choice = [int(draw.integers(len(costs))) for costs in problem.node_costs]
+    ties: dict[int, list[tuple[int, Matrix]]] = {}
+    for (tail, head), costs in zip(problem.edges, problem.edge_costs, strict=True):
+        ties.setdefault(tail, []).append((head, costs))
+        ties.setdefault(head, []).append((tail, costs.T))
+    for node in range(len(choice)):  # arguments come first: what they feed back into follows them
+        allowed = np.isfinite(problem.node_costs[node])
+        for other, costs in ties.get(node, ()):
+            if other < node:
+                allowed = allowed & np.isfinite(costs[:, choice[other]])
+        if not allowed[choice[node]] and allowed.any():
+            choice[node] = int(draw.choice(np.flatnonzero(allowed)))
+    return formulation.annotations(choice)

@@ -1,0 +1,319 @@
+"""`plan()` and what goes with it: the steps from a PyTorch program to a sharding plan, readable from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from autoshard.errors import AutoshardError
+from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
+
+if TYPE_CHECKING:
+    from autoshard.capture.program import Program
+    from autoshard.cost.predict import Prediction
+    from autoshard.graph.annotations import Annotations
+    from autoshard.graph.ops import Graph
+    from autoshard.plan import Plan, Predicted, ReplicatedOp
+    from autoshard.solver.problem import Solution
+
+Progress = Callable[[str], None]
+Hint = Spec | Sequence[Sequence[str] | str | None] | str
+DEVICE_MEMORY: Literal["device"] = "device"
+"""Default of `memory`: what the device kind has."""
+
+
+def plan(
+    model: Any,
+    sample_inputs: Any,
+    *,
+    mesh: Mesh | Sequence[int] | str | None = None,
+    devices: int | None = None,
+    device: str | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    train: bool | None = None,
+    memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    hints: Mapping[str, Hint] | None = None,
+    fold: bool = True,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str = "auto",
+    frontend: str = "auto",
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide how every tensor of a PyTorch program is split over a device mesh.
+
+    Nothing is run and no weights are allocated: the model may be on meta, and no accelerator is needed.
+
+    Args:
+        model: a `torch.nn.Module`; left as it is.
+        sample_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments (any device).
+        mesh: a Mesh, a shape such as `(2, 4)`, or `"2x4"`.
+        devices: how many devices there are, when no mesh is given: every shape of up to three axes is tried.
+        device: device kind of the mesh (`tpu-v5e`, `h100`…), when `mesh` is not a Mesh.
+        loss_fn: from the model's output to a scalar; default, with an optimizer, the output's own `.loss`.
+        optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. Given a loss
+            or an optimizer, a whole training step is planned, else the forward pass.
+        memory: bytes per device that the step may use; default what the device kind has; None is no limit.
+        hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have.
+        fold: let equal layers share their decision (faster; the bound is still that of the whole program).
+        time_limit: seconds for the solver.
+        seed: of the solver.
+        backend: of the solver's integer programs.
+        frontend: `auto` or `torch_xla`.
+        progress: called with the name of each stage as it begins.
+
+    Raises:
+        ValueError: the mesh, a hint or an option is wrong.
+        CaptureError: the program cannot be captured; says which op or input, and where.
+        PlanError: no plan meets the memory limit; says the least that is possible.
+    """
+    if frontend not in ("auto", "torch_xla"):
+        raise ValueError(f"frontend {frontend!r}: only torch_xla captures programs so far")
+    meshes = candidate_meshes(mesh, devices, device)
+    say = progress or (lambda stage: None)
+    say("capture")
+    program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+    return plan_program(
+        program,
+        meshes,
+        memory=memory,
+        hints=hints,
+        fold=fold,
+        time_limit=time_limit,
+        seed=seed,
+        backend=backend,
+        progress=progress,
+    )
+
+
+def capture(
+    model: Any, sample_inputs: Any, *, loss_fn: Any = None, optimizer: Any = None, train: bool | None = None
+) -> Program:
+    """The program that `plan`, `evaluate` and `verify` work on; see `plan` for the arguments."""
+    from autoshard.capture.torch_xla import capture as capture_torch_xla
+
+    return capture_torch_xla(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+
+
+def plan_program(
+    program: Program,
+    mesh: Mesh | Sequence[Mesh],
+    *,
+    memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    hints: Mapping[str, Hint] | None = None,
+    fold: bool = True,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`."""
+    from autoshard.plan import Options, PlanError, SolverInfo, plan_of
+
+    say = progress or (lambda stage: None)
+    say("graph")
+    graph = captured_graph(program)
+    wanted = {name: _hint(name, hint) for name, hint in sorted((hints or {}).items())}
+    best: Plan | None = None
+    infeasible: AutoshardError | None = None
+    for candidate in [mesh] if isinstance(mesh, Mesh) else mesh:
+        limit = _memory(memory, candidate)
+        try:
+            decided = plan_graph(
+                graph,
+                candidate,
+                memory=limit,
+                hints=wanted,
+                fold=fold,
+                time_limit=time_limit,
+                seed=seed,
+                backend=backend,
+                progress=progress,
+            )
+        except PlanError as error:
+            infeasible = error
+            continue
+        say("predict")
+        prediction = predict_annotations(graph, decided.annotations, candidate)
+        solved = decided.solution
+        found = plan_of(
+            graph,
+            candidate,
+            decided.annotations,
+            options=Options(memory=limit, hints=wanted, fold=fold, seed=seed),
+            predicted=totals(prediction),
+            solver=SolverInfo(solved.status.value, solved.objective, solved.bound, solved.gap, solved.backend),
+            replicated_ops=replicated_ops(prediction),
+            outputs=prediction.specs,
+        )
+        if best is None or _time(found) < _time(best):
+            best = found
+    if best is None:
+        raise infeasible or PlanError("no mesh to plan for")
+    return best
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the solver chose for a graph: the annotations, and how good they are proved to be."""
+
+    annotations: Annotations = field(repr=False)
+    solution: Solution
+
+
+def captured_graph(program: Program) -> Graph:
+    """The op graph of a captured program."""
+    from autoshard.graph.stablehlo import build_graph
+
+    return build_graph(program)
+
+
+def plan_graph(
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    memory: float | None = None,
+    hints: Mapping[str, Spec] | None = None,
+    fold: bool = True,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Decision:
+    """Choose a strategy for every op of a graph."""
+    from autoshard.cost.device import load_device
+    from autoshard.plan import PlanError
+    from autoshard.solver.formulate import check_hints, formulate
+    from autoshard.solver.problem import Status
+    from autoshard.solver.solve import solve
+
+    say = progress or (lambda stage: None)
+    check_hints(graph, hints or {})
+    say("strategies")
+    formulation = formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=hints)
+    say("solve")
+    solution = solve(formulation.problem, time_limit=time_limit, seed=seed, backend=backend, fold=fold)
+    if solution.status is Status.INFEASIBLE:
+        raise PlanError(f"no plan on mesh {mesh.shape} fits in {memory:,.0f} bytes per device: {solution.message}")
+    return Decision(formulation.annotations(solution.choice), solution)
+
+
+def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:
+    """The cost model's figures for a graph with these annotations; the rest follows from propagation."""
+    from autoshard.cost.device import load_device
+    from autoshard.cost.predict import predict
+
+    return predict(graph, annotations, mesh, load_device(mesh.device))
+
+
+def evaluate(program: Program, plan: Plan) -> Prediction:
+    """The cost model's figures for any plan of a program, full or partial, made by whomever.
+
+    What the plan does not give follows from propagation as XLA does it, not from the solver.
+
+    Raises:
+        PlanError: the plan is for another program; says the first difference.
+    """
+    plan.check_program(program)
+    graph = captured_graph(program)
+    return predict_annotations(graph, plan.annotations(graph), plan.mesh)
+
+
+def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
+    """A plan as people write it by hand: `dp`, `fsdp` or `megatron` (see `autoshard.manual`)."""
+    from autoshard.manual import PLANS
+    from autoshard.plan import plan_of
+
+    if name not in PLANS:
+        raise ValueError(f"no manual plan is called {name!r}; there are {', '.join(PLANS)}")
+    graph = captured_graph(program)
+    annotations = PLANS[name](graph, mesh)
+    prediction = predict_annotations(graph, annotations, mesh)
+    return plan_of(
+        graph,
+        mesh,
+        annotations,
+        predicted=totals(prediction),
+        replicated_ops=replicated_ops(prediction),
+        outputs=prediction.specs,
+    )
+
+
+def totals(prediction: Prediction) -> Predicted:
+    """What a plan records of a prediction: collectives summed per kind and axes."""
+    from autoshard.plan import CollectiveTotal, Predicted
+
+    summed: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for one in prediction.collectives:
+        entry = summed.setdefault((one.kind, one.axes), [0, 0])
+        entry[0] += one.count
+        entry[1] += one.count * one.bytes
+    return Predicted(
+        step_time_s=prediction.step_time_s,
+        compute_s=prediction.compute_s,
+        communication_s=prediction.communication_s,
+        overlapped_s=prediction.overlapped_s,
+        mfu=prediction.mfu,
+        collectives=tuple(CollectiveTotal(*key, *entry) for key, entry in sorted(summed.items())),
+        peak_memory_bytes=prediction.peak_memory_bytes,
+    )
+
+
+def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
+    """What a plan records of the ops that have no rule."""
+    from autoshard.plan import ReplicatedOp
+
+    return tuple(ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops)
+
+
+def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None) -> list[Mesh]:
+    """The meshes to plan for: the one given, or every shape of `devices` with up to three axes."""
+    if mesh is not None:
+        if devices is not None and not isinstance(mesh, Mesh):
+            raise ValueError("give a mesh or a number of devices, not both")
+        if isinstance(mesh, Mesh):
+            return [mesh]
+        return [
+            Mesh.parse(mesh, device=device or "cpu")
+            if isinstance(mesh, str)
+            else Mesh(tuple(mesh), (), device or "cpu")
+        ]
+    if devices is None:
+        raise ValueError("no devices are attached to plan for: pass a mesh such as mesh='2x4', or devices=8")
+    if devices < 1:
+        raise ValueError(f"devices={devices}: at least one is needed")
+    return [Mesh(shape, (), device or "cpu") for shape in factorisations(devices)]
+
+
+def factorisations(devices: int, axes: int = 3) -> list[tuple[int, ...]]:
+    """Mesh shapes of up to `axes` axes with `devices` devices, none of one device: (8,), (2, 4), (4, 2), (2, 2, 2)."""
+    found: list[tuple[int, ...]] = [(devices,)]
+    if axes > 1:
+        for first in range(2, devices // 2 + 1):
+            if devices % first == 0:
+                found.extend((first, *rest) for rest in factorisations(devices // first, axes - 1))
+    return found
+
+
+def _hint(name: str, hint: Hint) -> Spec:
+    try:
+        return parse_spec(hint) if isinstance(hint, str) else as_spec(hint)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"hint for {name}: {error}") from error
+
+
+def _memory(memory: float | Literal["device"] | None, mesh: Mesh) -> int | None:
+    from autoshard.cost.device import load_device
+
+    if memory == DEVICE_MEMORY:
+        return load_device(mesh.device).memory_bytes
+    if memory is not None and memory <= 0:
+        raise ValueError(f"memory={memory}: bytes per device must be positive")
+    return None if memory is None else int(memory)
+
+
+def _time(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_time_s
