@@ -1,0 +1,102 @@
+"""Strategies of a group: shardings that follow from one assignment of axes to factors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.graph.groups import fusion_groups
+from autoshard.graph.ops import Graph
+from autoshard.graph.rules import rule_for
+from autoshard.mesh import Mesh, spec_axes
+from autoshard.solver.strategies import Strategies, argument_specs, fits, scattered, strategies
+from tests.graph.helpers import graph_of
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+MESH = Mesh((2, 4), ("x", "y"))
+
+
+def array(*shape: int):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def ways(graph: Graph, group: int = 0, mesh: Mesh = MESH, *, scatter: bool = True) -> Strategies:
+    groups = fusion_groups(graph)
+    return strategies(groups.groups[group], groups, graph, mesh, rule_for, scatter=scatter)
+
+
+def test_a_dot_has_batch_row_column_and_contracted_strategies():
+    found = ways(graph_of(jnp.matmul, array(16, 32), array(32, 64)), scatter=False)
+    specs = {(found.inputs[0][s], found.inputs[1][s], found.outputs[0][s]) for s in range(len(found))}
+    assert ((("x",), ()), ((), ("y",)), (("x",), ("y",))) in specs  # rows over x, columns over y
+    assert (((), ("y",)), (("y",), ()), ((), ())) in specs  # contracted over y
+    assert (((), ("x", "y")), (("x", "y"), ()), ((), ())) in specs
+    assert len(specs) == len(found) == 4**2 + 3  # each axis to m, n, k or none; both orders where they share one
+
+
+def test_a_contracted_factor_costs_an_all_reduce_of_the_local_result():
+    found = ways(graph_of(jnp.matmul, array(16, 32), array(32, 64)), scatter=False)
+    chosen = [
+        s for s in range(len(found)) if found.inputs[0][s] == (("x",), ("y",)) and found.inputs[1][s] == (("y",), ())
+    ]
+    (one,) = [found.collectives[s] for s in chosen]
+    assert [(c.kind, c.axes, c.bytes) for c in one] == [("all-reduce", ("y",), 16 // 2 * 64 * 4)]
+
+
+def test_a_partial_result_may_be_reduce_scattered_while_the_pin_stays_whole():
+    found = ways(graph_of(jnp.matmul, array(16, 32), array(32, 64)))
+    scattered_rows = [s for s in range(len(found)) if found.outputs[0][s] != found.pinned[0][s]]
+    assert scattered_rows
+    for s in scattered_rows:
+        assert [c.kind for c in found.collectives[s]] == ["reduce-scatter"]
+        assert spec_axes(found.outputs[0][s]) > spec_axes(found.pinned[0][s])
+
+
+def test_a_softmax_is_one_group_and_pays_for_each_of_its_reductions():
+    found = ways(graph_of(lambda x: jax.nn.softmax(x, axis=-1), array(8, 16)))
+    split_last = [s for s in range(len(found)) if found.inputs[0][s] == ((), ("y",))]
+    assert split_last
+    assert {len(found.collectives[s]) for s in split_last} == {2}  # maximum and sum
+    split_first = [s for s in range(len(found)) if found.inputs[0][s] == (("y",), ())]
+    assert {len(found.collectives[s]) for s in split_first} == {0}
+
+
+def test_an_op_that_adds_a_value_to_its_transpose_splits_neither_dim():
+    found = ways(graph_of(lambda x: x + x.T, array(8, 8)))
+    assert {found.inputs[0][s] for s in range(len(found))} == {((), ())}
+
+
+def test_work_divides_by_the_axes_of_the_loop_nest():
+    found = ways(graph_of(jnp.matmul, array(16, 32), array(32, 64)), scatter=False)
+    for s in range(len(found)):
+        assert found.flop_ways[s, 0] == MESH.ways(a for axes in found.assignments[s] for a in axes)
+
+
+def test_merged_dims_split_the_minor_one_only_when_the_major_is_wholly_split():
+    found = ways(graph_of(lambda x: x.reshape(16), array(2, 8)))
+    specs = {(found.inputs[0][s], found.outputs[0][s]) for s in range(len(found))}
+    assert ((("x",), ("y",)), (("x", "y"),)) in specs
+    assert all(not (before[1] and not before[0]) for before, _ in specs)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 64))
+def test_uneven_splits_waste_little(size: int, parts: int):
+    if fits(size, parts):
+        assert math.ceil(size / parts) * parts <= 1.02 * size
+    assert not fits(size, parts, even=True) or size % parts == 0
+
+
+def test_argument_specs_are_distinct_and_fit():
+    specs = argument_specs((8, 50257), MESH)
+    assert len(set(specs)) == len(specs)
+    assert ((), ("x", "y")) in specs  # 50257 pads by less than 2 %
+    assert ((), ()) in specs
+    assert argument_specs((3,), MESH) == (((),),)
+
+
+def test_scattering_needs_dims_that_divide():
+    assert set(scattered(((), ("x",)), (6, 8), ("y",), MESH)) == {((), ("x", "y"))}
