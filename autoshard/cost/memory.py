@@ -70,10 +70,10 @@ def live_interval(
     alone = [True] * count
     if groups is not None:
         for group in groups.groups:
-            single = all(graph.ops[op].kind in ALIASES for op in group.ops)
-            for op in group.ops:
-                runs_at[op] = group.ops[-1]
-                alone[op] = single
+            single = all(graph.ops[member].kind in ALIASES for member in group.ops)
+            for member in group.ops:
+                runs_at[member] = group.ops[-1]
+                alone[member] = single
         if materialised is None:
             materialised = {value for group in groups.groups for value in group.outputs}
     donated = {
@@ -155,8 +155,8 @@ def peak_memory(
     np.add.at(change, bounds[:, 0], sizes)
     np.add.at(change, bounds[:, 1], -sizes)
     extra = np.zeros(count, dtype=np.int64)
-    for op, amount in temporaries:
-        extra[op] += math.ceil(amount)
+    for position, amount in temporaries:
+        extra[position] += math.ceil(amount)
     timeline = np.cumsum(change[:-1]) + extra
     at = int(timeline.argmax()) if count else 0
     live = [
