@@ -1,0 +1,278 @@
+"""Annotations -> the captured StableHLO module with GSPMD's annotations written into it.
+
+The quick way from a plan to a compiler: nothing is traced again. `lower/mark_sharding.py` writes the same annotations
+on a running program.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.capture.program import Program
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.stablehlo import aten_of, entry_block, functions_of, mlir_context, parse_module
+from autoshard.mesh import Mesh, Spec, format_spec
+
+
+class AnnotationError(ValueError):
+    """Annotations that this program, or this mesh, cannot carry."""
+
+
+def gspmd_sharding(spec: Spec, mesh: Mesh) -> str:
+    """The `HloSharding` of a spec, as XLA writes it: `{devices=[2,1,4]<=[8] last_tile_dim_replicate}`.
+
+    Device i is device i of the mesh, row-major. Axes of one device make no difference.
+    """
+    dims = [tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in spec]
+    used = [axis for axes in dims for axis in axes]
+    if not used:
+        return "{replicated}"
+    present = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    order = used + [axis for axis in present if axis not in used]
+    tile = [mesh.ways(axes) for axes in dims]
+    copies = mesh.size // mesh.ways(used)
+    suffix = ""
+    if copies > 1:
+        tile.append(copies)
+        suffix = " last_tile_dim_replicate"
+    if order == present:
+        devices = f"[{mesh.size}]"
+    else:
+        sizes = ",".join(str(mesh.axis_size(axis)) for axis in present)
+        permutation = ",".join(str(present.index(axis)) for axis in order)
+        devices = f"[{sizes}]T({permutation})"
+    return f"{{devices=[{','.join(map(str, tile))}]<={devices}{suffix}}}"
+
+
+def annotate(program: Program, graph: Graph, annotations: Annotations, mesh: Mesh) -> bytes:
+    """The program's module with `annotations` written as GSPMD annotations; MLIR bytecode.
+
+    An argument's pin is its `mhlo.sharding`. Another value's pin is a `custom_call @Sharding` right after the op that
+    makes it, and everything that read the value reads its result; a copy is a second one behind it, read by the ops of
+    one aten op. A result that updates an argument has that argument's sharding. All other markers are removed.
+
+    Args:
+        graph: what `build_graph` made of `program`; the annotations' values are its values.
+
+    Raises:
+        AnnotationError: a spec that does not fit its value or the mesh; a pinned value that is neither an argument
+            nor an output of an aten op.
+    """
+    _check(graph, annotations, mesh)
+    with mlir_context():
+        module = parse_module(program.stablehlo)
+        writer = _Writer(program, graph, mesh, module)
+        writer.write(annotations)
+        if not module.operation.verify():
+            raise AnnotationError("the annotated module is not valid StableHLO")  # pragma: no cover
+        out = io.BytesIO()
+        module.operation.write_bytecode(out)
+        return out.getvalue()
+
+
+def donated(program: Program) -> dict[int, int]:
+    """Argument index -> index of the result that replaces it in the next step, as `compile_module` takes it."""
+    return {output.updates: index for index, output in enumerate(program.outputs) if output.updates is not None}
+
+
+def _check(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
+    specs = [(value, spec) for value, spec in annotations.pins.items()]
+    specs += [(value, spec) for (value, _), spec in annotations.copies.items()]
+    for value, spec in specs:
+        try:
+            mesh.check(spec, graph.type_of(value).shape, describe(graph, value))
+        except ValueError as error:
+            raise AnnotationError(str(error)) from None
+
+
+def describe(graph: Graph, value: Value) -> str:
+    """A value in a person's words: `argument 'wte.weight'`, `add, output 0 of aten op 12 (aten.add.Tensor) in h.0`."""
+    op = graph.ops[value.op]
+    if op.kind == "argument":
+        return f"argument {graph.program.arguments[op.attrs['index']].name!r}"
+    keys = [key for key, marked in graph.aten_outputs.items() if marked == value]
+    if keys:
+        index, output = min(keys)
+        named = {aten.index: aten for aten in graph.program.ops}
+        name = f" ({named[index].name})" if index in named else ""
+        where = f" in {named[index].module}" if index in named and named[index].module else ""
+        return f"{op.kind}, output {output} of aten op {index}{name}{where}"
+    return f"result {value.result} of {op.kind} (op {op.id})"
+
+
+class _Writer:
+    """The state of one `annotate` call; lives inside its MLIR context."""
+
+    def __init__(self, program: Program, graph: Graph, mesh: Mesh, module: Any) -> None:
+        self.program = program
+        self.graph = graph
+        self.mesh = mesh
+        self.function = functions_of(module)["main"]
+        self.functions = functions_of(module)
+        self.block = entry_block(self.function)
+        # By an op's first result: MLIR's Python objects for one op are not equal, those for one value are.
+        self.aten: dict[Any, int | None] = {}
+
+    def write(self, annotations: Annotations) -> None:
+        """Inline calls, take the markers out, and put pins and copies in."""
+        self.inline()
+        places = self.take_markers()
+        readable = self.readable(places, annotations)
+        copies: dict[Value, dict[Spec, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for (value, consumer), spec in annotations.copies.items():
+            copies[value][spec].add(consumer)
+        for value in sorted({*annotations.pins, *copies}):
+            for made in readable[value]:
+                self.annotate_value(made, value, annotations.pins.get(value), copies.get(value, {}))
+        self.write_boundary(annotations)
+
+    def inline(self) -> None:
+        """Replace calls of private functions by their bodies, so that each op stands for one value."""
+        from jaxlib.mlir import ir
+
+        for view in list(self.block.operations):
+            op = view.operation
+            aten = aten_of(op, None)[0]
+            if op.name == "func.call":
+                results = self.copy_body(op, list(op.operands), ir.InsertionPoint(op), aten)
+                for old, new in zip(op.results, results, strict=True):
+                    old.replace_all_uses_with(new)
+                op.erase()
+            elif len(op.results):
+                self.aten[op.results[0]] = aten
+
+    def copy_body(self, call: Any, arguments: list[Any], where: Any, caller: int | None) -> list[Any]:
+        """Clone the body that `call` calls in front of it; returns what it returns."""
+        body = entry_block(self.functions[call.attributes["callee"].value])
+        values = dict(zip(body.arguments, arguments, strict=True))
+        for view in body.operations:
+            op = view.operation
+            operands = [values[value] for value in op.operands]
+            if op.name == "func.return":
+                return operands
+            aten = aten_of(op, caller)[0]
+            if op.name == "func.call":
+                values.update(zip(op.results, self.copy_body(op, operands, where, aten), strict=True))
+                continue
+            clone = op.clone(where)
+            for position, operand in enumerate(operands):
+                clone.operands[position] = operand
+            self.aten[clone.results[0]] = aten
+            values.update(zip(op.results, clone.results, strict=True))
+        raise AnnotationError("a function of the module ends without a return")
+
+    def take_markers(self) -> dict[tuple[int, int], Any]:
+        """Remove the markers; (aten op, output) -> the value that went through.
+
+        In program order, so that a marker behind a marker (a view that is its base) finds the op's own result.
+        """
+        found = {}
+        for view in list(self.block.operations):
+            op = view.operation
+            if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding":
+                aten, output = aten_of(op, None)
+                if aten is not None and output is not None:
+                    found[aten, output] = op.operands[0]
+                    op.results[0].replace_all_uses_with(op.operands[0])
+                    del self.aten[op.results[0]]
+                    op.erase()
+        return found
+
+    def readable(self, places: Mapping[tuple[int, int], Any], annotations: Annotations) -> dict[Value, list[Any]]:
+        """Graph value -> the module's values that are it (several where the graph merged equal ones)."""
+        found: dict[Value, list[Any]] = defaultdict(list)
+        for position, op in enumerate(self.graph.arguments):
+            found[Value(op)].append(self.block.arguments[position])
+        for key, value in self.graph.aten_outputs.items():
+            if key in places and places[key] not in found[value]:
+                found[value].append(places[key])
+        for value in [*annotations.pins, *(value for value, _ in annotations.copies)]:
+            if value not in found:
+                raise AnnotationError(
+                    f"{describe(self.graph, value)} cannot be annotated: it is neither an argument nor the output of "
+                    "an aten op"
+                )
+        return found
+
+    def annotate_value(self, made: Any, value: Value, pin: Spec | None, copies: Mapping[Spec, set[int]]) -> None:
+        """Pin one value, and give some of its readers copies with another sharding."""
+        uses = [(use.owner.operation, use.operand_number) for use in made.uses]
+        current = made
+        after = made
+        if pin is not None and not self.is_argument(made):
+            current = after = self.sharding_call(made, after, pin)
+            for owner, position in uses:
+                owner.operands[position] = current
+        for spec, consumers in sorted(copies.items()):
+            readers = [(owner, position) for owner, position in uses if self.aten_of(owner) in consumers]
+            if not readers:
+                named = ", ".join(map(str, sorted(consumers)))
+                raise AnnotationError(
+                    f"{describe(self.graph, value)} is not read by aten op {named}: no copy {format_spec(spec)} for it"
+                )
+            after = self.sharding_call(current, after, spec)
+            for owner, position in readers:
+                owner.operands[position] = after
+
+    def aten_of(self, op: Any) -> int | None:
+        """The aten op of an op of main, calls inlined."""
+        return self.aten.get(op.results[0]) if len(op.results) else None
+
+    def is_argument(self, value: Any) -> bool:
+        from jaxlib.mlir import ir
+
+        return isinstance(value, ir.BlockArgument)
+
+    def sharding_call(self, operand: Any, after: Any, spec: Spec) -> Any:
+        """Insert `custom_call @Sharding(operand)` behind the op that makes `after`."""
+        from jaxlib.mlir import ir
+
+        if self.is_argument(after):
+            where = ir.InsertionPoint.at_block_begin(self.block)
+        else:
+            where = ir.InsertionPoint.after(after.owner)
+        op = ir.Operation.create(
+            "stablehlo.custom_call",
+            results=[operand.type],
+            operands=[operand],
+            attributes={
+                "call_target_name": ir.StringAttr.get("Sharding"),
+                "mhlo.sharding": ir.StringAttr.get(gspmd_sharding(spec, self.mesh)),
+            },
+            loc=operand.owner.location if not self.is_argument(operand) else ir.Location.unknown(),
+            ip=where,
+        )
+        return op.results[0]
+
+    def write_boundary(self, annotations: Annotations) -> None:
+        """Shardings of arguments, and of the results that update them."""
+        pins = {
+            self.graph.ops[value.op].attrs["index"]: spec
+            for value, spec in annotations.pins.items()
+            if self.graph.ops[value.op].kind == "argument"
+        }
+        arguments = {index: gspmd_sharding(spec, self.mesh) for index, spec in pins.items()}
+        results = {
+            index: arguments.get(output.updates, "{replicated}")
+            for index, output in enumerate(self.program.outputs)
+            if output.updates is not None
+        }
+        self.write_attribute("arg_attrs", arguments, len(self.program.arguments))
+        self.write_attribute("res_attrs", results, len(self.program.outputs))
+
+    def write_attribute(self, name: str, shardings: Mapping[int, str], count: int) -> None:
+        from jaxlib.mlir import ir
+
+        entries: list[dict[str, Any]] = [{} for _ in range(count)]
+        if name in self.function.attributes:
+            attribute = ir.ArrayAttr(self.function.attributes[name])
+            entries = [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in attribute]
+        for index, entry in enumerate(entries):
+            entry.pop("mhlo.sharding", None)
+            if index in shardings:
+                entry["mhlo.sharding"] = ir.StringAttr.get(shardings[index])
+        self.function.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
