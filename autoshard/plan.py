@@ -177,6 +177,13 @@ class SolverInfo(_Figures):
     gap: float | None
     backend: str
 
+    def __post_init__(self) -> None:
+        """A bound that bounds nothing is none."""
+        if self.bound is None or not math.isfinite(self.bound):
+            object.__setattr__(self, "bound", None)
+            object.__setattr__(self, "gap", None)
+        super().__post_init__()
+
 
 @dataclass(frozen=True)
 class ReplicatedOp(_Figures):

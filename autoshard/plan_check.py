@@ -1,0 +1,95 @@
+"""Where two programs first differ, for a person who applies a plan to the wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from autoshard.plan import ROLES, OpSignature, Plan, format_type, signature
+
+if TYPE_CHECKING:
+    from autoshard.capture.program import Program
+
+
+def first_difference(plan: Plan, program: Program) -> str:
+    """What differs first between the planned program and `program`; never empty."""
+    return next(
+        _differences(plan, program), "it has other arguments or results, in an order that a plan does not record"
+    )
+
+
+def _differences(plan: Plan, program: Program) -> Iterator[str]:
+    mine = plan.program
+    if mine.kind != program.kind:
+        yield f"the plan is for a {_kind(mine.kind)}, this is a {_kind(program.kind)}"
+    if mine.frontend != program.frontend:
+        yield f"the plan was captured through {mine.frontend}, this program through {program.frontend}"
+    if mine.switches != program.switches:
+        yield (
+            f"the plan was captured with the switches {', '.join(mine.switches) or 'none'}, "
+            f"this program with {', '.join(program.switches) or 'none'}"
+        )
+    yield from _arguments(plan, program)
+    yield from _ops(plan, program)
+
+
+def _kind(kind: str) -> str:
+    return "training step" if kind == "train" else "forward pass"
+
+
+def _arguments(plan: Plan, program: Program) -> Iterator[str]:
+    for role, section in ROLES.items():
+        planned = {name: f"{t.dtype}[{','.join(map(str, t.shape))}]" for name, t in getattr(plan, section).items()}
+        found = {each.name: format_type(each.type) for each in program.arguments if each.role == role}
+        what = role.replace("_", " ")
+        for name, type in found.items():
+            if name not in planned:
+                yield f"{what} {name} ({type}) is not in the plan"
+            elif planned[name] != type:
+                yield f"{what} {name} is {type}, the plan has {planned[name]}"
+        for name, type in planned.items():
+            if name not in found:
+                yield f"{what} {name} ({type}) of the plan is missing"
+
+
+def _ops(plan: Plan, program: Program) -> Iterator[str]:
+    for index, (planned, op) in enumerate(zip_longest(plan.program.ops, program.ops)):
+        if op is None:
+            yield f"it ends after {index} ops; the plan goes on with op {index}, {describe(planned)}"
+        elif planned is None:
+            yield f"it goes on after the plan's {index} ops with {describe(signature(op))}{_in(op.module)}"
+        elif (difference := op_difference(planned, signature(op))) is not None:
+            yield f"op {index}{_in(op.module)} {difference}"
+
+
+def _in(module: str) -> str:
+    return f" in {module}" if module else ""
+
+
+def op_difference(planned: OpSignature, found: OpSignature) -> str | None:
+    """How `found` differs from the op that was planned, continuing a sentence that named it; None if it does not."""
+    if planned.name != found.name:
+        return f"is {describe(found)}, the plan has {describe(planned)}"
+    if planned.outputs != found.outputs:
+        return f"({found.name}) makes {_types(found)}, the plan has {_types(planned)}"
+    if planned.inputs != found.inputs:
+        return f"({found.name}) reads {_sources(found)}, the plan has {_sources(planned)}"
+    return None
+
+
+def describe(op: OpSignature) -> str:
+    """`aten.addmm.default -> f32[8,512]`."""
+    return f"{op.name} -> {_types(op)}"
+
+
+def _types(op: OpSignature) -> str:
+    return ", ".join(op.outputs) or "nothing"
+
+
+def _sources(op: OpSignature) -> str:
+    names = [
+        "a constant" if each is None else each if isinstance(each, str) else f"output {each[1]} of op {each[0]}"
+        for each in op.inputs
+    ]
+    return "(" + ", ".join(names) + ")"

@@ -1,0 +1,358 @@
+"""Plans as JSON, version 1, and back; the format is `plan_schema.json` (JSON Schema, draft 2020-12).
+
+Written so that a plan is small and can be read and compared by line: one line per tensor, value and op; fixed key
+order; no time of day and no duration, so the same plan gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import autoshard
+from autoshard.mesh import Mesh, Spec, as_spec
+from autoshard.plan import (
+    ActivationKey,
+    ActivationPlan,
+    CollectiveTotal,
+    Copy,
+    OpSignature,
+    Options,
+    Plan,
+    PlanError,
+    Predicted,
+    ProgramInfo,
+    ReplicatedOp,
+    SolverInfo,
+    TensorPlan,
+)
+
+FORMAT = "autoshard.plan"
+VERSION = 1
+
+Json = dict[str, Any]
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def dumps(plan: Plan) -> str:
+    """The plan as text, ending in a newline."""
+    return "".join(_lines(to_dict(plan))) + "\n"
+
+
+def to_dict(plan: Plan) -> Json:
+    """The plan as plain JSON values, keys in the format's order."""
+    program, mesh, options = plan.program, plan.mesh, plan.options
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "autoshard_version": autoshard.__version__,
+        "program": {
+            "fingerprint": program.fingerprint,
+            "kind": program.kind,
+            "frontend": program.frontend,
+            "versions": dict(sorted(program.versions.items())),
+            "switches": list(program.switches),
+            "ops": [_op_to(op) for op in program.ops],
+        },
+        "mesh": {
+            "shape": list(mesh.shape),
+            "axis_names": list(mesh.axis_names),
+            "device": mesh.device,
+            "placement": list(mesh.placement),
+        },
+        "options": {
+            "memory": options.memory,
+            "hints": {name: _spec_to(spec) for name, spec in sorted(options.hints.items())},
+            "keep": options.keep,
+            "fold": options.fold,
+            "seed": options.seed,
+        },
+        "parameters": _tensors_to(plan.parameters),
+        "buffers": _tensors_to(plan.buffers),
+        "inputs": _tensors_to(plan.inputs),
+        "optimizer_state": _tensors_to(plan.optimizer_state),
+        "outputs": _tensors_to(plan.outputs),
+        "activations": [_activation_to(value) for value in plan.activations],
+        "predicted": None if plan.predicted is None else _predicted_to(plan.predicted),
+        "solver": None
+        if plan.solver is None
+        else {
+            "status": plan.solver.status,
+            "objective": plan.solver.objective,
+            "bound": plan.solver.bound,
+            "gap": plan.solver.gap,
+            "backend": plan.solver.backend,
+        },
+        "replicated_ops": [
+            {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}
+            for each in plan.replicated_ops
+        ],
+    }
+
+
+def _spec_to(spec: Spec) -> list[list[str]]:
+    return [list(dim) for dim in spec]
+
+
+def _copies_to(copies: Sequence[Copy]) -> list[Json]:
+    return [{"consumer": copy.consumer, "spec": _spec_to(copy.spec)} for copy in copies]
+
+
+def _tensors_to(tensors: Mapping[str, TensorPlan]) -> Json:
+    return {
+        name: {"shape": list(tensor.shape), "dtype": tensor.dtype, "spec": _spec_to(tensor.spec)}
+        | ({"copies": _copies_to(tensor.copies)} if tensor.copies else {})
+        for name, tensor in tensors.items()
+    }
+
+
+def _activation_to(value: ActivationPlan) -> Json:
+    key = value.key
+    return {
+        "key": {"frontend": key.frontend, "index": key.index, "name": key.name, "output": key.output},
+        "module": value.module,
+        "shape": list(value.shape),
+        "dtype": value.dtype,
+        "spec": None if value.spec is None else _spec_to(value.spec),
+        "copies": _copies_to(value.copies),
+    }
+
+
+def _op_to(op: OpSignature) -> Json:
+    inputs = [list(source) if isinstance(source, tuple) else source for source in op.inputs]
+    return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs}
+
+
+def _predicted_to(predicted: Predicted) -> Json:
+    return {
+        "step_time_s": predicted.step_time_s,
+        "compute_s": predicted.compute_s,
+        "communication_s": predicted.communication_s,
+        "overlapped_s": predicted.overlapped_s,
+        "mfu": predicted.mfu,
+        "collectives": [
+            {"kind": each.kind, "axes": list(each.axes), "count": each.count, "bytes": each.bytes}
+            for each in predicted.collectives
+        ],
+        "peak_memory_bytes": predicted.peak_memory_bytes,
+    }
+
+
+_ONE_LINE_EACH = frozenset({"collectives", "hints", "ops"})
+"""Collections below the second level that get a line per entry; those at the top all do."""
+
+
+def _lines(value: Json) -> Iterator[str]:
+    yield "{"
+    for i, (key, entry) in enumerate(value.items()):
+        yield f"{',' if i else ''}\n  {json.dumps(key)}: "
+        yield from _entry(entry, "  ", key not in ("mesh", "solver"))
+    yield "\n}"
+
+
+def _entry(value: Any, indent: str, spread: bool) -> Iterator[str]:
+    if not spread or not isinstance(value, dict | list) or not value:
+        yield _compact(value)
+        return
+    inner = indent + "  "
+    items = list(value.items()) if isinstance(value, dict) else [(None, each) for each in value]
+    yield "{" if isinstance(value, dict) else "["
+    for i, (key, each) in enumerate(items):
+        yield f"{',' if i else ''}\n{inner}" + ("" if key is None else f"{json.dumps(key, ensure_ascii=False)}: ")
+        yield from _entry(each, inner, key in _ONE_LINE_EACH)
+    yield f"\n{indent}" + ("}" if isinstance(value, dict) else "]")
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def write(path: Path, text: str) -> None:
+    """Write `text` to `path` through a temporary file beside it, so that no reader ever sees half of it.
+
+    Raises:
+        PlanError: the path cannot be written; nothing is left behind.
+    """
+    temporary = None
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a directory")
+        target = path.resolve()  # a link stays a link: what it points to is replaced
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, (target.stat().st_mode & 0o777) if target.exists() else 0o666 & ~umask)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise PlanError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def schema() -> Json:
+    """The published JSON Schema."""
+    found = json.loads(resources.files("autoshard").joinpath("plan_schema.json").read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def loads(text: str | bytes, source: str = "plan") -> Plan:
+    """The plan that `dumps` wrote; see `Plan.from_json`.
+
+    Raises:
+        PlanError: with the path of the bad field.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{source} is not JSON: {error}") from None
+    check(value, source)
+    try:
+        return from_dict(value)
+    except ValueError as error:  # what a schema cannot say: specs that do not fit, clashing axis names
+        raise PlanError(f"{source}: {error}") from None
+
+
+def check(value: Any, source: str) -> None:
+    """Refuse JSON that is no plan of this version.
+
+    Raises:
+        PlanError: with the path of the bad field.
+    """
+    if not isinstance(value, dict):
+        raise PlanError(f"{source}: a plan is a JSON object, not {_short(value)}")
+    if value.get("format") != FORMAT:
+        found = f"{_short(value['format'])}" if "format" in value else "no format field"
+        raise PlanError(f"{source}: format: expected {FORMAT!r}, found {found}; this is no plan of autoshard")
+    if value.get("version") != VERSION or isinstance(value.get("version"), bool):
+        raise PlanError(
+            f"{source}: version: this autoshard ({autoshard.__version__}) reads version {VERSION} of the format, "
+            f"not {_short(value.get('version'))}; the plan was written by autoshard {value.get('autoshard_version')}"
+        )
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(schema()).iter_errors(value))
+    if error is not None:
+        raise PlanError(f"{source}: {_path(error.absolute_path)}: {_explain(error)}")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _path(parts: Sequence[str | int]) -> str:
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the top level"
+
+
+def _explain(error: Any) -> str:
+    """jsonschema's message, without a dump of the whole offending value."""
+    value = error.instance
+    if error.validator == "type":
+        wanted = error.validator_value
+        return f"expected {' or '.join(wanted) if isinstance(wanted, list) else wanted}, found {_short(value)}"
+    if error.validator == "enum":
+        return f"expected one of {', '.join(map(json.dumps, error.validator_value))}, found {_short(value)}"
+    if error.validator == "pattern":
+        return f"{_short(value)} does not look like {error.schema.get('description', error.validator_value)}"
+    message = str(error.message)
+    return message if len(message) <= 200 else f"{_short(value)} fails {error.validator!r}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def from_dict(value: Json) -> Plan:
+    """The plan that `to_dict` gave; `value` must have passed `check`.
+
+    Raises:
+        ValueError: specs that do not fit their tensors or the mesh, or a mesh that is none.
+    """
+    program, mesh, options, solver = value["program"], value["mesh"], value["options"], value["solver"]
+    return Plan(
+        program=ProgramInfo(
+            fingerprint=program["fingerprint"],
+            kind=program["kind"],
+            frontend=program["frontend"],
+            versions=program["versions"],
+            switches=tuple(program["switches"]),
+            ops=tuple(_op_from(op) for op in program["ops"]),
+        ),
+        mesh=_mesh_from(mesh),
+        options=Options(
+            memory=options["memory"],
+            hints={name: as_spec(spec) for name, spec in options["hints"].items()},
+            keep=options["keep"],
+            fold=options["fold"],
+            seed=options["seed"],
+        ),
+        parameters=_tensors_from(value["parameters"]),
+        buffers=_tensors_from(value["buffers"]),
+        inputs=_tensors_from(value["inputs"]),
+        optimizer_state=_tensors_from(value["optimizer_state"]),
+        outputs=_tensors_from(value["outputs"]),
+        activations=tuple(_activation_from(entry) for entry in value["activations"]),
+        predicted=None if value["predicted"] is None else _predicted_from(value["predicted"]),
+        solver=None if solver is None else SolverInfo(**solver),
+        replicated_ops=tuple(ReplicatedOp(**each) for each in value["replicated_ops"]),
+    )
+
+
+def _mesh_from(mesh: Json) -> Mesh:
+    try:
+        return Mesh(tuple(mesh["shape"]), tuple(mesh["axis_names"]), mesh["device"], tuple(mesh["placement"]))
+    except ValueError as error:
+        raise PlanError(f"mesh: {error}") from None
+
+
+def _copies_from(copies: Sequence[Json]) -> tuple[Copy, ...]:
+    return tuple(Copy(copy["consumer"], as_spec(copy["spec"])) for copy in copies)
+
+
+def _tensors_from(tensors: Json) -> dict[str, TensorPlan]:
+    return {
+        name: TensorPlan(
+            tuple(tensor["shape"]), tensor["dtype"], as_spec(tensor["spec"]), _copies_from(tensor.get("copies", ()))
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _activation_from(value: Json) -> ActivationPlan:
+    return ActivationPlan(
+        key=ActivationKey(**value["key"]),
+        module=value["module"],
+        shape=tuple(value["shape"]),
+        dtype=value["dtype"],
+        spec=None if value["spec"] is None else as_spec(value["spec"]),
+        copies=_copies_from(value["copies"]),
+    )
+
+
+def _op_from(op: Json) -> OpSignature:
+    inputs = tuple((source[0], source[1]) if isinstance(source, list) else source for source in op["inputs"])
+    return OpSignature(op["name"], tuple(op["outputs"]), inputs)
+
+
+def _predicted_from(value: Json) -> Predicted:
+    collectives = tuple(CollectiveTotal(**(each | {"axes": tuple(each["axes"])})) for each in value["collectives"])
+    return Predicted(**(value | {"collectives": collectives}))

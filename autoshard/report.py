@@ -1,0 +1,259 @@
+"""Plans as text for a person: what is split how, what it costs, how good it is proved to be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.mesh import Spec, spec_axes
+from autoshard.plan import (
+    ActivationPlan,
+    CollectiveTotal,
+    Copy,
+    Plan,
+    Predicted,
+    ReplicatedOp,
+    SolverInfo,
+    TensorPlan,
+    describe_mesh,
+)
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_SHOWN_OPS = 5
+
+
+def plan_report(plan: Plan) -> str:
+    """The whole report, several lines, no trailing newline."""
+    parts = [
+        f"Plan of a {'training step' if plan.program.kind == 'train' else 'forward pass'} "
+        f"({len(plan.program.ops)} aten ops) on {describe_mesh(plan.mesh)}",
+        *_options(plan),
+        "",
+        *module_table(plan),
+    ]
+    if plan.predicted is not None:
+        parts += ["", *predicted_lines(plan.predicted, plan.options.memory)]
+    if plan.solver is not None:
+        parts += ["", solver_line(plan.solver)]
+    parts += ["", *replicated_lines(plan.replicated_ops)]
+    return "\n".join(parts)
+
+
+def _options(plan: Plan) -> list[str]:
+    options = plan.options
+    said = []
+    if options.hints:
+        said.append("hints " + "; ".join(f"{name}={layout(spec)}" for name, spec in options.hints.items()))
+    if options.keep != "all":
+        said.append(f"keep {options.keep}")
+    if not options.fold:
+        said.append("equal layers decided apart")
+    return [f"  with {', '.join(said)}"] if said else []
+
+
+# --- what splits what --------------------------------------------------------------------------------------------
+
+
+def layout(spec: Spec) -> str:
+    """`[data, -]`, `[data+model, -]`, or `whole`."""
+    if not spec_axes(spec):
+        return "whole"
+    return "[" + ", ".join("+".join(dim) or "-" for dim in spec) + "]"
+
+
+@dataclass(frozen=True)
+class _Row:
+    module: str
+    tensor: str
+    shape: str
+    layout: str
+    reads: str
+
+
+def module_table(plan: Plan) -> list[str]:
+    """One line per tensor of each module, equal lines of numbered modules (`h.0`, `h.1`…) joined into one.
+
+    Activations are listed under the module that made them: its pinned values of each aten op, those of equal layout
+    together.
+    """
+    rows: list[_Row] = []
+    for title, tensors in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
+        for name, tensor in tensors.items():
+            module, _, short = name.rpartition(".")
+            rows.append(_row(module if title != "inputs" else "inputs", short, tensor))
+    joined = _join(rows) + _optimizer_state(plan) + _join(_activations(plan.activations))
+    for name, tensor in plan.outputs.items():
+        joined.append(_row("outputs", name, tensor))
+    cells = [("module", "tensor", "shape", "split", "read as")] + [
+        (row.module or "(root)", row.tensor, row.shape, row.layout, row.reads) for row in joined
+    ]
+    return ["  " + line for line in columns(cells)]
+
+
+def _row(module: str, name: str, tensor: TensorPlan) -> _Row:
+    return _Row(module, name, _shape(tensor.dtype, tensor.shape), layout(tensor.spec), _reads(tensor.copies))
+
+
+def _shape(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _reads(copies: Sequence[Copy]) -> str:
+    return ", ".join(dict.fromkeys(layout(copy.spec) for copy in copies))
+
+
+def _join(rows: Iterable[_Row]) -> list[_Row]:
+    """Rows that differ in the numbers of their module path only, as one with the numbers it stands for."""
+    found: dict[_Row, list[tuple[str, ...]]] = {}
+    for row in rows:
+        pattern = _NUMBER.sub("*", row.module)
+        key = _Row(pattern, row.tensor, row.shape, row.layout, row.reads)
+        found.setdefault(key, []).append(tuple(_NUMBER.findall(row.module)))
+    return [
+        _Row(_numbered(row.module, numbers), row.tensor, row.shape, row.layout, row.reads)
+        for row, numbers in found.items()
+    ]
+
+
+def _numbered(pattern: str, numbers: Sequence[tuple[str, ...]]) -> str:
+    """`h.*.attn` and the numbers of its members as `h.0-11.attn`."""
+    places = [_ranges(sorted({int(each[i]) for each in numbers})) for i in range(pattern.count("*"))]
+    for place in places:
+        pattern = pattern.replace("*", place, 1)
+    return pattern
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _optimizer_state(plan: Plan) -> list[_Row]:
+    """One line when every state is split as its parameter, else those that are not."""
+    state = plan.optimizer_state
+    if not state:
+        return []
+    other = [
+        (name, tensor)
+        for name, tensor in state.items()
+        if (parameter := _parameter_of(name, plan.parameters)) is None or parameter.spec != tensor.spec
+    ]
+    rows = (
+        []
+        if len(other) == len(state)
+        else [_Row("optimizer state", f"{len(state) - len(other)} tensors", "", "as its parameter", "")]
+    )
+    return rows + _join(_row(*name.rpartition(".")[::2], tensor) for name, tensor in other)
+
+
+def _parameter_of(state: str, parameters: Mapping[str, TensorPlan]) -> TensorPlan | None:
+    return parameters.get(state.rpartition(".")[0])
+
+
+def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
+    """Per module, ops of one name, shape and layout in one row."""
+    counts: dict[_Row, int] = {}
+    for each in activations:
+        name = each.key.name.removeprefix("aten.").removesuffix(".default")
+        split = "not pinned" if each.spec is None else layout(each.spec)
+        row = _Row(each.module, f"{name}()", _shape(each.dtype, each.shape), split, _reads(each.copies))
+        counts[row] = counts.get(row, 0) + 1
+    return [
+        _Row(row.module, row.tensor + (f" x{count}" if count > 1 else ""), row.shape, row.layout, row.reads)
+        for row, count in counts.items()
+    ]
+
+
+# --- what it costs -----------------------------------------------------------------------------------------------
+
+
+def predicted_lines(predicted: Predicted, limit: int | None = None) -> list[str]:
+    """Step time and its parts, collectives by kind and axes, memory."""
+    lines = [
+        f"  step time      {duration(predicted.step_time_s)}  (with gradient collectives behind the backward pass: "
+        f"{duration(predicted.overlapped_s)}; MFU {predicted.mfu:.1%})",
+        f"  compute        {duration(predicted.compute_s)}",
+        f"  communication  {duration(predicted.communication_s)}",
+    ]
+    lines += ["    " + line for line in columns([_collective(each) for each in predicted.collectives])]
+    of = "" if limit is None else f" of {size(limit)}"
+    return [*lines, f"  peak memory    {size(predicted.peak_memory_bytes)}{of} per device"]
+
+
+def _collective(total: CollectiveTotal) -> tuple[str, ...]:
+    return (total.kind, "over " + ", ".join(total.axes), f"x{total.count}", f"{size(total.bytes)} per device")
+
+
+def solver_line(solver: SolverInfo) -> str:
+    """`Solver: optimal, objective 12.3 ms, bound 12.3 ms, gap 0 % (highs)`."""
+    text = f"Solver: {solver.status.replace('_', ' ')}, objective {duration(solver.objective)}"
+    if solver.bound is not None:
+        text += f", bound {duration(solver.bound)}"
+    if solver.gap is not None:
+        text += f", gap {100 * solver.gap:.3g} %"
+    return f"{text} ({solver.backend})"
+
+
+def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:
+    """What has no rule, costliest first; one line saying so when there is nothing."""
+    if not ops:
+        return ["Every op has a sharding rule."]
+    total = sum(each.cost_s for each in ops)
+    lines = [f"Replicated for want of a rule: {len(ops)} ops, {duration(total)} of a step"]
+    worst = sorted(ops, key=lambda each: -each.cost_s)
+    for each in worst[:_SHOWN_OPS]:
+        where = f" in {each.module}" if each.module else ""
+        lines.append(f"  {each.op}{where}: {each.reason} ({duration(each.cost_s)})")
+    if len(worst) > _SHOWN_OPS:
+        lines.append(f"  and {len(worst) - _SHOWN_OPS} more")
+    return lines
+
+
+def comparison(plans: Mapping[str, Plan]) -> str:
+    """Plans of one program beside one another: a line each, predicted figures."""
+    rows: list[tuple[str, ...]] = [("plan", "step", "overlapped", "compute", "communication", "bytes moved", "memory")]
+    for name, plan in plans.items():
+        figures = plan.predicted
+        if figures is None:
+            rows.append((name, *("-" for _ in rows[0][1:])))
+            continue
+        times = (figures.step_time_s, figures.overlapped_s, figures.compute_s, figures.communication_s)
+        moved = sum(each.bytes for each in figures.collectives)
+        rows.append((name, *map(duration, times), size(moved), size(figures.peak_memory_bytes)))
+    return "\n".join(columns(rows, right_from=1))
+
+
+def duration(seconds: float) -> str:
+    """`12.3 ms`; three significant digits in the unit that suits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds * 1e9:.3g} ns"
+
+
+def size(count: float) -> str:
+    """`16 GB`, GB = 10^9 bytes."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count:.0f} B"
+
+
+def columns(rows: Sequence[Sequence[str]], right_from: int | None = None) -> list[str]:
+    """Rows as aligned lines; columns from `right_from` on are aligned right."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if right_from is not None and i >= right_from else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
