@@ -63,9 +63,6 @@ def exact_minimum(
         cost = np.full(len(own_first), np.inf)
         np.minimum.at(cost, own, net.costs(node))
         done.append((node, list(mine.values())))
-        if not around:
-            total += float(cost.min())
-            continue
         best = np.full(shape, np.inf)
         views = [_align(t, node, around, joint, own_first) for t in mine.values()]
         for s, own_cost in enumerate(cost):
@@ -77,6 +74,9 @@ def exact_minimum(
             for v in t.scope:
                 if v != node:
                     del tables[v][number]
+        if not around:
+            total += float(best)
+            continue
         table_values, merged = _merge_classes(best, net.memo)
         maps = tuple(again[joint[v][0]] for v, again in zip(around, merged, strict=True))
         new = Table(tuple(around), maps, table_values)
@@ -89,9 +89,8 @@ def exact_minimum(
         total_of = net.costs(node).copy()
         for t in mine_list:
             position = t.scope.index(node)
-            index: list[object] = [m[choice[v]] for v, m in zip(t.scope, t.maps, strict=True)]
-            index[position] = t.maps[position]
-            total_of += t.values[tuple(index)]  # type: ignore[index]
+            index = [m if i == position else m[choice[v]] for i, (v, m) in enumerate(zip(t.scope, t.maps, strict=True))]
+            total_of += t.values[tuple(index)]
         choice[node] = int(np.argmin(total_of))
     return choice, total
 
@@ -162,11 +161,11 @@ def _align(
 
 def _merge_classes(values: Array, memo: Memo) -> tuple[Array, tuple[np.ndarray, ...]]:
     """Merge equal slices along every dimension: (smaller table, per dimension the map to its classes)."""
-    maps = []
+    maps: list[np.ndarray] = []
     for axis in range(values.ndim):
         rows = np.moveaxis(values, axis, 0)
         seen: dict[bytes, int] = {}
-        first = []
+        first: list[int] = []
         map_ = np.empty(len(rows), np.int64)
         for i, row in enumerate(rows):
             known = seen.setdefault(row.tobytes(), len(seen))

@@ -32,7 +32,7 @@ SPAN, WHOLE_SPAN = 2.0**20, 2.0**40
 is then 1e-12 of the range; CP-SAT, which takes whole numbers only, gets a finer grid."""
 
 
-class BackendMissing(RuntimeError):
+class BackendMissingError(RuntimeError):
     """The asked-for solver is not installed."""
 
 
@@ -67,18 +67,18 @@ def require(backend: str) -> str:
 
     Raises:
         ValueError: no such backend.
-        BackendMissing: it is not installed.
+        BackendMissingError: it is not installed.
     """
     have = available()
     if backend == "auto":
         if not have:
-            raise BackendMissing("no ILP solver is installed: pip install ortools scipy (or pulp)")
+            raise BackendMissingError("no ILP solver is installed: pip install ortools scipy (or pulp)")
         return have[0]
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}")
     if backend not in have:
         package = "pulp" if backend == "cbc" else "ortools scipy"
-        raise BackendMissing(f"the backend {backend!r} needs a package that is not installed: pip install {package}")
+        raise BackendMissingError(f"the backend {backend!r} needs a package that is not installed: pip install {package}")
     return backend
 
 
@@ -216,7 +216,7 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
         program.set_var_integrality(i, True)
     solver = helper.ModelSolverHelper(name)
     if not solver.solver_is_supported():
-        raise BackendMissing(f"this build of ortools has no {name}: install the ortools wheel from its project")
+        raise BackendMissingError(f"this build of ortools has no {name}: install the ortools wheel from its project")
     solver.set_time_limit_in_seconds(max(0.01, time_limit))
     parameters = {
         "highs": f"threads=1\nrandom_seed={seed}\nmip_rel_gap=0\nmip_abs_gap=1e-6\noutput_flag=false",

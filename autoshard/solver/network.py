@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,12 +22,12 @@ Undo = Callable[[list[int]], None]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Impossible(Exception):
-    """No choice exists: around `node`, or at memory row `row`; both None if only the whole is at fault."""
+class ImpossibleError(Exception):
+    """No choice exists: around `node`, or at point of time `time`; both None if only the whole is at fault."""
 
-    node: int | None = None
-    row: int | None = None
+    def __init__(self, *, node: int | None = None, time: int | None = None) -> None:
+        super().__init__("no choice exists")
+        self.node, self.time = node, time
 
 
 class Memo:
@@ -269,7 +268,7 @@ class Network:
         if len(keep) == self.size(node):
             return
         if len(keep) == 0:
-            raise Impossible(node=node)
+            raise ImpossibleError(node=node)
         key = keep.tobytes()
         self.cost[node] = self.memo.intern(self.costs(node)[keep])
         for v, matrix in list(self.adj[node].items()):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.solver.network import Impossible, Network
+from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Array
 
 ROUNDS = 20
@@ -29,7 +29,7 @@ def reduce(net: Network, *, eliminate: bool = True, deadline: float = np.inf) ->
     """Apply all reductions until nothing changes.
 
     Raises:
-        Impossible: there is no choice.
+        ImpossibleError: there is no choice.
     """
     for _ in range(ROUNDS):
         before = _measure(net)
@@ -57,7 +57,7 @@ def tighten_rows(net: Network) -> None:
     """Drop rows that cannot overflow or that follow from a neighbour; forbid what alone overflows a row.
 
     Raises:
-        Impossible: a row overflows whatever is chosen.
+        ImpossibleError: a row overflows whatever is chosen.
     """
     while len(net.room):
         count = len(net.room)
@@ -72,7 +72,7 @@ def tighten_rows(net: Network) -> None:
                 ends[last] += 1
         tight = net.room < -net.slack
         if tight.any():
-            raise Impossible(row=int(np.argmin(net.room)))
+            raise ImpossibleError(time=int(net.times[np.argmin(net.room)]))
         free = np.cumsum(most)[:-1] <= net.room + net.slack
         # live(r) is part of live(r + 1) when nothing ends between them; then r + 1 implies r unless r has less room.
         by_next = np.append((ends[1:count] == 0) & (net.room[:-1] >= net.room[1:]), False)
@@ -120,7 +120,7 @@ def arc_consistency(net: Network) -> None:
     """Drop strategies that are in no finite pair with some neighbour, to a fixpoint.
 
     Raises:
-        Impossible: a node has no strategy left.
+        ImpossibleError: a node has no strategy left.
     """
     keep = {i: np.isfinite(net.costs(i)) for i in net.alive}
     queue = dict.fromkeys(keep)  # an ordered set of nodes whose neighbours are to be looked at
@@ -128,7 +128,7 @@ def arc_consistency(net: Network) -> None:
         u = next(iter(queue))
         del queue[u]
         if not keep[u].any():
-            raise Impossible(node=u)
+            raise ImpossibleError(node=u)
         for v, matrix in net.adj[u].items():
             mask = _finite(net, matrix)
             if mask is None:
@@ -150,7 +150,7 @@ def contract_functions(net: Network) -> None:
         if matrix.shape[1] > 1:
             if mask is None or bool((mask.sum(axis=1) != 1).any()):
                 return None
-            return mask.argmax(axis=1)
+            return np.asarray(mask.argmax(axis=1))
         return np.zeros(matrix.shape[0], np.int64) if mask is None else None
 
     queue = dict.fromkeys(net.alive)

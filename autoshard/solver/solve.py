@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.solver import ilp
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.network import Impossible, Network
+from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import LeastUsage, Problem, Solution, Status
 from autoshard.solver.reduce import reduce
 
@@ -56,7 +56,7 @@ def solve(
 
     Raises:
         ValueError: the problem is malformed, or no such backend.
-        BackendMissing: an integer program is needed and its solver is not installed.
+        BackendMissingError: an integer program is needed and its solver is not installed.
     """
     check(problem)
     if backend != "auto":
@@ -135,7 +135,7 @@ class _Run:
     def solution(self) -> Solution:
         try:
             self._search()
-        except Impossible as error:
+        except ImpossibleError as error:
             if self.choice is not None:
                 raise SolverError(f"a choice exists, but the search proved there is none: {error}") from error
             return self._infeasible(error)
@@ -154,7 +154,7 @@ class _Run:
         net = Network.of(self.problem)
         reduce(net, deadline=self.deadline)
         if math.isinf(net.offset):
-            raise Impossible()
+            raise ImpossibleError()
         self.report("reduced")
         relaxed = net.copy(memory=False)
         if len(net.room):
@@ -163,7 +163,7 @@ class _Run:
         if exact is not None:
             choice, bound = exact
             if math.isinf(bound):
-                raise Impossible()
+                raise ImpossibleError()
             self.raise_bound(bound)
             fits = self.offer(net.expand(relaxed.expand(choice)), "dynamic programming")
             if not fits and not len(net.room):
@@ -174,12 +174,12 @@ class _Run:
         backend = ilp.require(self.asked_backend)
         result = ilp.solve_ilp(net, backend=backend, time_limit=self.deadline - time.perf_counter(), seed=self.seed)
         if result.infeasible:
-            raise Impossible()
+            raise ImpossibleError()
         self.raise_bound(result.bound)
         if result.choice is not None:
             self.offer(net.expand(result.choice), backend)
         self.report(backend)
 
-    def _infeasible(self, error: Impossible) -> Solution:
+    def _infeasible(self, error: ImpossibleError) -> Solution:
         least = LeastUsage(0.0, math.inf)
         return Solution((), Status.INFEASIBLE, math.inf, math.inf, "none", least, f"no choice exists ({error})")
