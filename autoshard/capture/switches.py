@@ -1,0 +1,459 @@
+"""Capture switches: named ways of computing the same numbers that GSPMD partitions better.
+
+A switch is a mode. It is on while a program is captured and again while the plan for it runs (`Program.switches` says
+which), and it never edits the model: torch functions are replaced on their way in (`TorchFunctionMode`), and only for
+tensors on an XLA device.
+
+| switch | what it replaces | why (measured on the CPU, TPU and GPU partitioners) |
+|---|---|---|
+| `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
+| `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
+| `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt` | torch_xla makes `batch-norm-training` of them, which is gathered |
+| `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
+| `embedding` | `F.embedding` and its gradient | torch_xla flattens the indices |
+| `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from autoshard.capture import ops
+
+DEFAULT: tuple[str, ...] = ("linear", "matmul", "norm", "cross_entropy", "embedding", "transformers")
+
+Handler = Callable[..., Any]
+_HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in DEFAULT}
+_UNTOUCHED = object()
+"""What a handler returns when the call is none that it can do better."""
+
+
+def replaces(switch: str, *functions: Any) -> Callable[[Handler], Handler]:
+    """Register a handler for calls of `functions` under `switch`; it may return `_UNTOUCHED`."""
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS[switch].update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+@contextlib.contextmanager
+def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """Have these switches on.
+
+    Args:
+        names: of switches, as in `DEFAULT`.
+        model: the one that runs; the `transformers` switch turns off its `config.use_cache` meanwhile.
+
+    Raises:
+        ValueError: a name is no switch.
+    """
+    unknown = [name for name in names if name not in _HANDLERS]
+    if unknown:
+        raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(_HANDLERS)}")
+    handlers = {function: handler for name in names for function, handler in _HANDLERS[name].items()}
+    with contextlib.ExitStack() as stack:
+        if "transformers" in names:
+            stack.enter_context(_transformers_traced(model))
+        if "linear" in names:
+            stack.enter_context(_conv1d())
+        stack.enter_context(_Replace(handlers))
+        yield
+
+
+class _Replace(TorchFunctionMode):  # type: ignore[misc]
+    """Sends calls to handlers; remembers which tensors are a flattened view of which."""
+
+    def __init__(self, handlers: dict[Any, Handler]) -> None:
+        super().__init__()
+        self.handlers = handlers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FLATTENS:
+            return _remember_flattened(func, args, kwargs)
+        if func is F.multi_head_attention_forward:
+            with self, _body_of_functional():
+                return func(*args, **kwargs)
+        handler = self.handlers.get(func)
+        if handler is not None and any(_on_xla(a) for a in (*args, *kwargs.values())):
+            result = handler(*args, **kwargs)
+            if result is not _UNTOUCHED:
+                return result
+        return func(*args, **kwargs)
+
+
+def _on_xla(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+@contextlib.contextmanager
+def _body_of_functional() -> Iterator[None]:
+    """Let a Python function of torch.nn.functional run its body under a function mode, instead of asking it again."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    saved = {name: getattr(F, name) for name in names}
+    try:
+        for name in names:
+            setattr(F, name, lambda *_: False)
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(F, name, function)
+
+
+# Dots.
+
+
+def _same_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What autocast would do to the operands of a dot."""
+    if torch.is_autocast_enabled("xla"):
+        dtype = torch.get_autocast_dtype("xla")
+        return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+    return list(tensors)
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@replaces("linear", F.linear)
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    if weight.dim() != 2 or input.dim() < 1:
+        return _UNTOUCHED
+    if input.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"linear of {weight.shape[1]} input features was given a tensor of shape {tuple(input.shape)}, "
+            f"whose last dim is {input.shape[-1]}"
+        )
+    return _project(input, weight, bias, "oi")
+
+
+def _project(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_dims: str) -> torch.Tensor:
+    free = _LETTERS[15 : 15 + input.dim() - 1]
+    input, weight = _same_dtype(input, weight)
+    out = ops.einsum(f"{free}i,{weight_dims}->{free}o", input, weight)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+@contextlib.contextmanager
+def _conv1d() -> Iterator[None]:
+    """transformers' Conv1D flattens its input before `addmm`: replace the class's forward meanwhile."""
+    utilities = sys.modules.get("transformers.pytorch_utils")
+    if utilities is None:
+        yield
+        return
+    native = utilities.Conv1D.forward
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if not _on_xla(x) or x.shape[-1] != self.weight.shape[0]:
+            return native(self, x)
+        return _project(x, self.weight, self.bias, "io")
+
+    utilities.Conv1D.forward = forward
+    try:
+        yield
+    finally:
+        utilities.Conv1D.forward = native
+
+
+@replaces("matmul", torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+def _matmul(input: torch.Tensor, other: torch.Tensor) -> Any:
+    a, b = input, other
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return _UNTOUCHED
+    if a.dim() < 2 or b.dim() < 2 or max(a.dim(), b.dim()) < 3:
+        return _UNTOUCHED
+    if a.shape[-1] != b.shape[-2] or (a.dtype != b.dtype and not torch.is_autocast_enabled("xla")):
+        return _UNTOUCHED
+    rank = max(a.dim(), b.dim()) - 2
+    batch = _LETTERS[:rank]
+    a, a_batch = _drop_broadcast(a, b, batch)
+    b, b_batch = _drop_broadcast(b, input, batch)
+    if any(input.shape[-3 - n] == 1 == other.shape[-3 - n] for n in range(min(input.dim(), other.dim()) - 2)):
+        a, b, a_batch, b_batch = input, other, batch[rank - input.dim() + 2 :], batch[rank - other.dim() + 2 :]
+    sizes: dict[str, int] = {}
+    for letter, size in (*zip(a_batch, a.shape[:-2], strict=True), *zip(b_batch, b.shape[:-2], strict=True)):
+        if sizes.setdefault(letter, size) != size:
+            return _UNTOUCHED
+    a, b = _same_dtype(a, b)
+    return ops.einsum(f"{a_batch}mk,{b_batch}kn->{batch}mn".translate(_MATRIX), a, b)
+
+
+_MATRIX = str.maketrans({"m": "M", "k": "K", "n": "N"})
+
+
+def _drop_broadcast(x: torch.Tensor, other: torch.Tensor, batch: str) -> tuple[torch.Tensor, str]:
+    """Drop the batch dims of size 1 that `other` has larger: the dot broadcasts over what one operand lacks."""
+    kept = batch[len(batch) - (x.dim() - 2) :]
+    for position in reversed(range(x.dim() - 2)):
+        from_right = x.dim() - position
+        if x.shape[position] == 1 and other.dim() >= from_right and other.shape[-from_right] != 1:
+            x, kept = x.squeeze(position), kept[:position] + kept[position + 1 :]
+    return x, kept
+
+
+@replaces("matmul", torch.einsum)
+def _einsum(equation: Any, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation:
+        return _UNTOUCHED
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    parts = left.split(",")
+    if len(parts) != 2:
+        return _UNTOUCHED
+    if not arrow:
+        out = "".join(sorted(i for i in set(left) - {","} if left.count(i) == 1))
+    a, b = parts
+    if any(len(set(part)) != len(part) for part in (a, b, out)) or len(a) != operands[0].dim():
+        return _UNTOUCHED
+    if len(b) != operands[1].dim() or any((i in a) + (i in b) + (i in out) < 2 for i in set(a + b + out)):
+        return _UNTOUCHED
+    sizes = dict(zip(a, operands[0].shape, strict=True))
+    if any(sizes.get(i, size) != size for i, size in zip(b, operands[1].shape, strict=True)):
+        return _UNTOUCHED
+    x, y = _same_dtype(*operands)
+    return ops.einsum(f"{a},{b}->{out}", x, y)
+
+
+@replaces("matmul", F.scaled_dot_product_attention)
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if query.dim() < 3 or key.shape[:-3] != query.shape[:-3]:
+        return _UNTOUCHED
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _matmul(query * scale, key.transpose(-2, -1))
+    if scores is _UNTOUCHED:
+        return _UNTOUCHED
+    if is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = torch.softmax(scores, -1)
+    if dropout_p > 0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return _matmul(weights.to(value.dtype), value)
+
+
+# Norms.
+
+
+def _standardized(x: torch.Tensor, dims: Sequence[int], eps: float) -> torch.Tensor:
+    centered = x - x.mean(dims, keepdim=True)
+    return centered * torch.rsqrt((centered * centered).mean(dims, keepdim=True) + eps)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Half precision is normalized in float32, as torch's kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _scaled(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+@replaces("norm", F.layer_norm, torch.layer_norm)
+def _layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    dims = list(range(-len(normalized_shape), 0))
+    if tuple(input.shape[dims[0] :]) != tuple(normalized_shape):
+        return _UNTOUCHED
+    return _scaled(_standardized(_wide(input), dims, eps), weight, bias).to(input.dtype)
+
+
+@replaces("norm", F.rms_norm, torch.rms_norm)
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    x, dims = _wide(input), list(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    x = (x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)).to(input.dtype)
+    return x if weight is None else x * weight
+
+
+def _per_channel(t: torch.Tensor | None, rank: int) -> torch.Tensor | None:
+    return None if t is None else t.view(-1, *[1] * (rank - 2))
+
+
+@replaces("norm", F.group_norm, torch.group_norm)
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    if input.dim() < 2 or input.shape[1] % num_groups:
+        return _UNTOUCHED
+    x = _wide(input).reshape(input.shape[0], num_groups, input.shape[1] // num_groups, *input.shape[2:])
+    x = _standardized(x, list(range(2, x.dim())), eps).reshape(input.shape)
+    return _scaled(x, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
+
+
+@replaces("norm", F.instance_norm)
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not use_input_stats or running_mean is not None or input.dim() < 3:
+        return _UNTOUCHED
+    x = _standardized(_wide(input), list(range(2, input.dim())), eps)
+    return _scaled(x, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
+
+
+@replaces("norm", F.batch_norm)
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    rank = input.dim()
+    x, dims = _wide(input), [0, *range(2, rank)]
+    if training:
+        mean = x.mean(dims, keepdim=True)
+        centered = x - mean
+        variance = (centered * centered).mean(dims, keepdim=True)
+        if running_mean is not None and running_var is not None:
+            count = input.numel() // input.shape[1]
+            with torch.no_grad():
+                unbiased = variance.detach().view(-1) * (count / max(count - 1, 1))
+                running_mean.mul_(1 - momentum).add_(mean.detach().view(-1).to(running_mean.dtype), alpha=momentum)
+                running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+    elif running_mean is None or running_var is None:
+        return _UNTOUCHED
+    else:
+        shape = (1, -1, *[1] * (rank - 2))
+        centered, variance = x - running_mean.view(shape), running_var.view(shape)
+    out = centered * torch.rsqrt(variance + eps)
+    return _scaled(out, _per_channel(weight, rank), _per_channel(bias, rank)).to(input.dtype)
+
+
+# Loss and embedding.
+
+_FLATTENS = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten})
+
+
+def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a view; if it merges leading dims of an XLA tensor, the result knows what it was made of."""
+    out, source = func(*args, **kwargs), args[0] if args else None
+    if isinstance(source, torch.Tensor) and _on_xla(out) and out.dim() in (1, 2) and out.dim() < source.dim():
+        kept = source.shape[-1:] if out.dim() == 2 else ()
+        if out.shape[1:] == kept and out.shape[0] == math.prod(source.shape[: source.dim() - len(kept)]):
+            out._autoshard_unflattened = source
+    return out
+
+
+def _unflattened(x: torch.Tensor) -> torch.Tensor:
+    source: torch.Tensor = getattr(x, "_autoshard_unflattened", x)
+    return source
+
+
+@replaces("cross_entropy", F.cross_entropy)
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if weight is not None or label_smoothing or size_average is not None or reduce is not None:
+        return _UNTOUCHED
+    if target.is_floating_point() or input.dim() != 2 or target.dim() != 1 or input.shape[0] != target.shape[0]:
+        return _UNTOUCHED
+    logits, labels = _unflattened(input), _unflattened(target)
+    if logits.shape[:-1] != labels.shape:
+        logits, labels = input, target
+    scores = torch.log_softmax(_wide(logits), -1)
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    hit = classes == labels.unsqueeze(-1)
+    counted = labels != ignore_index
+    if 0 <= ignore_index < logits.shape[-1]:
+        hit = hit & counted.unsqueeze(-1)
+    loss = -torch.where(hit, scores, 0.0).sum(-1)
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / counted.sum()
+
+
+@replaces("embedding", F.embedding)
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse or input.dim() == 0 or not _on_xla(input):
+        return _UNTOUCHED
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return ops.embedding(weight, input, padding_idx)
+
+
+@contextlib.contextmanager
+def _transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
+    """transformers' mask code leaves values alone when traced; a key-value cache is off."""
+    configs: dict[int, Any] = {}
+    for module in model.modules() if model is not None else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            configs[id(config)] = config
+    utilities: Any = sys.modules.get("transformers.utils.import_utils")
+    native = getattr(utilities, "is_fake_tensor", None)
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        if native is not None:
+            utilities.is_fake_tensor = lambda x: _on_xla(x) or native(x)
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+        if native is not None:
+            utilities.is_fake_tensor = native
