@@ -1,0 +1,1 @@
+"""Plans written back as annotations: `mark_sharding` for torch_xla, `shardy` for modules without PyTorch."""

@@ -1,4 +1,4 @@
-"""The torch_xla runtime that a plan is lowered to: is it the machine the plan was made for, and its way of saying specs.
+"""The torch_xla runtime that a plan is lowered to: has it the devices of the plan, and how it says specs.
 
 torch_xla writes a sharding as an `OpSharding` of a mesh that holds every device of the runtime, ids in row-major order.
 """
@@ -52,7 +52,7 @@ def xla_mesh(mesh: Mesh) -> Any:
 
 
 def partition_spec(mesh: Mesh, spec: Spec) -> PartitionSpec:
-    """A spec in torch_xla's words: per dim None, an axis, or several axes, major to minor; axes of one device drop out."""
+    """A spec in torch_xla's words: per dim None, an axis, or axes major to minor; axes of one device drop out."""
     dims = [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec]
     return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
 

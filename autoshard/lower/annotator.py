@@ -1,0 +1,243 @@
+"""The dispatch mode that turns an ordinary training step into the planned one.
+
+Around aten op k it checks that the op is the planned one, gives it the annotated copies that the plan wants it to read,
+and pins its outputs. Nothing of it is visible to autograd, which works above the dispatcher.
+
+**In-place ops.** torch_xla functionalizes: `a.add_(b)` arrives as `new = add(a, b)` and a write-back
+`_propagate_xla_data(a, new)`, which records the donation of `a` and annotates `new` like `a`. For the parameters,
+buffers and states of the program that is the tie between one step and the next, and it is kept. A value inside the step
+has no next step, and its write-back would override its pin: it is left out.
+
+**Another program** is refused at the first op that differs, before it runs; the tensors of the model and the optimizer
+are then given back the values, and the gradients, that they had before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from autoshard.capture.sequence import WRITES_BACK, AtenSequence, Call, Producer, is_xla, tensor_id
+from autoshard.lower import runtime
+from autoshard.lower.schedule import Schedule, Shared, describe
+from autoshard.plan import PlanMismatchError
+
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "ui8",
+    torch.bool: "i1",
+    torch.complex64: "complex<f32>",
+    torch.complex128: "complex<f64>",
+}
+
+
+class Annotator(AtenSequence):
+    """Annotates one step after the other; a step begins when the mode is entered, or where op 0 follows the last op.
+
+    After the last op of the program, ops are left alone (logging a running loss, say) unless they belong to a backward
+    pass or write a parameter, buffer or state: then the program is a longer one, and refused.
+
+    Args:
+        schedule: what to do.
+        arguments: gives the tensors of parameters, buffers and optimizer state by name, as they are when it is called.
+        remember: called where a step begins; what it returns is called before another program is refused, with the
+            values that arguments had before the step, by name, of those that were written since.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        arguments: Callable[[], Mapping[str, torch.Tensor]],
+        remember: Callable[[], Callable[[Mapping[str, torch.Tensor]], None]] = lambda: lambda before: None,
+    ) -> None:
+        """Nothing is read of the model yet."""
+        self._schedule = schedule
+        self._arguments = arguments
+        self._remember = remember
+        self._restore: Callable[[Mapping[str, torch.Tensor]], None] = lambda before: None
+        self._copies: dict[Shared, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+        self._roots: dict[int, torch.Tensor] = {}
+        super().__init__()
+
+    @property
+    def steps_end(self) -> bool:
+        """Whether the last op of the program has run."""
+        return self.next_index >= len(self._schedule.ops)
+
+    def __enter__(self) -> Annotator:
+        """Begin a step."""
+        self._begin()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """End the step, which must be complete unless it ended in an error."""
+        super().__exit__(kind, error, trace)
+        if kind is None and 0 < self.next_index < len(self._schedule.ops):
+            self._refuse(f"the step ended there; {self._expected(self.next_index)} should follow", self.next_index)
+        self._copies.clear()
+        self._before.clear()
+        self._roots.clear()
+
+    def _begin(self) -> None:
+        self._copies.clear()
+        self._before.clear()
+        self._roots.clear()
+        self._restore = self._remember()
+        self.restart(self._arguments())
+
+    # The mode.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Begin the next step where its first op comes, and annotate."""
+        if self.steps_end and str(func) == self._schedule.ops[0].name and not _in_backward():
+            self._begin_again(args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _begin_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Begin a step, if this op reads what op 0 reads (and is not, say, the sum of losses that a loop keeps)."""
+        tensors = _tensors((args, kwargs))
+        arguments = {tensor_id(t): name for name, t in self._arguments().items()}
+        reads = tuple(arguments.get(tensor_id(t)) if is_xla(t) else None for t in tensors)
+        made_here = any(isinstance(self.producer(t), tuple) and r is None for t, r in zip(tensors, reads, strict=True))
+        wanted = tuple(None if p in self._schedule.inputs else p for p in self._schedule.ops[0].inputs)
+        if reads == wanted and not made_here:
+            self._begin()
+
+    def skip(self, func: Any, inputs: tuple[Producer, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """After the program's last op: leave ops alone that are no part of a longer program."""
+        if self.steps_end and _in_backward():
+            self._refuse(f"the step goes on with {func} in a backward pass", self.next_index)
+        return self.steps_end
+
+    def run(self, call: Call) -> Any:
+        """Check the op, give it its copies, run it."""
+        self._bind_inputs(call)
+        self._check(call)
+        swaps = {id(call.tensors[i]): self._copy(shared, call.tensors[i]) for i, shared in self._reads(call).items()}
+        args, kwargs = call.args, call.kwargs
+        if swaps:
+            args, kwargs = tree_map(lambda leaf: swaps.get(id(leaf), leaf), (args, kwargs))
+        return call.func(*args, **kwargs)
+
+    def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Check what the op returned, pin it, and let go of copies that nobody reads any more."""
+        planned = self._schedule.ops[call.index].outputs
+        seen = tuple(format_tensor(t) for t in outputs)
+        if seen != planned:
+            self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, seen)} seen", call.index)
+        for j, tensor in enumerate(outputs):
+            spec = self._schedule.pins.get((call.index, j))
+            if spec is not None:
+                runtime.pin(tensor, self._schedule.mesh, spec)
+        for shared in self._reads(call).values():
+            if self._schedule.last_read[shared] == call.index:
+                self._copies.pop(shared, None)
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Write-backs keep the tie of arguments, and are left out for other values."""
+        if str(func) not in WRITES_BACK or not is_xla(args[0]):
+            return func(*args, **kwargs)
+        old, new = args[0], args[1]
+        root = self._roots.pop(tensor_id(old), old)
+        name = self.producer(root)
+        if not isinstance(name, str):
+            return None
+        if self.steps_end and self._made_after_the_end(new):
+            self._refuse(f"the step goes on and writes {name}", self.next_index)
+        self._before.setdefault(name, root)
+        self._roots[tensor_id(new)] = root
+        made = self.producer(new)
+        pinned = self._schedule.pins.get(made) if isinstance(made, tuple) else None
+        if pinned is not None and pinned != self._schedule.arguments[name].spec:
+            return None  # on its way to the argument's new value, which a later write-back ties to the old one
+        return func(root, new, *args[2:], **kwargs)
+
+    # Its parts.
+
+    def _reads(self, call: Call) -> Mapping[int, Shared]:
+        return self._schedule.reads.get(call.index, {})
+
+    def _copy(self, shared: Shared, tensor: torch.Tensor) -> torch.Tensor:
+        if shared not in self._copies:
+            self._copies[shared] = runtime.annotated_copy(tensor, self._schedule.mesh, shared[1])
+        return self._copies[shared]
+
+    def _bind_inputs(self, call: Call) -> None:
+        """Recognize the step's inputs where they are read first, and shard them."""
+        planned = self._schedule.ops[call.index]
+        if planned.name != call.name or len(planned.inputs) != len(call.tensors):
+            return
+        for tensor, name, seen in zip(call.tensors, planned.inputs, call.inputs, strict=True):
+            if seen is None and isinstance(name, str) and name in self._schedule.inputs and is_xla(tensor):
+                want = self._schedule.arguments[name]
+                if tuple(tensor.shape) != want.shape or DTYPES.get(tensor.dtype) != want.dtype:
+                    wanted = f"{want.dtype}[{','.join(map(str, want.shape))}]"
+                    self._refuse(f"input {name} is {format_tensor(tensor)}, the plan has {wanted}", call.index)
+                runtime.shard_data(tensor, self._schedule.mesh, want.spec, f"input {name}")
+                self.name(tensor, name)
+
+    def _check(self, call: Call) -> None:
+        """Refuse an op that is not the planned one, or reads other values."""
+        planned = self._schedule.ops[call.index]
+        if planned.name != call.name:
+            self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, ())} seen", call.index)
+        seen = tuple(self.producer(t) for t in call.tensors)
+        if seen != planned.inputs:
+            differs = next((i for i, (a, b) in enumerate(zip(seen, planned.inputs, strict=False)) if a != b), None)
+            if differs is None:
+                what = f"reads {len(seen)} tensors, planned were {len(planned.inputs)}"
+            else:
+                what = f"reads {describe(seen[differs])}, planned was {describe(planned.inputs[differs])}"
+            self._refuse(f"{call.name} {what}", call.index)
+
+    def _made_after_the_end(self, tensor: torch.Tensor) -> bool:
+        return self.producer(tensor) is None
+
+    def _expected(self, index: int) -> str:
+        planned = self._schedule.ops[index]
+        return _op(planned.name, planned.outputs)
+
+    def _refuse(self, difference: str, index: int) -> None:
+        before = dict(self._before)
+        self._copies.clear()
+        self._before.clear()
+        self._roots.clear()
+        self._restore(before)
+        raise PlanMismatchError(
+            f"this step is not the one the plan is for; first difference at op {index}: {difference}. "
+            "Parameters and optimizer state are as before the step; plan the step as it is now, or use "
+            "zero_grad(set_to_none=True) and keep what is not part of it outside annotate()"
+        )
+
+
+def format_tensor(tensor: torch.Tensor) -> str:
+    """`f32[8,512,768]`."""
+    return f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"
+
+
+def _op(name: str, outputs: tuple[str, ...]) -> str:
+    return f"{name} -> {', '.join(outputs)}" if outputs else name
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_autograd_node() is not None

@@ -1,0 +1,101 @@
+"""A plan carried out by torch_xla: `apply` once, `annotate` around every step.
+
+    plan.apply(model, optimizer)
+    for batch in loader:
+        with plan.annotate():
+            loss = loss_fn(model(batch.to("xla")))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch_xla.sync()
+
+Model code stays as it is. Batches may come from an ordinary loader (`.to("xla")` inside or outside the context: inputs
+are sharded where the step first reads them), or from `MpDeviceLoader(..., input_sharding=input_shardings(plan))`, which
+sends each device its shard only. The whole may stand in a function under `torch_xla.compile(full_graph=True)`.
+
+What may stand in the context beside the planned step: `zero_grad` (before or after), learning-rate schedulers, moving
+batches to the device, reading values (`loss.item()` runs what was traced so far), work on CPU tensors, and after the
+optimizer's step anything that neither runs a backward pass nor writes parameters, buffers or state. Anything else is
+another program, and refused at the op that differs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autoshard.capture import switches
+from autoshard.errors import LoweringError
+from autoshard.lower import place, runtime
+from autoshard.lower.annotator import Annotator
+from autoshard.lower.schedule import Schedule
+from autoshard.plan import Plan
+
+_PLACED: dict[int, place.Placed] = {}
+"""id of a plan -> what it was applied to; an entry lives as long as its plan."""
+_SCHEDULES: dict[int, Schedule] = {}
+
+
+def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.nn.Module:
+    """Move a model, and the state of its optimizer, to the XLA devices, sharded as planned; returns the model.
+
+    Everything happens in place: parameters stay the objects they are. The optimizer's state is created as its own first
+    step would, so that the first step is the planned program already. Gradients are dropped. Turns SPMD on.
+
+    Raises:
+        LoweringError: a runtime with another number of devices than the plan's mesh, a model without weights (meta),
+            an optimizer that is missing or cannot begin with planned state (SGD with dampening).
+        PlanMismatchError: a model or optimizer that is not the planned one: the first parameter, buffer or state that
+            differs.
+    """
+    schedule = Schedule.of(plan)
+    place.check_model(plan, model, optimizer)
+    runtime.check_runtime(plan.mesh)
+    place.place_model(plan, model, plan.mesh)
+    if optimizer is not None and plan.program.kind == "train":
+        place.place_optimizer(plan, model, optimizer, plan.mesh)
+    _PLACED[id(plan)] = place.Placed(model, optimizer)
+    _SCHEDULES[id(plan)] = schedule
+    weakref.finalize(plan, _forget, id(plan))
+    return model
+
+
+@contextmanager
+def annotate(plan: Plan) -> Iterator[None]:
+    """Annotate the step that runs in this context as planned; use it anew for every step.
+
+    Raises:
+        LoweringError: `apply` was not called for this plan.
+        PlanMismatchError: at the first op of the step that is not the planned one, or where the step ends early. The
+            parameters, buffers, optimizer state and gradients are then as before the step.
+    """
+    placed = _PLACED.get(id(plan))
+    if placed is None:
+        raise LoweringError("this plan has not been applied: call plan.apply(model, optimizer) before plan.annotate()")
+    annotator = Annotator(_SCHEDULES[id(plan)], placed.arguments, placed.snapshot)
+    with switches.active(plan.program.switches, placed.model), annotator:
+        yield
+
+
+def input_shardings(plan: Plan) -> dict[str, Any]:
+    """Input name -> `torch_xla.distributed.spmd.ShardingSpec`, for `MpDeviceLoader(input_sharding=...)`.
+
+    A loader of dicts takes the whole mapping; one of single tensors takes its only value.
+    """
+    import torch_xla.distributed.spmd as xs
+
+    runtime.check_runtime(plan.mesh)
+    mesh = runtime.xla_mesh(plan.mesh)
+    return {
+        name: xs.ShardingSpec(mesh, runtime.partition_spec(plan.mesh, tensor.spec))
+        for name, tensor in plan.inputs.items()
+    }
+
+
+def _forget(key: int) -> None:
+    _PLACED.pop(key, None)
+    _SCHEDULES.pop(key, None)

@@ -1,0 +1,231 @@
+"""A model and its optimizer moved to the XLA devices, sharded as a plan says, in place.
+
+Parameters stay the objects they are (their contents are swapped), so an optimizer, a scheduler or an average of weights
+that holds them keeps working.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+
+from autoshard.errors import LoweringError
+from autoshard.lower import runtime
+from autoshard.lower.annotator import DTYPES, format_tensor
+from autoshard.mesh import Mesh
+from autoshard.plan import Plan, PlanMismatchError, TensorPlan
+
+_T = TypeVar("_T")
+
+
+class Placed:
+    """The model and optimizer that a plan was applied to; held weakly."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Hold on to neither."""
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model; LoweringError when it is gone."""
+        return self._alive(self._model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, if there is one; LoweringError when it is gone."""
+        return None if self._optimizer is None else self._alive(self._optimizer)
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """The tensors of parameters, buffers and optimizer state on the devices, by name, as they are now."""
+        found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        found.update(self.model.named_buffers())
+        found.update({name: each for name, _, _, each in states(self.model, self.optimizer)})
+        return {name: runtime.plain(each) for name, each in found.items() if each.device.type == "xla"}
+
+    def snapshot(self) -> Callable[[Mapping[str, torch.Tensor]], None]:
+        """Remember gradients and step counters; the result brings them back, with the given values of arguments."""
+        gradients = [(each, each.grad) for each in self.model.parameters()]
+        states_now = [each for _, _, _, each in states(self.model, self.optimizer)]
+        counters = [(each, each.clone()) for each in states_now if each.device.type == "cpu"]
+
+        def restore(before: Mapping[str, torch.Tensor]) -> None:
+            import torch_xla
+
+            current = self.arguments()
+            for name, value in before.items():
+                torch_xla._XLAC._replace_xla_tensor(current[name], value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for counter, value in counters:
+                    counter.copy_(value)
+
+        return restore
+
+    @staticmethod
+    def _alive(reference: weakref.ref[_T]) -> _T:
+        found = reference()
+        if found is None:
+            raise LoweringError("the model or optimizer that this plan was applied to is gone; apply the plan again")
+        return found
+
+
+def states(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, torch.nn.Parameter, str, torch.Tensor]]:
+    """(`<parameter>.<key>`, parameter, key, tensor) of every tensor of the optimizer's state, in the model's order."""
+    if optimizer is None:
+        return
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", parameter, key, value
+
+
+def check_model(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a model or optimizer that is not the planned one.
+
+    Raises:
+        LoweringError: a model without weights, or an optimizer missing.
+        PlanMismatchError: with the first parameter or buffer that differs.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for kind, have, want in (("parameter", parameters, plan.parameters), ("buffer", buffers, plan.buffers)):
+        for name, tensor in want.items():
+            if name not in have:
+                raise PlanMismatchError(f"the plan is for another model: this one has no {kind} {name}")
+            _check_type(f"{kind} {name}", have[name], tensor)
+    meta = next((name for name, each in (*parameters.items(), *buffers.items()) if each.is_meta), None)
+    if meta is not None:
+        raise LoweringError(
+            f"{meta} is on the meta device: applying a plan needs the weights; load them, or call "
+            "model.to_empty(device='cpu') and initialize them, then apply"
+        )
+    if plan.optimizer_state and optimizer is None:
+        raise LoweringError("the plan is for a training step with optimizer state: apply(model, optimizer)")
+    if optimizer is not None:
+        known = {id(each) for each in parameters.values()}
+        if any(id(each) not in known for group in optimizer.param_groups for each in group["params"]):
+            raise PlanMismatchError("the optimizer holds parameters that are not the model's")
+
+
+def place_model(plan: Plan, model: torch.nn.Module, mesh: Mesh) -> None:
+    """Move parameters and buffers to the XLA device and shard them; gradients are dropped."""
+    for name, parameter in model.named_parameters():
+        _place(f"parameter {name}", parameter, mesh, plan.parameters.get(name))
+    for name, buffer in model.named_buffers():
+        _place(f"buffer {name}", buffer, mesh, plan.buffers.get(name))
+
+
+def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Create the optimizer's state as it would itself in its first step, sharded; state it has already is moved.
+
+    New state is never whole anywhere: one small program writes each device's shards.
+
+    Raises:
+        LoweringError: an optimizer whose state cannot be made before its first step.
+        PlanMismatchError: with the first state that differs from the plan's.
+    """
+    import torch_xla
+
+    owners = {name.rpartition(".")[0] for name in plan.optimizer_state}
+    wanted = {name: parameter for name, parameter in model.named_parameters() if name in owners}
+    old = {name for name, _, _, _ in states(model, optimizer)}
+    create_state(optimizer, [p for p in wanted.values() if p.requires_grad])
+    made = []
+    found = set()
+    for name, parameter, key, value in list(states(model, optimizer)):
+        want = plan.optimizer_state.get(name)
+        if want is None:
+            if value.dim() > 0:
+                raise PlanMismatchError(f"the plan is for another optimizer: it has no state {name}")
+            continue  # a step counter: the optimizer keeps it where it wants it
+        found.add(name)
+        _check_type(f"optimizer state {name}", value, want)
+        if name in old:
+            moved = value if value.device.type == "xla" else value.detach().to(_device())
+            runtime.shard_data(moved, mesh, want.spec, f"optimizer state {name}")
+            optimizer.state[parameter][key] = moved
+        else:
+            runtime.pin(value, mesh, want.spec)
+            made.append(runtime.plain(value))
+    missing = next((name for name in plan.optimizer_state if name not in found), None)
+    if missing is not None:
+        raise PlanMismatchError(f"the plan is for another optimizer: this one has no state {missing}")
+    if made:
+        torch_xla._XLAC._xla_sync_multi(made, [], True, True)
+
+
+def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """Make the state of `parameters` as the optimizer itself does at the start of its first step.
+
+    SGD takes its first gradient for the momentum buffer; a buffer of zeros gives the same first step, dampening apart.
+
+    Raises:
+        LoweringError: SGD with dampening, or an optimizer that does not say how its state begins (`_init_group`).
+    """
+    wanted = {id(each) for each in parameters}
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            if group["momentum"] and group["dampening"]:
+                raise LoweringError(
+                    "SGD with dampening does not dampen its first step, so that its first step is another program than "
+                    "the planned one; use dampening=0"
+                )
+            for each in group["params"] if group["momentum"] else ():
+                if id(each) in wanted and optimizer.state[each].get("momentum_buffer") is None:
+                    optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each).detach()
+        return
+    if all(optimizer.state.get(each) for each in parameters):
+        return
+    begin = getattr(optimizer, "_init_group", None)
+    if begin is None:
+        raise LoweringError(
+            f"{type(optimizer).__name__} does not say how its state begins; run a step of it before applying the plan, "
+            "or load its state"
+        )
+    lists = len(inspect.signature(begin).parameters) - 1
+    gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
+    try:
+        for each, _ in gradients:
+            each.grad = torch.zeros_like(each) if id(each) in wanted else None
+        for group in optimizer.param_groups:
+            begin(group, *([] for _ in range(lists)))
+    finally:
+        for each, gradient in gradients:
+            each.grad = gradient
+
+
+def _place(what: str, tensor: torch.Tensor, mesh: Mesh, plan: TensorPlan | None) -> None:
+    tensor.grad = None
+    if tensor.device.type != "xla":
+        moved = tensor.detach().to(_device())
+        moved = torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
+        if plan is not None:
+            runtime.shard_data(moved, mesh, plan.spec, what)
+        try:
+            torch.utils.swap_tensors(tensor, moved)
+        except RuntimeError as error:
+            raise LoweringError(
+                f"{what} cannot be moved in place ({str(error).splitlines()[0]}); apply the plan before the first "
+                "forward pass, or call model.to('xla') first and build the optimizer after it"
+            ) from None
+    elif plan is not None:
+        runtime.shard_data(tensor, mesh, plan.spec, what)
+
+
+def _check_type(what: str, tensor: torch.Tensor, plan: TensorPlan) -> None:
+    if tuple(tensor.shape) != plan.shape or DTYPES.get(tensor.dtype) != plan.dtype:
+        wanted = f"{plan.dtype}[{','.join(map(str, plan.shape))}]"
+        raise PlanMismatchError(f"the plan is for another model: {what} is {format_tensor(tensor)}, planned {wanted}")
+
+
+def _device() -> torch.device:
+    import torch_xla
+
+    return torch_xla.device()

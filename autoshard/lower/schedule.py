@@ -1,0 +1,109 @@
+"""What lowering has to do at each aten op of a step, read off a Plan once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
+
+PINNED = frozenset({"f16", "bf16", "f32", "f64"})
+"""Element types of the values that are annotated. Bool and integer values never are: unannotated they cost nothing, and
+annotating a mask makes the partitioner gather the floats it was computed from. (Arguments are sharded whatever they
+hold.)"""
+
+Shared = tuple[Producer, Spec]
+"""One annotated copy of one value; every consumer that wants this spec of this value reads the same one."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A plan by aten op.
+
+    Attributes:
+        mesh: that the specs are for.
+        ops: the aten sequence, as planned.
+        arguments: name -> how it is split, of parameters, buffers, inputs and optimizer state.
+        inputs: names of the step's inputs.
+        pins: (k, j) -> spec of output j of op k.
+        reads: k -> {position among the tensors that op k reads -> the copy it reads there instead}.
+        last_read: copy -> the last op that reads it; it is made at its first reader and let go here.
+    """
+
+    mesh: Mesh
+    ops: tuple[OpSignature, ...]
+    arguments: Mapping[str, TensorPlan]
+    inputs: frozenset[str]
+    pins: Mapping[tuple[int, int], Spec]
+    reads: Mapping[int, Mapping[int, Shared]]
+    last_read: Mapping[Shared, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Schedule:
+        """The schedule of a plan.
+
+        Raises:
+            PlanError: an annotation for an op that the plan's program has not, or for a consumer that does not read
+                the value.
+        """
+        ops = plan.program.ops
+        arguments = {name: each for section in ROLES.values() for name, each in getattr(plan, section).items()}
+        pins: dict[tuple[int, int], Spec] = {}
+        reads: dict[int, dict[int, Shared]] = {}
+        last_read: dict[Shared, int] = {}
+        for value in plan.activations:
+            key = value.key
+            if key.index >= len(ops) or ops[key.index].name != key.name:
+                raise PlanError(f"the plan annotates op {key.index} ({key.name}), which is no op of its program")
+            if value.spec is not None and value.dtype in PINNED:
+                pins[key.index, key.output] = value.spec
+        for producer, dtype, copy in _copies(plan):
+            if dtype not in PINNED:
+                continue
+            positions = _positions(ops, producer, copy.consumer)
+            if not positions:
+                raise PlanError(f"op {copy.consumer} is to read a copy of {describe(producer)}, but does not read it")
+            shared = (producer, copy.spec)
+            last_read[shared] = max(copy.consumer, last_read.get(shared, -1))
+            reads.setdefault(copy.consumer, {}).update(dict.fromkeys(positions, shared))
+        return cls(plan.mesh, ops, arguments, frozenset(plan.inputs), pins, reads, last_read)
+
+
+def describe(producer: Producer) -> str:
+    """`output 0 of op 12`, `transformer.wte.weight`, or `a constant`."""
+    if producer is None:
+        return "a constant"
+    return producer if isinstance(producer, str) else f"output {producer[1]} of op {producer[0]}"
+
+
+def _copies(plan: Plan) -> Iterator[tuple[Producer, str, Copy]]:
+    for section in ROLES.values():
+        for name, tensor in getattr(plan, section).items():
+            for copy in tensor.copies:
+                yield name, tensor.dtype, copy
+    for value in plan.activations:
+        for copy in value.copies:
+            yield (value.key.index, value.key.output), value.dtype, copy
+
+
+def _positions(ops: tuple[OpSignature, ...], producer: Producer, consumer: int) -> list[int]:
+    """Where among its tensors op `consumer` reads the value; through ops that pass it on (views that change nothing)
+    where it does not read it directly."""
+    if consumer >= len(ops):
+        return []
+    inputs = ops[consumer].inputs
+    direct = [i for i, read in enumerate(inputs) if read == producer]
+    return direct or [i for i, read in enumerate(inputs) if _passed_on(ops, producer, read)]
+
+
+def _passed_on(ops: tuple[OpSignature, ...], producer: Producer, read: Producer) -> bool:
+    """Whether `read` is `producer` seen through ops that read one tensor and return one."""
+    while read != producer:
+        if not isinstance(read, tuple):
+            return False
+        op = ops[read[0]]
+        if len(op.inputs) != 1 or len(op.outputs) != 1:
+            return False
+        read = op.inputs[0]
+    return True
