@@ -374,18 +374,6 @@ class Plan:
                 f"this plan is for the mesh {describe_mesh(mine)}, not {describe_mesh(other)}; plan again for that mesh"
             )
 
-    def check_devices(self, count: int) -> None:
-        """Refuse a machine with another number of devices than the mesh has.
-
-        Raises:
-            PlanMismatchError: with both numbers.
-        """
-        if count != self.mesh.size:
-            raise PlanMismatchError(
-                f"this plan is for {self.mesh.size} devices ({describe_mesh(self.mesh)}), "
-                f"but this runtime has {count}; plan again for a mesh of {count}"
-            )
-
     # What it says.
 
     def argument(self, argument: Argument) -> TensorPlan | None:

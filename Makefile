@@ -1,0 +1,49 @@
+# `make demo` and `make test` do everything on a machine that has only Python 3.11: the environment is .venv.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+OUT ?= out
+
+# One thread each: the tests run side by side, and float sums are the same on every machine.
+export OMP_NUM_THREADS ?= 1
+# Programs are compiled for devices that are not here; nothing may look for ones that are.
+export JAX_PLATFORMS ?= cpu
+export PJRT_DEVICE ?= CPU
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help: ## what there is to make
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(STAMP) ## the environment, in .venv
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or later: no python3 on the path" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "autoshard needs Python 3.11 or later, $(PYTHON) is older; pass PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## plan GPT-2 for a TPU slice, hold it against hand-made plans, verify it, train under it
+	$(BIN)/python examples/demo.py --out $(OUT)
+
+test: $(STAMP) ## the tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what was made, the environment too
+	rm -rf $(VENV) $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

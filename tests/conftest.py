@@ -1,0 +1,29 @@
+"""What all tests share: one thread each, the CPU as the only device, and repeatable hypothesis runs."""
+
+import os
+
+# Before torch, torch_xla or jax is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", deadline=None, max_examples=1000)  # HYPOTHESIS_PROFILE=search looks for new cases
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Data beside the checkout that is not part of it (published problems); the test is skipped without it."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the data directory ../shared, which is not here")
+    return SHARED
