@@ -1,0 +1,248 @@
+"""How near predicted collectives are to compiled ones (DESIGN section 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard.cost.collectives import Collective
+from autoshard.verify.collectives import CompiledCollective
+
+Key = tuple[str, tuple[str, ...]]
+"""(kind, mesh axes in mesh order)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind over one set of axes; bytes per device and step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    predicted_bytes: int
+    compiled_bytes: int
+    predicted_count: int
+    compiled_count: int
+
+    @property
+    def difference(self) -> int:
+        """|predicted - compiled| in bytes."""
+        return abs(self.predicted_bytes - self.compiled_bytes)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """An aten op whose collectives were predicted otherwise than compiled.
+
+    Attributes:
+        aten: its index, or None for what carries no label.
+        name, module: as captured, empty where unknown.
+        predicted, compiled: (kind, axes) -> bytes per device and step.
+    """
+
+    aten: int | None
+    name: str
+    module: str
+    predicted: Mapping[Key, int] = field(hash=False)
+    compiled: Mapping[Key, int] = field(hash=False)
+
+    @property
+    def difference(self) -> int:
+        """Bytes predicted but not compiled, or compiled but not predicted."""
+        keys = {*self.predicted, *self.compiled}
+        return sum(abs(self.predicted.get(key, 0) - self.compiled.get(key, 0)) for key in keys)
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Predicted against compiled collectives of one program on one target.
+
+    Attributes:
+        target: what it was compiled for.
+        rows: per kind and axes, in a fixed order.
+        culprits: aten ops where they differ, largest difference first.
+    """
+
+    target: str
+    rows: tuple[Row, ...]
+    culprits: tuple[Culprit, ...] = ()
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes per device and step that were predicted."""
+        return sum(row.predicted_bytes for row in self.rows)
+
+    @property
+    def compiled_bytes(self) -> int:
+        """Bytes per device and step that the compiled program moves."""
+        return sum(row.compiled_bytes for row in self.rows)
+
+    @property
+    def value(self) -> float:
+        """Sum over (kind, axes) of |predicted - compiled| bytes, over the compiled bytes; 0 is exact, 0/0 is 0.
+
+        Infinity when bytes were predicted and none compiled.
+        """
+        difference = sum(row.difference for row in self.rows)
+        if difference == 0:
+            return 0.0
+        return difference / self.compiled_bytes if self.compiled_bytes else float("inf")
+
+    def as_dict(self, culprits: int = 10) -> dict[str, Any]:
+        """For `--json`: bytes per device and step; an infinite fidelity is None."""
+        value = self.value
+        return {
+            "target": self.target,
+            "fidelity": None if value == float("inf") else value,
+            "predicted_bytes": self.predicted_bytes,
+            "compiled_bytes": self.compiled_bytes,
+            "collectives": [
+                {
+                    "kind": row.kind,
+                    "axes": list(row.axes),
+                    "predicted_bytes": row.predicted_bytes,
+                    "compiled_bytes": row.compiled_bytes,
+                    "predicted_count": row.predicted_count,
+                    "compiled_count": row.compiled_count,
+                }
+                for row in self.rows
+            ],
+            "differences": [
+                {
+                    "aten": culprit.aten,
+                    "name": culprit.name,
+                    "module": culprit.module,
+                    "predicted": _listed(culprit.predicted),
+                    "compiled": _listed(culprit.compiled),
+                }
+                for culprit in self.culprits[:culprits]
+            ],
+        }
+
+    def table(self, culprits: int = 5) -> str:
+        """Both sides per kind and axes, the total, and the ops where they differ most; MB are 10^6 bytes."""
+        header = ("collective", "axes", "predicted MB", "compiled MB", "difference", "n predicted", "n compiled")
+        body = [
+            (
+                row.kind,
+                "+".join(row.axes),
+                _mb(row.predicted_bytes),
+                _mb(row.compiled_bytes),
+                _mb(row.difference),
+                str(row.predicted_count),
+                str(row.compiled_count),
+            )
+            for row in self.rows
+        ]
+        difference = sum(row.difference for row in self.rows)
+        total = ("total", "", _mb(self.predicted_bytes), _mb(self.compiled_bytes), _mb(difference), "", "")
+        lines = _aligned([header, *body, total], left=2)
+        value = "none compiled, some predicted" if self.value == float("inf") else f"{self.value:.1%}"
+        lines.append(f"fidelity on {self.target}: {value} of the compiled bytes differ")
+        if self.culprits and culprits:
+            lines.append("where they differ most:")
+            for culprit in self.culprits[:culprits]:
+                op = "ops without a label" if culprit.aten is None else f"op {culprit.aten} {culprit.name}".rstrip()
+                where = f" in {culprit.module}" if culprit.module else ""
+                lines.append(
+                    f"  {op}{where}: predicted {_spoken(culprit.predicted)}; compiled {_spoken(culprit.compiled)}"
+                )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """The table."""
+        return self.table()
+
+
+def fidelity(
+    predicted: Iterable[Collective],
+    compiled: Iterable[CompiledCollective],
+    *,
+    target: str = "",
+    aten_of: Callable[[int], int | None] | None = None,
+    names: Mapping[int, tuple[str, str]] | None = None,
+) -> Fidelity:
+    """Compare predicted with compiled collectives.
+
+    Args:
+        predicted: the cost model's; axes in mesh order.
+        compiled: what `compiled_collectives` read.
+        target: for the report.
+        aten_of: graph op id (`Collective.op`) -> aten op; without it no culprits are named.
+        names: aten op -> (name, module path), for the report.
+    """
+    predicted, compiled = list(predicted), list(compiled)
+    before: dict[Key, tuple[int, int]] = {}
+    after: dict[Key, tuple[int, int]] = {}
+    for one in predicted:
+        if one.bytes and one.count:
+            _count(before, (one.kind, tuple(one.axes)), one.bytes * one.count, one.count)
+    for other in compiled:
+        _count(after, (other.kind, other.axes), other.total_bytes, other.count)
+    rows = tuple(
+        Row(
+            *key,
+            before.get(key, (0, 0))[0],
+            after.get(key, (0, 0))[0],
+            before.get(key, (0, 0))[1],
+            after.get(key, (0, 0))[1],
+        )
+        for key in sorted({*before, *after})
+    )
+    culprits = _culprits(predicted, compiled, aten_of, names or {}) if aten_of is not None else ()
+    return Fidelity(target, rows, culprits)
+
+
+def _culprits(
+    predicted: list[Collective],
+    compiled: list[CompiledCollective],
+    aten_of: Callable[[int], int | None],
+    names: Mapping[int, tuple[str, str]],
+) -> tuple[Culprit, ...]:
+    sides: dict[int | None, tuple[dict[Key, int], dict[Key, int]]] = {}
+    for one in predicted:
+        aten = aten_of(one.op) if one.op is not None else None
+        side = sides.setdefault(aten, ({}, {}))[0]
+        key: Key = (one.kind, tuple(one.axes))
+        side[key] = side.get(key, 0) + one.bytes * one.count
+    for other in compiled:
+        side = sides.setdefault(other.aten, ({}, {}))[1]
+        side[other.kind, other.axes] = side.get((other.kind, other.axes), 0) + other.total_bytes
+    found = [
+        Culprit(aten, *(names.get(aten, ("", "")) if aten is not None else ("", "")), before, after)
+        for aten, (before, after) in sides.items()
+    ]
+    wrong = [culprit for culprit in found if culprit.difference]
+    return tuple(sorted(wrong, key=lambda culprit: (-culprit.difference, -1 if culprit.aten is None else culprit.aten)))
+
+
+def _count(totals: dict[Key, tuple[int, int]], key: Key, size: int, count: int) -> None:
+    known = totals.get(key, (0, 0))
+    totals[key] = (known[0] + size, known[1] + count)
+
+
+def _listed(sizes: Mapping[Key, int]) -> list[dict[str, Any]]:
+    return [{"kind": kind, "axes": list(axes), "bytes": size} for (kind, axes), size in sorted(sizes.items())]
+
+
+def _spoken(sizes: Mapping[Key, int]) -> str:
+    return (
+        ", ".join(f"{kind} {'+'.join(axes)} {_mb(size)} MB" for (kind, axes), size in sorted(sizes.items())) or "none"
+    )
+
+
+def _mb(size: int) -> str:
+    """MB with as many digits as a small collective needs to show at all."""
+    return f"{size / 1e6:.2f}" if size >= 5000 or size == 0 else f"{size / 1e6:.6f}"
+
+
+def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
+    """Rows as columns: the first `left` left-aligned, the others right-aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,328 @@
+"""What one device computes and moves in a compiled program: FLOPs of products, bytes of top-level fusions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
+from autoshard.verify.targets import Family
+
+# Ops that make no kernel: names, views, the ends of async ops (their starts count), and control flow around kernels.
+_FREE = frozenset(
+    """parameter constant tuple get-tuple-element bitcast partition-id replica-id after-all add-dependency
+    opt-barrier domain""".split()  # noqa: SIM905
+)
+_FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"})
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast)"
+)
+_ASYNC_COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
+_PARTIAL_READS = frozenset({"slice", "dynamic-slice", "gather"})
+_XLA_TO_STABLEHLO = {"pred": "i1", "u8": "ui8", "u16": "ui16", "u32": "ui32", "u64": "ui64"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One top-level op or fusion of a compiled program.
+
+    Attributes:
+        name: the instruction.
+        flops: dtype (StableHLO's words) of the operands -> FLOPs of its dots and convolutions, one execution.
+        bytes: bytes of device memory that it reads and writes, one execution; on-chip buffers left out.
+        count: executions per step.
+        launches: 1, or 0 for a copy that runs beside the others.
+        aten: index of the aten op that the compiler says it came from, or None.
+    """
+
+    name: str
+    flops: dict[str, float] = field(hash=False)
+    bytes: float
+    count: int = 1
+    launches: int = 1
+    aten: int | None = None
+
+
+@dataclass(frozen=True)
+class CompiledWork:
+    """The kernels of one device's program, in program order; collectives are not among them."""
+
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def flops_by_dtype(self) -> dict[str, float]:
+        """FLOPs of dots and convolutions per device and step, by dtype of their operands."""
+        totals: dict[str, float] = {}
+        for kernel in self.kernels:
+            for dtype, flops in kernel.flops.items():
+                totals[dtype] = totals.get(dtype, 0.0) + flops * kernel.count
+        return dict(sorted(totals.items()))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of dots and convolutions per device and step."""
+        return sum(self.flops_by_dtype.values())
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of device memory read and written per device and step."""
+        return sum(kernel.bytes * kernel.count for kernel in self.kernels)
+
+
+def compiled_work(hlo: str | Module, family: Family) -> CompiledWork:
+    """The kernels of an optimized HLO module.
+
+    Args:
+        hlo: the text, or the parsed module.
+        family: whose compiler wrote it; on `tpu` arrays in memory space 1 (VMEM) cost no bytes of device memory.
+    """
+    module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
+    return CompiledWork(tuple(_Work(module, family == "tpu").kernels(module.entry, 1)))
+
+
+class _Work:
+    """Walks the computations that run; state of one `compiled_work` call."""
+
+    def __init__(self, module: Module, on_chip_is_free: bool) -> None:
+        self.module = module
+        self.on_chip_is_free = on_chip_is_free
+        self.flops_of: dict[str, dict[str, float]] = {}
+
+    def kernels(self, name: str, count: int) -> Iterator[Kernel]:
+        computation = self.module.computations[name]
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COLLECTIVE.match(opcode):
+                continue
+            if opcode == "while":
+                trips = self.module.trip_count(instruction)
+                for called in instruction.called:
+                    yield from self.kernels(called, count * (1 if trips is None else trips))
+            elif opcode in ("call", "conditional") or (opcode == "async-start" and instruction.called):
+                for called in instruction.called:
+                    yield from self.kernels(called, count)
+            elif not self.is_free(instruction):
+                yield Kernel(
+                    instruction.name,
+                    self.flops(computation, instruction),
+                    self.bytes(computation, instruction),
+                    count,
+                    0 if opcode in _ASYNC_COPIES else 1,
+                    aten_index(instruction.op_name),
+                )
+
+    def is_free(self, instruction: Instruction) -> bool:
+        """Whether a call or fusion takes no time of its own."""
+        if instruction.opcode == "custom-call":
+            return _target(instruction) in _FREE_CALLS
+        return instruction.opcode == "fusion" and self.only_communicates(instruction)
+
+    def only_communicates(self, fusion: Instruction) -> bool:
+        """Whether a fusion is a collective in a wrapper (TPU's reduce-scatters and ends of async collectives)."""
+        for name in fusion.called:
+            if any(_COLLECTIVE.match(inner.opcode) for inner in self.module.computations[name].instructions.values()):
+                return not self.computation_flops(name)
+        return False
+
+    # ---- FLOPs
+
+    def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+        """dtype -> FLOPs of the dots and convolutions that an instruction holds, nested computations included."""
+        if instruction.opcode == "dot":
+            return _add({}, _dot_flops(computation, instruction))
+        if instruction.opcode == "convolution":
+            return _add({}, _convolution_flops(instruction, _shapes(computation, instruction)))
+        if instruction.opcode == "custom-call":
+            return _add({}, _library_flops(computation, instruction))
+        found: dict[str, float] = {}
+        if instruction.opcode in ("fusion", "call", "async-start", "conditional"):
+            for name in instruction.called:
+                for dtype, flops in self.computation_flops(name).items():
+                    found[dtype] = found.get(dtype, 0.0) + flops
+        elif instruction.opcode == "while":
+            trips = self.module.trip_count(instruction) or 1
+            for name in instruction.called:
+                for dtype, flops in self.computation_flops(name).items():
+                    found[dtype] = found.get(dtype, 0.0) + flops * trips
+        return found
+
+    def computation_flops(self, name: str) -> dict[str, float]:
+        if name not in self.flops_of:
+            found: dict[str, float] = {}
+            computation = self.module.computations[name]
+            for instruction in computation.instructions.values():
+                for dtype, flops in self.flops(computation, instruction).items():
+                    found[dtype] = found.get(dtype, 0.0) + flops
+            self.flops_of[name] = found
+        return self.flops_of[name]
+
+    # ---- bytes
+
+    def bytes(self, computation: Computation, instruction: Instruction) -> float:
+        opcode = instruction.opcode
+        operands = [computation.instructions.get(name) for name in instruction.operands]
+        known = [operand for operand in operands if operand is not None]
+        if opcode in _ASYNC_COPIES:
+            return self.copy_bytes(instruction, known)
+        if opcode in _PARTIAL_READS:
+            return self.size(instruction) * 2 + sum(map(self.size, known[1:]))
+        if opcode == "dynamic-update-slice":
+            return 2.0 * self.size(known[1]) if len(known) > 1 else 0.0
+        if opcode == "scatter" and len(known) >= 3:
+            arrays = len(known) // 2
+            return self.size(known[arrays]) + 3 * sum(map(self.size, known[arrays + 1 :]))
+        if opcode == "fusion" and instruction.called:
+            inner = self.module.computations[instruction.called[0]]
+            read = 0.0
+            for number, operand in enumerate(operands):
+                if operand is not None:
+                    read += min(self.size(operand), self.parameter_bytes(inner, number, operand))
+            return read + self.written(inner, instruction)
+        return self.size(instruction) + sum(map(self.size, known))
+
+    def size(self, instruction: Instruction) -> float:
+        return float(sum(map(self.array_bytes, instruction.shapes)))
+
+    def array_bytes(self, shape: ArrayShape) -> int:
+        return 0 if self.on_chip_is_free and shape.on_chip else shape.bytes
+
+    def copy_bytes(self, instruction: Instruction, operands: list[Instruction]) -> float:
+        """An async copy moves its smaller array, once from and once to wherever that is device memory."""
+        arrays = [shape for shape in instruction.shapes if shape.elements > 1 or shape.dims]
+        source = operands[0].shapes[0] if operands and operands[0].shapes else None
+        if not arrays or source is None:
+            return 0.0
+        moved = min(shape.bytes for shape in arrays)
+        target = next((shape for shape in arrays if shape != source), source)
+        ends = [source, target]
+        return float(sum(moved for shape in ends if not (self.on_chip_is_free and shape.on_chip)))
+
+    def parameter_bytes(self, inner: Computation, number: int, operand: Instruction) -> float:
+        """Bytes that a fusion reads of one operand: slices of it where it reads nothing else."""
+        parameter = inner.parameters.get(number)
+        if parameter is None:
+            return self.size(operand)
+        if self.on_chip_is_free and all(shape.on_chip for shape in operand.shapes):
+            return 0.0
+        read, todo = 0.0, [parameter.name]
+        while todo:
+            name = todo.pop()
+            for user in inner.users.get(name, ()):
+                if user.opcode == "bitcast":
+                    todo.append(user.name)
+                elif user.opcode in _PARTIAL_READS and user.operands[0] == name and name not in user.operands[1:]:
+                    read += user.bytes
+                elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+                    continue  # updated in place: what is not overwritten stays
+                else:
+                    return self.size(operand)
+        return read
+
+    def written(self, inner: Computation, fusion: Instruction) -> float:
+        """Bytes that a fusion writes: of an array that it updates in place, only the update."""
+        root = inner.root
+        roots = [inner.instructions.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
+        if len(roots) != len(fusion.shapes):
+            return self.size(fusion)
+        total = 0.0
+        for one, shape in zip(roots, fusion.shapes, strict=True):
+            while one is not None and one.opcode == "bitcast":
+                one = inner.instructions.get(one.operands[0])
+            update = None
+            if one is not None and one.opcode == "dynamic-update-slice":
+                update = inner.instructions.get(one.operands[1])
+            total += min(self.array_bytes(shape), update.bytes) if update is not None else self.array_bytes(shape)
+        return total
+
+
+def _add(totals: dict[str, float], found: tuple[str, float]) -> dict[str, float]:
+    dtype, flops = found
+    if flops:
+        totals[_XLA_TO_STABLEHLO.get(dtype, re.sub(r"^s(\d)", r"i\1", dtype))] = flops
+    return totals
+
+
+def _shapes(computation: Computation, instruction: Instruction) -> list[ArrayShape]:
+    return list(computation.operand_shapes(instruction))
+
+
+def _target(instruction: Instruction) -> str:
+    match = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+    return match[1] if match else ""
+
+
+def _dot_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
+    operands = _shapes(computation, instruction)
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+    dims = [int(dim) for dim in contracted[1].split(",") if dim] if contracted else []
+    return _wider(operands), 2.0 * instruction.shapes[0].elements * math.prod(operands[0].dims[dim] for dim in dims)
+
+
+def _wider(operands: list[ArrayShape]) -> str:
+    """The dtype that a product of two arrays runs in."""
+    return max(operands[:2], key=lambda shape: (shape.bytes / max(shape.elements, 1), shape.dtype)).dtype
+
+
+def _convolution_flops(
+    instruction: Instruction, shapes: list[ArrayShape], out: ArrayShape | None = None
+) -> tuple[str, float]:
+    """2 x batch x output features x input features of a group x pairs of output position and tap on real input."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
+    out = out or instruction.shapes[0]
+    if labels is None or len(shapes) < 2:
+        return "f32", 0.0
+    lhs, rhs = shapes[0].dims, shapes[1].dims
+    window = re.search(r"window=\{([^}]*)\}", instruction.rest)
+    given = dict(item.split("=") for item in window[1].split()) if window else {}
+    pairs = 1.0
+    for i, spatial in enumerate(sorted(label for label in labels[1] if label.isdigit())):
+        pairs *= _meeting(
+            lhs[labels[1].index(spatial)],
+            rhs[labels[2].index(spatial)],
+            out.dims[labels[3].index(spatial)],
+            stride=int(_nth(given.get("stride"), i, "1")),
+            low=int(_nth(given.get("pad"), i, "0_0").split("_")[0]),
+            lhs_dilation=int(_nth(given.get("lhs_dilate"), i, "1")),
+            rhs_dilation=int(_nth(given.get("rhs_dilate"), i, "1")),
+        )
+    features = out.dims[labels[3].index("b")] * out.dims[labels[3].index("f")] * rhs[labels[2].index("i")]
+    return _wider(shapes), 2.0 * features * pairs
+
+
+def _nth(text: str | None, i: int, default: str) -> str:
+    return text.split("x")[i] if text else default
+
+
+@lru_cache(maxsize=1024)
+def _meeting(
+    size: int, taps: int, outputs: int, *, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> float:
+    """Pairs (output position, tap) that fall on an input element, not on padding or between dilated elements."""
+    pairs = 0
+    for tap in range(taps):
+        for position in range(outputs):
+            at = position * stride - low + tap * rhs_dilation
+            pairs += 0 <= at <= (size - 1) * lhs_dilation and at % lhs_dilation == 0
+    return float(pairs)
+
+
+def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
+    """FLOPs of calls into cuBLAS and cuDNN."""
+    target = _target(instruction)
+    shapes = _shapes(computation, instruction)
+    if target.startswith(("__cublas$", "__onednn$matmul")) and len(shapes) > 1:
+        match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
+        dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]
+        return _wider(shapes), 2.0 * instruction.shapes[0].elements * math.prod(shapes[0].dims[dim] for dim in dims)
+    if target.startswith("__cudnn$conv") and len(shapes) > 1:
+        # dim_labels are the forward convolution's; which of its arrays the operands and the result are, differs.
+        result = instruction.shapes[0]
+        if "BackwardInput" in target:
+            return _convolution_flops(instruction, [result, shapes[1]], shapes[0])
+        if "BackwardFilter" in target:
+            return _convolution_flops(instruction, [shapes[0], result], shapes[1])
+        return _convolution_flops(instruction, shapes[:2], result)
+    return "f32", 0.0
