@@ -13,12 +13,9 @@ The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it ha
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import lru_cache
-
 from autoshard.graph import rules_index, rules_shape, rules_window
 from autoshard.graph.ops import Graph, Op, Rule
-from autoshard.graph.rules_base import CUSTOM_CALL_RULES, RULES, Dim, Factors, Shape, Signature, custom_call_rule, rule
+from autoshard.graph.rules_base import RULES, Dim, Factors, Shape, Signature, custom_call_rule, find_rule, rule
 
 __all__ = ["custom_call_rule", "has_rule", "rule", "rule_for", "rules_index", "rules_shape", "rules_window"]
 
@@ -29,21 +26,12 @@ def rule_for(op: Op, graph: Graph) -> Rule | None:
     Equal ops (kind, shapes and attributes) get the same object.
     """
     operands = tuple(graph.type_of(value).shape for value in op.operands)
-    return _cached(op.kind, operands, tuple(kind.shape for kind in op.results), tuple(op.attrs.items()))
+    return find_rule(op.kind, operands, tuple(kind.shape for kind in op.results), tuple(op.attrs.items()))
 
 
 def has_rule(kind: str) -> bool:
     """Whether ops of this kind have a rule, at least in some of their forms."""
     return kind in RULES or kind == "custom_call"
-
-
-@lru_cache(maxsize=1 << 16)
-def _cached(
-    kind: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], attrs: tuple[tuple[str, Hashable], ...]
-) -> Rule | None:
-    signature = Signature(operands, results, dict(attrs))
-    function = CUSTOM_CALL_RULES.get(signature.attrs["target"]) if kind == "custom_call" else RULES.get(kind)
-    return function(signature) if function else None
 
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from autoshard.graph.ops import DimFactors, Factor, FactorKind, Rule
@@ -37,22 +38,37 @@ def rule(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
 
     It returns None for a form of the op that it cannot describe.
     """
-
-    def register(function: RuleFunction) -> RuleFunction:
-        RULES.update(dict.fromkeys(kinds, function))
-        return function
-
-    return register
+    return _register(RULES, kinds)
 
 
 def custom_call_rule(*targets: str) -> Callable[[RuleFunction], RuleFunction]:
     """Register a function as the rule of `custom_call` ops with these targets."""
+    return _register(CUSTOM_CALL_RULES, targets)
 
+
+def forget_rule(target: str) -> None:
+    """Remove the rule of a custom call."""
+    del CUSTOM_CALL_RULES[target]
+    find_rule.cache_clear()
+
+
+def _register(table: dict[str, RuleFunction], names: Iterable[str]) -> Callable[[RuleFunction], RuleFunction]:
     def register(function: RuleFunction) -> RuleFunction:
-        CUSTOM_CALL_RULES.update(dict.fromkeys(targets, function))
+        table.update(dict.fromkeys(names, function))
+        find_rule.cache_clear()
         return function
 
     return register
+
+
+@lru_cache(maxsize=1 << 16)
+def find_rule(
+    kind: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], attrs: tuple[tuple[str, Hashable], ...]
+) -> Rule | None:
+    """The rule of an op of this kind, operand and result shapes, and attributes (name, value)."""
+    signature = Signature(operands, results, dict(attrs))
+    function = CUSTOM_CALL_RULES.get(signature.attrs["target"]) if kind == "custom_call" else RULES.get(kind)
+    return function(signature) if function else None
 
 
 class Factors:

@@ -1,0 +1,46 @@
+"""Programs and graphs for tests, from StableHLO text or from jax functions, without PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, Program
+from autoshard.graph.ops import Graph, Op
+from autoshard.graph.stablehlo import build_graph
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def program_from_text(
+    text: str, roles: Sequence[ArgumentRole] | None = None, ops: Sequence[AtenOp] = (), kind: str = "train"
+) -> Program:
+    """A Program of a StableHLO module in text form; arguments are `arg<i>`, parameters unless `roles` differs."""
+    bare = Program(kind, "torch_xla", {}, (), text.encode(), (), (), tuple(ops))
+    graph = build_graph(bare)
+    roles = roles or ["parameter"] * len(graph.arguments)
+    arguments = tuple(
+        Argument(f"arg{i}", role, graph.ops[i].results[0]) for i, role in zip(graph.arguments, roles, strict=True)
+    )
+    outputs = tuple(Output(f"out{i}", "output", graph.type_of(value)) for i, value in enumerate(graph.outputs))
+    return dataclasses.replace(bare, arguments=arguments, outputs=outputs)
+
+
+def graph_from_text(text: str, **kwargs: Any) -> Graph:
+    """The Graph of a StableHLO module in text form."""
+    return build_graph(program_from_text(text, **kwargs))
+
+
+def graph_of(function: Callable[..., Any], *arguments: Any) -> Graph:
+    """The Graph of a jax function of these (abstract or concrete) arrays."""
+    import jax
+
+    return graph_from_text(jax.jit(function, keep_unused=True).lower(*arguments).as_text())
+
+
+def only(graph: Graph, kind: str) -> Op:
+    """The one op of this kind."""
+    (op,) = [op for op in graph.ops if op.kind == kind]
+    return op
