@@ -1,0 +1,235 @@
+"""A lower bound for problems of any size: TRW-S messages and one multiplier per memory row.
+
+Relaxing row r with a multiplier lambda_r >= 0 adds lambda_r * usage to the costs and -lambda_r * room to the bound;
+what remains is pairwise, and TRW-S (Kolmogorov, PAMI 2006) bounds it by its local polytope. Both ascend together:
+a sweep of messages, a step of the multipliers along a smoothed subgradient (Polyak's length). The bound is valid at
+any time, for any messages and multipliers.
+
+The same state gives `fix`: a label or pair that provably costs more than a known choice is forbidden.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from autoshard.solver.network import Network
+from autoshard.solver.problem import Array
+
+LARGEST_PAIRS = 20_000_000
+"""Pairs are fixed only when there are at most this many of them: memory."""
+SMOOTHING, SHRINK, PATIENCE = 0.6, 0.7, 25
+"""Share of the old direction in a step; factor on the step length after this many steps without a better bound."""
+
+
+class Dual:
+    """Messages and multipliers over a network (which is left as it is), and the best of them so far.
+
+    Attributes:
+        bound: the best lower bound on the network's cost so far.
+        choice: rounded from the latest sweep, per node of the network; it may overflow memory rows.
+    """
+
+    def __init__(self, net: Network) -> None:
+        from autoshard.solver import kernels  # numba: only when a bound is asked for
+
+        self._kernels: Any = kernels
+        self.net = net
+        self.nodes = np.array(net.alive, np.int64)
+        n = len(self.nodes)
+        position = {int(v): i for i, v in enumerate(self.nodes)}
+        self.noff = np.concatenate(([0], np.cumsum([net.size(int(v)) for v in self.nodes]))).astype(np.int64)
+        self.unary = np.concatenate([net.costs(int(v)) for v in self.nodes]) if n else np.empty(0)
+        pairs = [(u, int(v)) for v in self.nodes for u in sorted(net.adj[int(v)]) if u < v]
+        self.low = np.array([position[u] for u, _ in pairs], np.int64)
+        self.high = np.array([position[v] for _, v in pairs], np.int64)
+        self._edges = pairs
+        self._read_matrices()
+        self._read_rows(position)
+        ends = np.concatenate((self.low, self.high))
+        order = np.argsort(ends, kind="stable")
+        self.first = np.searchsorted(ends[order], np.arange(n + 1)).astype(np.int64)
+        self.edge = (order % max(1, len(pairs))).astype(np.int64)
+        self.side = (order >= len(pairs)).astype(np.int64)
+        k = np.diff(self.noff)
+        sizes = np.stack((k[self.low], k[self.high]), axis=1).ravel() if pairs else np.empty(0, np.int64)
+        self.moff = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        self.message = np.zeros(int(self.moff[-1]))
+        self.multipliers = np.zeros(len(self.room))
+        self.x = np.zeros(n, np.int64)
+        self.bound = -math.inf
+        self._best = (self.message.copy(), self.multipliers.copy())
+        self._direction = np.zeros(len(self.room))
+        self._length, self._stalled = 1.0, 0
+
+    def _read_matrices(self) -> None:
+        """Matrices into one pool, each distinct one once, except where memory terms make an edge's own."""
+        own = {i for i, pair in enumerate(self._edges) if pair in self.net.edge_terms}
+        place: dict[int, int] = {}
+        chunks: list[Array] = []
+        size = 0
+        self.eoff = np.zeros(len(self._edges), np.int64)
+        for i, (u, v) in enumerate(self._edges):
+            matrix = self.net.adj[u][v]
+            at = None if i in own else place.get(id(matrix))
+            if at is None:
+                at = size
+                chunks.append(matrix.ravel())
+                size += matrix.size
+                if i not in own:
+                    place[id(matrix)] = at
+            self.eoff[i] = at
+        self.pairwise = np.concatenate(chunks) if chunks else np.empty(0)
+        finite = [float(np.abs(c[np.isfinite(c)]).max(initial=0.0)) for c in chunks]
+        # Anything above what a whole choice can cost acts as forbidden; infinities themselves would make NaNs.
+        self.forbidden = 4.0 * (float(np.abs(self.unary).sum()) + len(self._edges) * max(finite, default=0.0)) + 1e-300
+        np.minimum(self.pairwise, self.forbidden, out=self.pairwise)
+
+    def _read_rows(self, position: dict[int, int]) -> None:
+        net = self.net
+        self.unit = max(1.0, float(np.abs(net.room).max(initial=0.0)))
+        self.room = (net.room + net.slack) / self.unit
+
+        def flat(groups: list[dict[tuple[int, int], Array]], at: np.ndarray) -> tuple[Any, np.ndarray]:
+            counts = [len(g) for g in groups]
+            items = [(span, amount) for g in groups for span, amount in sorted(g.items(), key=lambda i: i[0])]
+            ifirst = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+            start = np.array([s[0] for s, _ in items], np.int64)
+            stop = np.array([s[1] for s, _ in items], np.int64)
+            aoff = np.concatenate(([0], np.cumsum([a.size for _, a in items]))).astype(np.int64)
+            amount = np.concatenate([a.ravel() for _, a in items]) / self.unit if items else np.empty(0)
+            return (ifirst, start, stop, aoff, amount), np.repeat(at, counts).astype(np.int64)
+
+        self.node_items, self._node_target = flat([net.node_terms[int(v)] for v in self.nodes], self.noff[:-1])
+        self.edge_items, self._edge_target = flat([net.edge_terms.get(p, {}) for p in self._edges], self.eoff)
+        del position
+
+    # --- ascent ------------------------------------------------------------------------------------------------------
+    def _graph(self) -> tuple[Any, ...]:
+        return self.noff, self._unary(), self.low, self.high, self.eoff, self._pairwise()
+
+    def _prefix(self) -> Array:
+        prefix: Array = np.concatenate(([0.0], np.cumsum(self.multipliers)))
+        return prefix
+
+    def _unary(self) -> Array:
+        values = self.unary.copy()
+        if len(self.room):
+            self._kernels.price(self._prefix(), *self.node_items[1:], self._node_target, values)
+        return values
+
+    def _pairwise(self) -> Array:
+        if not len(self._edge_target):
+            return self.pairwise
+        values = self.pairwise.copy()
+        self._kernels.price(self._prefix(), *self.edge_items[1:], self._edge_target, values)
+        return values
+
+    def sweep(self) -> float:
+        """A forward and a backward pass; the better bound of the two, which is remembered if it is the best."""
+        graph, ends = self._graph(), (self.first, self.edge, self.side, self.moff)
+        paid = float(self.multipliers @ self.room)
+        bound = -math.inf
+        for backward in (False, True):
+            found = self._kernels.sweep(backward, *graph, *ends, self.message, self.x) - paid + self.net.offset
+            bound = max(bound, found)
+        if bound > self.bound:
+            self.bound = bound
+            self._best = (self.message.copy(), self.multipliers.copy())
+        return bound
+
+    def ascend(self, sweeps: int, upper: float, *, deadline: float = math.inf, precision: float = 1e-7) -> None:
+        """Raise the bound by up to `sweeps` sweeps; `upper` is the cost of a choice (infinite if none is known).
+
+        Ends early when `upper` is met or the bound rises by less than `precision` of the gap in `PATIENCE` sweeps.
+        """
+        checkpoint = self.bound
+        for step in range(sweeps):
+            before = self.bound
+            bound = self.sweep()
+            if self.bound >= upper or time.perf_counter() > deadline:
+                break
+            gap = upper - bound if math.isfinite(upper) else 0.02 * abs(bound)
+            if len(self.room):
+                self._stalled = 0 if self.bound > before + 1e-3 * max(gap, 0.0) / PATIENCE else self._stalled + 1
+                if self._stalled >= PATIENCE:
+                    self._length *= SHRINK
+                    self._stalled = 0
+                    self.multipliers = self._best[1].copy()
+                    self._direction[:] = 0.0
+                self._step(gap)
+            if (step + 1) % (2 * PATIENCE) == 0:
+                if self.bound - checkpoint < precision * max(abs(gap), 1e-12 * abs(bound)):
+                    break
+                checkpoint = self.bound
+        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
+
+    def _step(self, gap: float) -> None:
+        over = self.usage() - self.room
+        over[(self.multipliers <= 0.0) & (over < 0.0)] = 0.0
+        self._direction = SMOOTHING * self._direction + (1.0 - SMOOTHING) * over
+        norm = float(self._direction @ self._direction)
+        if norm > 0.0:
+            step = self._length * 0.2 * max(gap, 0.0) / norm
+            self.multipliers = np.maximum(0.0, self.multipliers + step * self._direction)
+
+    # --- choices -----------------------------------------------------------------------------------------------------
+    def usage(self) -> Array:
+        """Usage per memory row of the rounded choice, in units of `self.unit`."""
+        used: Array = self._kernels.usage_of(
+            self.x, len(self.room), self.node_items, self.edge_items, self.noff, self.low, self.high
+        )
+        return used
+
+    def _memory(self) -> tuple[Any, ...]:
+        # Local search decides on running sums, whose rounding must not admit an overflow.
+        room = self.room * (1.0 - 1e-12) if self.net.slack else self.room + 0.25 / self.unit
+        return room, self.node_items, self.edge_items
+
+    def improved(self, choice: list[int] | None = None) -> list[int] | None:
+        """The rounded (or given) choice brought within the memory rows and improved by local moves; None if it fails."""
+        x = self.x.copy() if choice is None else np.array([choice[int(v)] for v in self.nodes], np.int64)
+        graph = (self.noff, self.unary, self.low, self.high, self.eoff, self.pairwise, self.first, self.edge)
+        if not self._kernels.repair(x, *self._memory(), *graph, 4 * len(x) + 16):
+            return None
+        smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
+        self._kernels.descend(x, *self._memory(), *graph, smallest, 200)
+        out = [0] * len(self.net.cost)
+        for v, s in zip(self.nodes, x, strict=True):
+            out[int(v)] = int(s)
+        return out
+
+    # --- fixing ------------------------------------------------------------------------------------------------------
+    def fix(self, net: Network, upper: float) -> int:
+        """Forbid in `net` (the network this was built from) what cannot be in a choice cheaper than `upper`.
+
+        Returns how many labels and pairs were forbidden. Every choice that costs less than `upper` survives.
+        """
+        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
+        k = np.diff(self.noff)
+        poff = np.concatenate(([0], np.cumsum(k[self.low] * k[self.high]))).astype(np.int64)
+        if poff[-1] > LARGEST_PAIRS:
+            return 0
+        node_slack, pair_slack = np.zeros(int(self.noff[-1])), np.zeros(int(poff[-1]))
+        bound = self._kernels.slacks(
+            *self._graph(), self.first, self.edge, self.side, self.moff, self.message, poff, node_slack, pair_slack
+        )
+        bound += self.net.offset - float(self.multipliers @ self.room)
+        allowed = upper - bound
+        count = 0
+        for p, v in enumerate(self.nodes):
+            bad = node_slack[self.noff[p] : self.noff[p + 1]] > allowed
+            if bad.any():
+                count += int(bad.sum())
+                net.add_node_cost(int(v), np.where(bad, np.inf, 0.0))
+        for e, (u, v) in enumerate(self._edges):
+            shape = int(k[self.low[e]]), int(k[self.high[e]])
+            bad = pair_slack[poff[e] : poff[e + 1]].reshape(shape) > allowed
+            bad &= np.isfinite(net.adj[u][v])
+            if bad.any():
+                count += int(bad.sum())
+                net.join(u, v, net.memo.intern(np.where(bad, np.inf, 0.0)))
+        return count
