@@ -1,12 +1,13 @@
 """Measure what each partitioner emits to change a value's sharding, and write the tables that `cost/reshard.py` reads.
 
-    python benchmarks/reshard_table.py --target cpu --mesh 2x4 [--mesh 4x2 …] [--ranks 1,2,3] [-o table.json]
+    python benchmarks/reshard_table.py --target cpu --mesh 8 --mesh 2x8 … --table autoshard/cost/reshard_table.json
+    python benchmarks/reshard_table.py --target gpu --mesh 2x4     (how well what is predicted holds there)
 
 One module holds many pairs: pair k is an argument sharded as the source, an annotation with the destination under the
 location `pair<k>`, and a result. The passes that merge collectives of different pairs are off. Every collective of the
 compiled program is read back with the pair it belongs to, the mesh axes it runs over, and its bytes as a part of the
-tensor: the axes by whose sizes the whole tensor's bytes are divided. That is why the meshes' axes have sizes whose
-products all differ: 2x4, 4x2, 2x3x4.
+tensor: the axes by whose sizes the whole tensor's bytes are divided. Measure on axes whose products and quotients all
+differ (2x8 and not 2x4). The table keeps the pairs that `autoshard.cost.reshard.reduced` cannot make smaller.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
-from autoshard.cost.reshard import encode_axes, encode_pair, inert_dims_dropped
-from autoshard.mesh import Mesh, Spec
+from autoshard.cost.reshard import decode, encode, reduced, reshard, specs_over
+from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.verify.compile import compile_module
 from autoshard.verify.hlo_text import group_axes, pair_axes, parse_hlo, replica_groups, source_target_pairs
+from autoshard.verify.targets import parse_target
 
 MERGING = (
     "all-gather-combiner,all-reduce-combiner,reduce-scatter-combiner,collective-permute-combiner,all-to-all-combiner,"
@@ -33,9 +36,9 @@ MERGING = (
 )
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 TARGETS = {  # what to compile a mesh of so many devices for
-    "cpu": {n: f"cpu:{n}" for n in (2, 4, 8, 16, 24, 32, 64)},
+    "cpu": {n: f"cpu:{n}" for n in (2, 4, 6, 8, 12, 16, 24, 32, 64)},
     "tpu": {4: "tpu-v5e:2x2", 8: "tpu-v5e:2x4", 16: "tpu-v5e:4x4", 64: "tpu-v5e:8x8"},
-    "gpu": {4: "h100:4", 8: "h100:8", 16: "h100:2x8", 24: "h100:3x8", 64: "h100:8x8"},
+    "gpu": {4: "h100:4", 6: "h100:6", 8: "h100:8", 16: "h100:2x8", 24: "h100:3x8", 64: "h100:8x8"},
 }
 
 
@@ -50,14 +53,6 @@ class Found:
     kind: str
     axes: tuple[str, ...]
     bytes: int
-
-
-def specs(rank: int, axes: Sequence[str]) -> Iterator[Spec]:
-    """Every spec of a tensor of `rank` dims over some of `axes`, minor-to-major orders included."""
-    for places in itertools.product(range(-1, rank), repeat=len(axes)):
-        per_dim = [[axis for axis, place in zip(axes, places, strict=True) if place == dim] for dim in range(rank)]
-        for orders in itertools.product(*(list(itertools.permutations(axes_of)) for axes_of in per_dim)):
-            yield tuple(orders)
 
 
 def annotation(spec: Spec, mesh: Mesh) -> str:
@@ -92,7 +87,7 @@ def module_of(pairs: Sequence[tuple[Spec, Spec]], shapes: Sequence[tuple[int, ..
                 source = f"%n{line}_{k}"
             place = "pair" if line == 1 else "edge"
             body.append(
-                f'%{name}{k} = stablehlo.custom_call @Sharding({source}) '
+                f"%{name}{k} = stablehlo.custom_call @Sharding({source}) "
                 f'{{mhlo.sharding = "{attributes}"}} : ({kind}) -> {kind} loc("{place}{k}")'
             )
         names.append(f"%end{k}")
@@ -105,6 +100,7 @@ def module_of(pairs: Sequence[tuple[Spec, Spec]], shapes: Sequence[tuple[int, ..
 
 
 # --- reading the compiled program back ---------------------------------------------------------------------------
+
 
 def read(text: str, mesh: Mesh, count: int) -> list[list[Found]]:
     """Per pair its collectives, in program order."""
@@ -138,9 +134,9 @@ def read(text: str, mesh: Mesh, count: int) -> list[list[Found]]:
 
 def pairs_of(rank: int, mesh: Mesh) -> list[tuple[Spec, Spec]]:
     """Every pair of different specs; beyond rank 3 only those in which every dim plays a part."""
-    every = list(specs(rank, mesh.axis_names))
+    every = specs_over(rank, mesh.axis_names)
     pairs = [(src, dst) for src in every for dst in every if src != dst]
-    return [pair for pair in pairs if rank <= 3 or len(inert_dims_dropped(*pair)[0]) == rank]
+    return [pair for pair in pairs if rank <= 3 or all(before or after for before, after in zip(*pair, strict=True))]
 
 
 def measure(
@@ -155,45 +151,133 @@ def measure(
         yield from zip(part, read(compiled.hlo_text, mesh, len(part)), strict=True)
 
 
-def parts(found: Found, total: int, mesh: Mesh) -> str:
-    """`all-gather 01/1`: kind, axes, and the axes whose sizes divide the tensor's bytes."""
-    for r in range(len(mesh.shape) + 1):
-        for axes in itertools.combinations(range(len(mesh.shape)), r):
-            if found.bytes * math.prod(mesh.shape[axis] for axis in axes) == total:
-                return f"{found.kind} {encode_axes(found.axes, mesh)}/{''.join(map(str, axes))}"
-    return f"{found.kind} {encode_axes(found.axes, mesh)}/*{found.bytes / total:g}"
+def formula(number: Fraction, sizes: Sequence[int]) -> str:
+    """`number` as a product of axis sizes over another: `01`, `1:0`, or nothing for one.
+
+    Raises SystemExit where there is none; the simplest where there are several (measure on axes whose products differ).
+    """
+    positions = range(len(sizes))
+    subsets = [axes for r in range(len(sizes) + 1) for axes in itertools.combinations(positions, r)]
+    for over, under in sorted(itertools.product(subsets, repeat=2), key=lambda pair: (len(pair[1]), len(pair[0]))):
+        if not set(over) & set(under) and number == Fraction(product(over, sizes), product(under, sizes)):
+            return "".join(map(str, over)) + (f":{''.join(map(str, under))}" if under else "")
+    raise SystemExit(f"{number} is no product or quotient of the axis sizes {sizes}")
+
+
+def product(axes: Sequence[int], sizes: Sequence[int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def row_of(found: Sequence[Found], total: int, mesh: Mesh) -> str:
+    """The row of a pair, as `autoshard.cost.reshard.decode` reads it, for a tensor of `total` bytes."""
+    steps = []
+    for each in found:
+        named = []
+        for axis in each.axes:
+            name, _, part = axis.partition("[")
+            if "~" in name:
+                raise SystemExit(f"{each} runs over groups that follow no axis")
+            devices = Fraction(int(part.split("/")[0])) if part else None
+            named.append(f"{mesh.axis_names.index(name)}{f'[{formula(devices, mesh.shape)}]' if devices else ''}")
+        steps.append(f"{each.kind} {''.join(named)}/{formula(Fraction(total, each.bytes), mesh.shape)}")
+    return ", ".join(steps)
+
+
+Rows = dict[tuple[Spec, Spec], str]
+
+
+def irreducible(rows: Rows, mesh: Mesh) -> dict[str, str]:
+    """The rows to keep: of pairs in which every axis and dim plays a part. Says which others do not follow."""
+    kept: dict[str, str] = {}
+    for (src, dst), row in rows.items():
+        small = reduced(src, dst, mesh)
+        if small.axes == mesh.axis_names and small.kept == 1 and len(small.src) == len(src):
+            kept[encode(small.src, small.dst)] = row
+    against = 0
+    for (src, dst), row in rows.items():
+        small = reduced(src, dst, mesh)
+        if small.axes == mesh.axis_names:
+            follows = decode(kept[encode(small.src, small.dst)], mesh.shape)
+            shares = [(kind, axes, share / small.kept) for kind, axes, share in follows]
+            if shares != list(decode(row, mesh.shape)):
+                against += 1
+                print(f"  against its reduced pair: {format_spec(src)} -> {format_spec(dst)}: {row}", file=sys.stderr)
+    print(f"{mesh.shape}: {len(rows)} pairs, {len(kept)} rows, {against} against the reduction", file=sys.stderr)
+    return kept
+
+
+def update(path: Path, target: str, mesh: str, rows: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    """Put the rows of one target and mesh into the table; what all targets share is kept once."""
+    table = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": {}}
+    old: dict[str, dict[str, dict[str, str]]] = table["rows"]
+    every = {name: {m: dict(r) for m, r in old.get("common", {}).items()} for name in TARGETS}
+    for name in TARGETS:
+        for m, r in old.get(name, {}).items():
+            every[name].setdefault(m, {}).update(r)
+    every[target][mesh] = dict(rows)
+    table["versions"][target] = dict(sorted(versions.items()))
+    new: dict[str, dict[str, dict[str, str]]] = {"common": {}} | {name: {} for name in sorted(TARGETS)}
+    for m in sorted({m for by_mesh in every.values() for m in by_mesh}):
+        for pair in sorted({pair for by_mesh in every.values() for pair in by_mesh.get(m, {})}):
+            values = {name: every[name].get(m, {}).get(pair) for name in every}
+            if len(set(values.values())) == 1:
+                new["common"].setdefault(m, {})[pair] = values[target] or ""
+            else:
+                for name, row in values.items():
+                    if row is not None:
+                        new[name].setdefault(m, {})[pair] = row
+    table["rows"] = {name: by_mesh for name, by_mesh in new.items() if by_mesh}
+    path.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=sorted(TARGETS), required=True)
-    parser.add_argument("--mesh", action="append", required=True, help="2x4; may be given several times")
+    parser.add_argument("--mesh", action="append", required=True, help="2x8; may be given several times")
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--scale", type=int, default=1, help="multiply every dim, to see that nothing depends on it")
-    parser.add_argument("--chunk", type=int, default=1000, help="pairs per module")
-    parser.add_argument("--timeout", type=float, default=900)
-    parser.add_argument("-o", "--output", type=Path, help="JSON to update with the measured rows")
+    parser.add_argument("--chunk", type=int, default=200, help="pairs per module")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one module")
+    parser.add_argument("--table", type=Path, help="the table to update; by default rows are only compared with it")
     args = parser.parse_args()
     flags = f"--xla_disable_hlo_passes={MERGING}"
-    name = "AUTOSHARD_NO_FLAGS" if args.target == "tpu" else "XLA_FLAGS"
-    os.environ[name] = f"{os.environ.get(name, '')} {flags}".strip()
+    if args.target != "tpu":  # libtpu does not know the flag, and merges nothing across these pairs
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     dims = {rank: args.scale * dim for rank, dim in DIMS.items()}
-    table: dict[str, dict[str, str]] = {}
-    if args.output and args.output.exists():
-        table = json.loads(args.output.read_text())
     for text in args.mesh:
         shape = tuple(int(size) for size in text.split("x"))
         mesh = Mesh(shape, tuple("xyz"[: len(shape)]))
         pairs = [pair for rank in map(int, args.ranks.split(",")) for pair in pairs_of(rank, mesh)]
-        rows: dict[str, str] = {}
-        for (src, dst), found in measure(args.target, mesh, pairs, dims, args.timeout, args.chunk):
-            total = 4 * dims[len(src)] ** len(src)
-            rows[encode_pair(src, dst, mesh)] = ", ".join(parts(each, total, mesh) for each in found)
-        table.setdefault(text, {}).update(rows)
-        if args.output:
-            args.output.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
-    if not args.output:
-        print(json.dumps(table, indent=0, sort_keys=True))
+        measured = dict(measure(args.target, mesh, pairs, dims, args.timeout, args.chunk))
+        if args.table:
+            rows = {
+                pair: row_of(found, 4 * dims[len(pair[0])] ** len(pair[0]), mesh) for pair, found in measured.items()
+            }
+            versions = parse_target(TARGETS[args.target][mesh.size]).packages()
+            update(args.table, args.target, text, irreducible(rows, mesh), versions)
+        else:
+            compare(measured, dims, mesh, args.target)
+
+
+def compare(
+    measured: Mapping[tuple[Spec, Spec], list[Found]], dims: Mapping[int, int], mesh: Mesh, target: str
+) -> None:
+    """Say where `cost.reshard` predicts something else than was measured."""
+    wrong = 0
+    over = [0, 0]  # bytes predicted, bytes measured
+    for (src, dst), found in measured.items():
+        predicted = reshard((dims[len(src)],) * len(src), 4, src, dst, mesh, target)  # type: ignore[arg-type]
+        over[0] += sum(each.bytes for each in predicted)
+        over[1] += sum(each.bytes for each in found)
+        if sorted((p.kind, p.axes, p.bytes) for p in predicted) != sorted((f.kind, f.axes, f.bytes) for f in found):
+            wrong += 1
+            say = [f"{each.kind} {'+'.join(each.axes)} {each.bytes}" for each in found]
+            but = [f"{each.kind} {'+'.join(each.axes)} {each.bytes}" for each in predicted]
+            print(f"{format_spec(src)} -> {format_spec(dst)}: {'; '.join(say)} but predicted {'; '.join(but)}")
+    print(
+        f"{target} {mesh.shape}: {wrong} of {len(measured)} pairs differ; "
+        f"bytes predicted / measured {over[0] / over[1]:.4f}"
+    )
 
 
 if __name__ == "__main__":

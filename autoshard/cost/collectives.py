@@ -36,7 +36,7 @@ class Collective:
 
     Attributes:
         kind: XLA's name for it.
-        axes: the mesh axes it runs over, in mesh order.
+        axes: the mesh axes it runs over, in mesh order; `model[2/4]` where groups hold 2 of the 4 along an axis.
         bytes: the larger of operand and result payload per device, for one execution.
         count: executions per step.
         op: graph op that it is attributed to.
@@ -72,9 +72,11 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device
     """
     if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         raise ValueError(f"no collective is called {kind!r}")
-    if mesh.ways(axes) == 1:
+    parts = [_part(axis, mesh) for axis in axes]
+    whole = math.prod(size for _, _, size in parts)
+    if whole == 1:
         return 0.0, 0.0
-    levels = [level for level in _levels(frozenset(axes), mesh, device) if level.size > 1]
+    levels = [level for level in _levels(frozenset(name for name, _, _ in parts), mesh, device) if level.size > 1]
     alpha, beta, inside = 0.0, 0.0, 1
     for level in levels:
         if kind in ("all-to-all", "collective-permute"):
@@ -85,7 +87,17 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device
             alpha += passes * level.latency
             beta += passes * (level.size - 1) / level.size * level.gather / inside
         inside *= level.size
+    taken = math.prod(devices for _, devices, _ in parts)
+    if taken < whole and kind != "collective-permute":
+        beta *= (taken - 1) / taken * whole / (whole - 1)
     return device.collective_overhead + alpha, beta
+
+
+def _part(axis: str, mesh: Mesh) -> tuple[str, int, int]:
+    """(axis, devices of a group along it, its size) of `model` or `model[2/4]`; a part runs at its axis' bandwidth."""
+    name, _, part = axis.partition("[")
+    size = mesh.axis_size(name)
+    return name, int(part.split("/")[0]) if part else size, size
 
 
 @dataclass(frozen=True)
