@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.collectives import seconds
-from autoshard.cost.compute import op_flops, roofline_seconds
+from autoshard.cost.compute import dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.graph.annotations import Annotations
@@ -26,7 +26,7 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules import rule_for
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.solver.problem import Problem, Usage
-from autoshard.solver.strategies import Specs, Strategies, argument_specs, item_bytes, op_specs, signature, strategies
+from autoshard.solver.strategies import Specs, Strategies, argument_specs, op_specs, signature, strategies
 
 Matrix = npt.NDArray[np.float64]
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
@@ -201,7 +201,7 @@ class _Builder:
     def _bytes(self, value: Value, specs: Sequence[Spec]) -> Matrix:
         kind = self.graph.type_of(value)
         return np.array(
-            [float(math.prod(self.mesh.shard_shape(kind.shape, spec)) * item_bytes(kind.dtype)) for spec in specs]
+            [float(math.prod(self.mesh.shard_shape(kind.shape, spec)) * dtype_bytes(kind.dtype)) for spec in specs]
         )
 
     def _edges(self, ways: Sequence[Strategies]) -> list[Copy]:
@@ -260,8 +260,8 @@ class _Builder:
         key = ("reshard", kind, sources, wanted)
         if key not in self._matrices:
             self._matrices[key] = reshard_matrix(
-                kind.shape, item_bytes(kind.dtype), list(sources), list(wanted), self.mesh, self.device
-            )
+                kind.shape, dtype_bytes(kind.dtype), sources, wanted, self.mesh, self.device
+            )[0]
         return self._matrices[key]
 
     def _reshard(self, value: Value, sources: Specs, wanted: Specs) -> Matrix:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.collectives import Collective
+from autoshard.cost.compute import dtype_bytes
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated
@@ -258,7 +259,7 @@ def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: 
         for result in range(len(graph.ops[op_id].results)):
             local[Value(op_id, result)] = len(local)
     outputs = [local[value] for value in group.outputs]
-    item = [item_bytes(graph.type_of(value).dtype) for value in local]
+    item = [dtype_bytes(graph.type_of(value).dtype) for value in local]
     rows: list[tuple[Assignment, list[Spec], list[Spec], list[Spec], tuple[Collective, ...]]] = []
     for assignment in assignments(shape, mesh):
         specs = [_spec(dims, assignment) for dims in shape.value_dims]
@@ -330,11 +331,3 @@ def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) 
 
 def _spec(dims: DimFactors, assignment: Assignment) -> Spec:
     return tuple(tuple(axis for factor in dim for axis in assignment[factor]) for dim in dims)
-
-
-_BYTES = {"i1": 1, "i8": 1, "ui8": 1, "bf16": 2, "f16": 2, "i16": 2, "ui16": 2, "i64": 8, "ui64": 8, "f64": 8}
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    return _BYTES.get(dtype, 4)
