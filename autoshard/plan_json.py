@@ -6,6 +6,7 @@ order; no time of day and no duration, so the same plan gives the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -181,22 +182,50 @@ def write(path: Path, text: str) -> None:
     Raises:
         PlanError: the path cannot be written; nothing is left behind.
     """
+    with _beside(path) as (temporary, target):
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        if temporary != path:
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod((target.stat().st_mode & 0o777) if target.exists() else 0o666 & ~umask)
+            os.replace(temporary, target)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that `write` could not write, before anything has been done.
+
+    Raises:
+        PlanError: as `write` would.
+    """
+    with _beside(path):
+        pass
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
+    """A temporary file in the directory of `path`, which is gone afterwards, and what `path` stands for.
+
+    What is no file, such as `/dev/stdout`, is itself in both places: it must not be replaced.
+    """
     temporary = None
     try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a directory")
         target = path.resolve()  # a link stays a link: what it points to is replaced
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, (target.stat().st_mode & 0o777) if target.exists() else 0o666 & ~umask)
-        os.replace(temporary, target)
+        if target.is_dir():
+            raise IsADirectoryError(None, "it is a directory")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(None, "it is read-only")
+        if target.exists() and not target.is_file():
+            yield path, path
+            return
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        os.close(descriptor)
+        temporary = Path(name)
+        yield temporary, target
     except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
         raise PlanError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

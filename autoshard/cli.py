@@ -1,0 +1,298 @@
+"""The `autoshard` command. Scripts depend on it: options, exit statuses and the last line under `--json` are stable.
+
+Exit status 0: done. 1: `verify` found the plan off (fidelity above the limit, or unequal numbers). 2: bad input, with
+one line on standard error that says what to do; nothing was written. 70: a bug of autoshard's, with its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+import autoshard
+from autoshard.api import plan_program
+from autoshard.cli_progress import Stages
+from autoshard.errors import AutoshardError
+from autoshard.mesh import Mesh, Spec, parse_spec
+from autoshard.plan import Plan
+
+if TYPE_CHECKING:
+    pass
+
+BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130
+TRACEBACK = "AUTOSHARD_TRACEBACK"
+"""Environment variable: when set, bad input shows its traceback as well."""
+
+_EXTRAS = {"torch": "xla", "torch_xla": "xla", "transformers": "hf", "libtpu": "tpu", "jax_plugins": "gpu"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit status."""
+    try:
+        status = commands.main(
+            args=None if arguments is None else list(arguments), prog_name="autoshard", standalone_mode=False
+        )
+    except click.exceptions.NoArgsIsHelpError as asked:
+        click.echo(asked.format_message())
+        sys.exit(0)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            _crash()
+        _fail(f"{package} is not installed: pip install 'autoshard[{_EXTRAS[package]}]'")
+    except (AutoshardError, ValueError) as error:
+        _fail(str(error))
+    except BrokenPipeError:  # the reader of standard output went away: `autoshard show plan.json | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception:
+        _crash()
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    if os.environ.get(TRACEBACK):
+        _traceback()
+    click.echo("autoshard: " + re.sub(r"\s*\n\s*", " ", message.strip()), err=True)
+    sys.exit(BAD_INPUT)
+
+
+def _crash() -> None:
+    _traceback()
+    click.echo("autoshard: this is a bug of autoshard's; please report it with the lines above", err=True)
+    sys.exit(BUG)
+
+
+def _traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
+
+
+# --- what options say --------------------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """`16GB` (10^9), `16GiB` (2^30), `1.5e9` as a number of bytes.
+
+    Raises:
+        ValueError: anything else, or nothing at all.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError(f"bytes are written 16GB (10^9), 16GiB (2^30) or 1.5e9, not {text!r}")
+    return round(float(match[1]) * unit)
+
+
+def parse_hint(text: str) -> tuple[str, Spec]:
+    """`transformer.wte.weight=[model],[]` as a name and a spec.
+
+    Raises:
+        ValueError: anything else.
+    """
+    name, equals, spec = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"a hint is written name=[axes],[axes], one pair of brackets per dim, not {text!r}")
+    return name.strip(), parse_spec(spec)
+
+
+def parse_setting(text: str) -> tuple[str, str]:
+    """`n_layer=2` as a name and the text of its value.
+
+    Raises:
+        ValueError: anything else.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"--set wants key=value, such as n_layer=2, not {text!r}")
+    return name.strip(), value.strip()
+
+
+def _pairs(kind: str, found: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    pairs: dict[str, Any] = {}
+    for name, value in found:
+        if pairs.setdefault(name, value) != value:
+            raise ValueError(f"{kind} for {name} is given twice, and differently")
+    return pairs
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(autoshard.__version__, prog_name="autoshard")
+def commands() -> None:
+    """Decide how a PyTorch program is split over many devices, and prove how good the decision is.
+
+    SOURCE is hf:<model_type> (transformers' default configuration, no download; --set changes its fields) or
+    file.py:function, where function() returns a model, (model, sample_inputs), or a dict with model, inputs and
+    optionally loss_fn and optimizer.
+    """
+
+
+_SOURCE_OPTIONS = (
+    click.argument("source"),
+    click.option("--batch", type=click.IntRange(1), metavar="N", help="Sample inputs: sequences in a batch (hf)."),
+    click.option("--seq", type=click.IntRange(1), metavar="N", help="Sample inputs: tokens in a sequence (hf)."),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A field of the configuration (hf)."),
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Last line of standard output: one JSON object.")
+
+
+def _with_source(function: Any) -> Any:
+    for option in reversed(_SOURCE_OPTIONS):
+        function = option(function)
+    return function
+
+
+@commands.command()
+@_with_source
+@click.option("--mesh", "mesh_shape", metavar="2x4", help="Devices along each mesh axis.")
+@click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Instead of --mesh: try every shape.")
+@click.option("--device", metavar="KIND", help="Device kind, such as tpu-v5e or h100; default cpu.")
+@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Plan a training step; default forward only.")
+@click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
+@click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
+@click.option("--no-fold", is_flag=True, help="Let equal layers be decided apart.")
+@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PLAN.JSON", help="Write the plan there.")
+@_JSON
+def plan(
+    source: str,
+    batch: int | None,
+    seq: int | None,
+    settings: Sequence[str],
+    mesh_shape: str | None,
+    axes: str | None,
+    devices: int | None,
+    device: str | None,
+    train: str | None,
+    memory: str | None,
+    hints: Sequence[str],
+    no_fold: bool,
+    time_limit: float,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan how SOURCE is split over a mesh, and print the plan."""
+    from autoshard.api import candidate_meshes
+
+    # All that can be wrong with the command itself, before anything heavy is imported.
+    meshes = candidate_meshes(_mesh(mesh_shape, axes, devices, device), devices, device)
+    _known_device(meshes[0].device)
+    limit: float | Literal["device"] | None = "device"
+    if memory is not None:
+        limit = None if memory.lower() == "none" else parse_bytes(memory)
+    wanted = _pairs("the hint", [parse_hint(hint) for hint in hints])
+    fields = _pairs("--set", [parse_setting(setting) for setting in settings])
+    if output is not None:
+        _writable(output)
+    with Stages() as stages:
+        program = _program(source, batch, seq, fields, train, stages)
+        found = plan_program(
+            program,
+            meshes,
+            memory=limit,
+            hints=wanted,
+            fold=not no_fold,
+            time_limit=time_limit,
+            seed=seed,
+            progress=stages.begin,
+        )
+        if output is not None:
+            stages.begin("write")
+            found.save(output)
+    click.echo(str(found))
+    if output is not None:
+        click.echo(f"\nWrote {output}")
+    if as_json:
+        _json({"plan": None if output is None else str(output), **_summary(found), **stages.spent()})
+
+
+def _mesh(shape: str | None, axes: str | None, devices: int | None, device: str | None) -> Mesh | None:
+    if shape is None:
+        if axes is not None:
+            raise ValueError("--axes names the axes of --mesh: give both")
+        if devices is None:
+            raise ValueError("no mesh: pass --mesh 2x4, or --devices 8 to have every shape tried")
+        return None
+    if devices is not None:
+        raise ValueError("give --mesh or --devices, not both")
+    return Mesh.parse(shape, axes, device or "cpu")
+
+
+def _known_device(kind: str) -> None:
+    from autoshard.cost.device import load_device
+
+    load_device(kind)
+
+
+def _writable(path: Path) -> None:
+    from autoshard.plan_json import check_writable
+
+    check_writable(path)
+
+
+def _program(
+    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
+) -> Any:
+    stages.begin("import")
+    from autoshard.capture.sources import load_source
+
+    stages.begin("source")
+    loaded = load_source(source, batch=batch, seq=seq, settings=fields, train=train)
+    stages.begin("capture")
+    return autoshard.capture(
+        loaded.model, loaded.inputs, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer, train=train is not None
+    )
+
+
+@commands.command()
+@click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(path_type=Path))
+@_JSON
+def show(plan_file: Path, as_json: bool) -> None:
+    """Print a plan: what splits what, what it is predicted to cost, how good it is proved to be."""
+    found = Plan.load(plan_file)
+    click.echo(str(found))
+    if as_json:
+        _json({"plan": str(plan_file), **_summary(found)})
+
+
+def _summary(found: Plan) -> dict[str, Any]:
+    """What `plan --json` and `show --json` say of a plan."""
+    from autoshard.plan_json import to_dict
+
+    whole = to_dict(found)
+    return {
+        "fingerprint": found.program.fingerprint,
+        "kind": found.program.kind,
+        "mesh": whole["mesh"],
+        "predicted": whole["predicted"],
+        "solver": whole["solver"],
+        "activations": len(found.activations),
+        "replicated_ops": len(found.replicated_ops),
+        "replicated_cost_s": sum(op.cost_s for op in found.replicated_ops),
+    }
+
+
+def _json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, allow_nan=False))
