@@ -77,7 +77,7 @@ def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[
     module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
     if module.num_partitions != mesh.size:
         raise ValueError(f"the module is compiled for {module.num_partitions} devices, the mesh has {mesh.size}")
-    found = list(_Reader(module, mesh, family).visit(module.entry, 1, False, ""))
+    found = list(_Reader(module, mesh, family).visit(module.entry, 1, "", False, ""))
     return [collective for collective in found if collective.bytes]
 
 
@@ -97,10 +97,16 @@ class _Reader:
         self.module = module
         self.mesh = mesh
         self.family = family
-        self.async_channels: set[int] = set()
+        self.fused_channels: set[tuple[str, int]] = set()
 
-    def visit(self, name: str, count: int, scatter: bool, label: str) -> Iterator[CompiledCollective]:
-        """Collectives of a computation that runs `count` times; `scatter`: inside a reduce-scatter fusion."""
+    def visit(self, name: str, count: int, fused_in: str, scatter: bool, label: str) -> Iterator[CompiledCollective]:
+        """Collectives of a computation that runs `count` times.
+
+        Args:
+            fused_in: for the inside of a fusion, the computation that the fusion stands in.
+            scatter: inside a reduce-scatter fusion.
+            label: what an instruction without metadata belongs to.
+        """
         computation = self.module.computations.get(name)
         if computation is None:
             return
@@ -109,29 +115,36 @@ class _Reader:
             kind = opcode.removesuffix("-start")
             own_label = instruction.op_name or label
             if kind in KINDS:
+                if self.is_repeated(instruction, fused_in):
+                    continue
                 for collective in self.read(computation, instruction, kind, count, own_label):
                     yield replace(collective, kind="reduce-scatter") if scatter else collective
             elif opcode == "while":
                 trips = self.module.trip_count(instruction)
                 for body in instruction.called:
-                    yield from self.visit(body, count * (1 if trips is None else trips), scatter, own_label)
+                    yield from self.visit(body, count * (1 if trips is None else trips), "", scatter, own_label)
             elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
+                inside = fused_in or (name if opcode == "fusion" else "")
                 for called in instruction.called:
-                    inside = scatter or called.startswith("all-reduce-scatter")
-                    yield from self.visit(called, count, inside, own_label)
+                    in_scatter = scatter or called.startswith("all-reduce-scatter")
+                    yield from self.visit(called, count, inside, in_scatter, own_label)
+
+    def is_repeated(self, instruction: Instruction, fused_in: str) -> bool:
+        """TPU fuses the start, the middle and the end of an async collective with other work: one channel, once."""
+        channel = instruction.channel
+        if not fused_in or channel is None:
+            return False
+        known = (fused_in, channel) in self.fused_channels
+        self.fused_channels.add((fused_in, channel))
+        return known
 
     def read(
         self, computation: Computation, instruction: Instruction, kind: str, count: int, label: str
     ) -> Iterator[CompiledCollective]:
-        """One instruction: nothing where it moves nothing or was read before (TPU prints parts of one in fusions).
+        """One instruction; nothing where it moves nothing.
 
         A combined all-reduce of which only some operands are scattered is two collectives.
         """
-        channel = instruction.channel
-        if channel is not None and "async" in computation.name:
-            if channel in self.async_channels:
-                return
-            self.async_channels.add(channel)
         operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
         groups: list[tuple[int, ...]] = []
         if kind == "collective-permute":
