@@ -34,6 +34,7 @@ class Dual:
     """
 
     def __init__(self, net: Network) -> None:
+        """Zero messages and multipliers."""
         from autoshard.solver import kernels  # numba: only when a bound is asked for
 
         self._kernels: Any = kernels

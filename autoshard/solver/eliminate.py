@@ -44,7 +44,7 @@ def exact_minimum(
     for u in net.alive:
         for v, matrix in net.adj[u].items():
             if u < v:
-                table = net.memo.get(("classes",), (matrix,), lambda m=matrix: _merge_classes(m, net.memo))  # type: ignore[misc]
+                table = net.memo.get(("classes",), (matrix,), lambda m=matrix: _merge_classes(m, net.memo))
                 tables[u][serial] = tables[v][serial] = Table((u, v), table[1], table[0])
                 serial += 1
     done: list[tuple[int, list[Table]]] = []

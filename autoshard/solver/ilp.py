@@ -78,7 +78,9 @@ def require(backend: str) -> str:
         raise ValueError(f"unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}")
     if backend not in have:
         package = "pulp" if backend == "cbc" else "ortools scipy"
-        raise BackendMissingError(f"the backend {backend!r} needs a package that is not installed: pip install {package}")
+        raise BackendMissingError(
+            f"the backend {backend!r} needs a package that is not installed: pip install {package}"
+        )
     return backend
 
 
@@ -206,10 +208,10 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
     from ortools.linear_solver.python import model_builder_helper as helper
 
     n = len(model.cost)
-    upper = np.ones(n)
     matrix = scipy.sparse.csr_matrix((model.value, (model.row, model.column)), shape=(len(model.lower), n))
     program = helper.ModelBuilderHelper()
-    program.fill_model_from_sparse_data(np.zeros(n), upper, model.cost, model.lower, model.upper, matrix)
+    bounds: tuple[Any, ...] = np.zeros(n), np.ones(n), model.cost, model.lower, model.upper
+    program.fill_model_from_sparse_data(*bounds, matrix)
     # CP-SAT knows whole numbers only; with whole node variables the pair variables are whole in every solution anyway.
     # SCIP (of OR-Tools 9.15) has cut off the optimum in presolve with continuous ones: see the test.
     for i in range(model.integers if name == "highs" else n):

@@ -18,7 +18,7 @@ F = Any  # a float64 vector; numba infers the types
 I = Any  # noqa: E741 - an int64 vector
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def sweep(
     backward: bool,
     noff: I,
@@ -113,7 +113,7 @@ def sweep(
     return bound
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def slacks(
     noff: I,
     unary: F,
@@ -199,7 +199,7 @@ def slacks(
     return bound
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F) -> None:
     """Add `amount` times the summed row weights (`weight` is a prefix sum) of every memory item to its labels."""
     for t in range(len(start)):
@@ -209,7 +209,7 @@ def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F
                 values[target[t] + a] += w * amount[aoff[t] + a]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def usage_of(x: I, rows: int, node_items: Any, edge_items: Any, noff: I, low: I, high: I) -> F:
     """Bytes per memory row under the choice `x`."""
     change = np.zeros(rows + 1)
@@ -229,7 +229,7 @@ def usage_of(x: I, rows: int, node_items: Any, edge_items: Any, noff: I, low: I,
     return np.cumsum(change)[:-1]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _shift(
     i: int,
     label: int,
@@ -263,7 +263,7 @@ def _shift(
                     used[r] += u
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _label_costs(
     i: int, skip: int, x: I, noff: I, unary: F, low: I, high: I, eoff: I, pairwise: F, first: I, edge: I, out: F
 ) -> None:
@@ -284,7 +284,7 @@ def _label_costs(
                 out[a] += pairwise[eoff[e] + x[low[e]] * k + a]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def descend(
     x: I,
     room: F,
@@ -362,7 +362,7 @@ def descend(
             break
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def repair(
     x: I,
     room: F,

@@ -34,6 +34,7 @@ class Memo:
     """Results of pure functions of arrays, remembered by the identity of the arrays (which it keeps alive)."""
 
     def __init__(self) -> None:
+        """Nothing remembered."""
         self._known: dict[tuple[Any, ...], tuple[tuple[Array, ...], Any]] = {}
 
     def get(self, key: tuple[Any, ...], arrays: tuple[Array, ...], make: Callable[[], T]) -> T:
@@ -78,6 +79,7 @@ class Network:
     """
 
     def __init__(self) -> None:
+        """Empty; use `Network.of`."""
         self.cost: list[Array | None] = []
         self.adj: list[dict[int, Array]] = []
         self.node_terms: list[dict[Span, Array]] = []
@@ -272,7 +274,7 @@ class Network:
         key = keep.tobytes()
         self.cost[node] = self.memo.intern(self.costs(node)[keep])
         for v, matrix in list(self.adj[node].items()):
-            small = self.memo.get(("rows", key), (matrix,), lambda m=matrix: self.memo.intern(m[keep]))  # type: ignore[misc]
+            small = self.memo.get(("rows", key), (matrix,), lambda m=matrix: self.memo.intern(m[keep]))
             self.adj[node][v] = small
             self.adj[v][node] = self.memo.transposed(small)
         terms, self.node_terms[node] = self.node_terms[node], {}
@@ -303,7 +305,7 @@ class Network:
         for v, matrix in list(self.adj[node].items()):
             outer = self.take_pair_terms(node, v)
             self.cut(node, v)
-            moved = self.memo.get(("rows", key), (matrix,), lambda m=matrix: self.memo.intern(m[follow]))  # type: ignore[misc]
+            moved = self.memo.get(("rows", key), (matrix,), lambda m=matrix: self.memo.intern(m[follow]))
             self.join(into, v, moved)
             for span, amount in outer:
                 self.add_edge_term(into, v, span, self.memo.intern(amount[follow]))

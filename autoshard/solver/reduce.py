@@ -65,7 +65,7 @@ def tighten_rows(net: Network) -> None:
         starts, ends = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
         for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
             for (first, last), amount in terms.items():
-                high = net.memo.get(("max",), (amount,), lambda a=amount: float(a.max()))  # type: ignore[misc]
+                high = net.memo.get(("max",), (amount,), lambda a=amount: float(a.max()))
                 most[first] += high
                 most[last] -= high
                 starts[first] += 1
@@ -163,7 +163,7 @@ def contract_functions(net: Network) -> None:
             if v not in net.adj[u]:
                 continue
             matrix = net.adj[u][v]
-            follow = net.memo.get(("functional",), (matrix,), lambda m=matrix: functional(m))  # type: ignore[misc]
+            follow = net.memo.get(("functional",), (matrix,), lambda m=matrix: functional(m))
             if follow is not None:
                 touched = list(net.adj[v])
                 net.contract(v, u, follow)
@@ -194,9 +194,10 @@ def remove_dominated(net: Network) -> None:
         cost = net.costs(i)
         if len(cost) < 2:
             continue
-        worse = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
-        for matrix in net.adj[i].values():
-            worse = worse + net.memo.get(("worst",), (matrix,), lambda m=matrix: _worst_change(m))  # type: ignore[misc]
+        with np.errstate(invalid="ignore"):  # inf - inf: no comparison, NaN <= 0 is false
+            worse: Array = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
+            for matrix in net.adj[i].values():
+                worse = worse + net.memo.get(("worst",), (matrix,), lambda m=matrix: _worst_change(m))
         better = worse <= 0.0
         np.fill_diagonal(better, False)
         if not better.any():
@@ -206,7 +207,7 @@ def remove_dominated(net: Network) -> None:
         for v in net.adj[i]:
             for matrix in net.pair_terms(i, v).values():
                 rows = matrix if i < v else matrix.T
-                more = net.memo.get(("worst",), (rows,), lambda m=rows: _worst_change(m))  # type: ignore[misc]
+                more = net.memo.get(("worst",), (rows,), lambda m=rows: _worst_change(m))
                 better &= more <= 0.0
         keep = np.ones(len(cost), bool)
         for a in reversed(range(len(cost))):
@@ -230,7 +231,7 @@ def drop_modular_edges(net: Network) -> None:
         for v, matrix in list(net.adj[u].items()):
             if v < u or net.pair_terms(u, v):
                 continue
-            parts = net.memo.get(("modular",), (matrix,), lambda m=matrix: split(m))  # type: ignore[misc]
+            parts = net.memo.get(("modular",), (matrix,), lambda m=matrix: split(m))
             if parts is not None:
                 net.cut(u, v)
                 net.add_node_cost(u, parts[0])
@@ -263,7 +264,7 @@ def eliminate_low_degree(net: Network) -> None:
             continue
         if degree == 1:
             ((u, matrix),) = around.items()
-            best = net.memo.get(("leaf",), (matrix, cost), lambda m=matrix, c=cost: (m + c[None, :].T).min(axis=0))  # type: ignore[misc]
+            best = net.memo.get(("leaf",), (matrix, cost), lambda m=matrix, c=cost: (m + c[None, :].T).min(axis=0))
             net.remove(node, undo)
             net.add_node_cost(u, best)
         else:
@@ -272,7 +273,7 @@ def eliminate_low_degree(net: Network) -> None:
             table = net.memo.get(
                 ("through",),
                 (back, cost, right),
-                lambda a=back, c=cost, b=right: net.memo.intern(min_plus(a, c, b)),  # type: ignore[misc]
+                lambda a=back, c=cost, b=right: net.memo.intern(min_plus(a, c, b)),
             )
             net.remove(node, undo)
             net.join(u, w, table)

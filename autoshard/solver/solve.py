@@ -3,7 +3,8 @@
 1. Reduce exactly (`reduce.py`).
 2. Leave the memory limit out and minimise by dynamic programming (`eliminate.py`), if the tables stay small: when the
    choice happens to fit, it is optimal.
-3. Otherwise the integer program (`ilp.py`) of what is left.
+3. Otherwise bound it (`dual.py`), find choices by rounding and local moves, forbid what the bound excludes, reduce
+   again, and give what is left to the integer program (`ilp.py`).
 
 Every choice handed out is re-evaluated by `evaluate.py`, which shares no code with the search.
 """
@@ -29,6 +30,12 @@ terms, and of costs scaled to whole numbers for the integer program."""
 
 Progress = Callable[[str, float, float], None]
 """Called with (stage, best objective so far, bound so far)."""
+
+
+ROUNDS = 6
+"""Times that the problem is bounded, fixed and reduced again before the integer program."""
+SWEEPS = (20, 50, 100, 150, 200, 300, 400)
+"""Sweeps of the dual in each part of a round; after each part a choice is rounded and improved."""
 
 
 class SolverError(AssertionError):
@@ -144,8 +151,7 @@ class _Run:
         if self.bound - self.objective > 1e-6 * abs(self.objective):
             raise SolverError(f"the bound {self.bound} is above the objective {self.objective}")
         self.bound = min(self.bound, self.objective)
-        late = time.perf_counter() > self.deadline
-        status = Status.OPTIMAL if self.optimal else Status.TIME_LIMIT if late else Status.FEASIBLE
+        status = Status.OPTIMAL if self.optimal else Status.TIME_LIMIT if self.late else Status.FEASIBLE
         if status is Status.OPTIMAL:
             self.bound = self.objective
         return Solution(self.choice, status, self.objective, self.bound, self.backend)
@@ -171,14 +177,73 @@ class _Run:
             self.report("dynamic programming")
             if self.optimal:
                 return
+        self._core(net)
+
+    def _core(self, net: Network) -> None:
+        """Bound, choices and fixing by the dual, then the integer program of what is left."""
+        from autoshard.solver.dual import Dual
+
+        multipliers: dict[int, float] = {}  # by the point of time of a memory row
+        for _ in range(ROUNDS):
+            if not net.alive:
+                break
+            dual = Dual(net)
+            dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
+            for sweeps in SWEEPS:
+                dual.ascend(sweeps, self.objective, deadline=self.deadline)
+                self.raise_bound(min(dual.bound, self.objective))
+                choice = dual.improved()
+                if choice is not None:
+                    self.offer(net.expand(choice), "dual")
+                if self.optimal or self.late:
+                    break
+            self.report("dual")
+            if self.optimal or self.late:
+                return
+            multipliers = {int(t): m / dual.unit for t, m in zip(net.times, dual.multipliers, strict=True)}
+            if math.isinf(self.objective):
+                break
+            before = sum(net.size(i) for i in net.alive)
+            try:
+                dual.fix(net, self.objective)
+                reduce(net, deadline=self.deadline)
+            except ImpossibleError:
+                return self._proven()
+            if not len(net.room):
+                exact = exact_minimum(net, deadline=self.deadline)
+                if exact is not None:
+                    self.raise_bound(min(exact[1], self.objective))
+                    if math.isfinite(exact[1]):
+                        self.offer(net.expand(exact[0]), "dynamic programming")
+                    return None
+            if sum(net.size(i) for i in net.alive) > 0.8 * before:
+                break
+        return self._integer(net)
+
+    def _integer(self, net: Network) -> None:
         backend = ilp.require(self.asked_backend)
-        result = ilp.solve_ilp(net, backend=backend, time_limit=self.deadline - time.perf_counter(), seed=self.seed)
+        left = self.deadline - time.perf_counter()
+        span = self.objective - self.bound
+        result = ilp.solve_ilp(net, backend=backend, time_limit=left, seed=self.seed, largest=span)
         if result.infeasible:
-            raise ImpossibleError()
-        self.raise_bound(result.bound)
+            if self.choice is None:
+                raise ImpossibleError()
+            return self._proven()
+        self.raise_bound(min(result.bound, self.objective))
         if result.choice is not None:
             self.offer(net.expand(result.choice), backend)
+            self.raise_bound(min(result.bound, self.objective))
         self.report(backend)
+        return None
+
+    def _proven(self) -> None:
+        """Everything cheaper than the choice at hand was excluded."""
+        self.raise_bound(self.objective)
+
+    @property
+    def late(self) -> bool:
+        """Whether time is over."""
+        return time.perf_counter() > self.deadline
 
     def _infeasible(self, error: ImpossibleError) -> Solution:
         least = LeastUsage(0.0, math.inf)
