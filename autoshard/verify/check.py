@@ -1,0 +1,180 @@
+"""`verify`: what the target's own compiler makes of a plan, beside what was predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autoshard.verify.collectives import compiled_collectives
+from autoshard.verify.compile import Compiled, compile_module
+from autoshard.verify.fidelity import Fidelity, fidelity
+from autoshard.verify.hlo_text import parse_hlo
+from autoshard.verify.judge import Judged, judged
+from autoshard.verify.targets import Target, parse_target
+from autoshard.verify.work import compiled_work
+
+if TYPE_CHECKING:
+    from autoshard.capture.sources import Source
+    from autoshard.cost.predict import Prediction
+    from autoshard.graph.annotations import Annotations
+    from autoshard.graph.ops import Graph
+    from autoshard.mesh import Mesh
+    from autoshard.plan import Plan
+    from autoshard.verify.run import RunReport
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was predicted of a plan, and what the compiler made of it.
+
+    Attributes:
+        target: what it was compiled for.
+        fidelity: collectives, predicted beside compiled.
+        prediction: the cost model's figures for the target's device kind.
+        judged: step time of the compiled program under the same device model.
+        memory_bytes: per device, what the compiler lays out.
+        rematerializations: what the partitioner had to replicate and slice again: defects of the plan.
+        run: three training steps under the plan against one device, if asked for.
+    """
+
+    target: Target
+    fidelity: Fidelity
+    prediction: Prediction = field(repr=False)
+    judged: Judged
+    memory_bytes: int
+    rematerializations: tuple[str, ...] = ()
+    run: RunReport | None = None
+
+    def passes(self, max_fidelity: float) -> bool:
+        """Whether fidelity is within the limit and, if it was run, the numbers are equal."""
+        return self.fidelity.value <= max_fidelity and (self.run is None or self.run.equal)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        found: dict[str, Any] = {
+            "target": str(self.target),
+            **self.fidelity.as_dict(),
+            "predicted_step_time_s": self.prediction.step_time_s,
+            "compiled": self.judged.as_dict(),
+            "memory": {
+                "predicted_bytes": self.prediction.peak_memory_bytes,
+                "compiled_bytes": self.memory_bytes,
+            },
+            "rematerializations": len(self.rematerializations),
+        }
+        if self.run is not None:
+            found["run"] = self.run.as_dict()
+        return found
+
+    def __str__(self) -> str:
+        """Tables for a person."""
+        predicted, compiled = self.prediction.peak_memory_bytes, self.memory_bytes
+        lines = [
+            self.fidelity.table(),
+            f"memory per device: predicted {predicted / 1e6:,.1f} MB, compiled {compiled / 1e6:,.1f} MB",
+            f"step time: predicted {self.prediction.step_time_s * 1e3:.3f} ms, "
+            f"compiled program under the same device model {self.judged.step_time_s * 1e3:.3f} ms",
+        ]
+        if self.rematerializations:
+            lines.append(f"the partitioner rematerialised {len(self.rematerializations)} values in full:")
+            lines += [f"  {text}" for text in self.rematerializations[:5]]
+        if self.run is not None:
+            lines.append(str(self.run))
+        return "\n".join(lines)
+
+
+def compare_compiled(
+    graph: Graph,
+    annotations: Annotations,
+    mesh: Mesh,
+    target: Target,
+    module: bytes,
+) -> tuple[VerifyReport, Compiled]:
+    """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
+    from autoshard.api import predict_annotations
+    from autoshard.cost.device import load_device
+    from autoshard.lower.stablehlo import donated
+
+    kind = load_device(target.device)
+    targeted = mesh if mesh.device == target.device else dataclasses.replace(mesh, device=target.device, placement=())
+    prediction = predict_annotations(graph, annotations, targeted)
+    compiled = compile_module(module, target, donate=donated(graph.program))
+    parsed = parse_hlo(compiled.hlo_text)
+    collectives = compiled_collectives(parsed, targeted, target.family)
+    names = {op.index: (op.name, op.module) for op in graph.program.ops}
+    report = VerifyReport(
+        target=target,
+        fidelity=fidelity(
+            prediction.collectives,
+            collectives,
+            target=str(target),
+            aten_of=lambda op: graph.ops[op].aten,
+            names=names,
+        ),
+        prediction=prediction,
+        judged=judged(collectives, compiled_work(parsed, target.family), targeted, kind, compiled.memory.peak),
+        memory_bytes=compiled.memory.peak,
+        rematerializations=compiled.rematerializations,
+    )
+    return report, compiled
+
+
+def verify_plan(
+    plan: Plan,
+    source: Source,
+    target: str | None = None,
+    *,
+    run: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> VerifyReport:
+    """Trace the program again under the plan, as training would, compile it for `target` and compare.
+
+    Args:
+        source: the model, its sample inputs, loss and optimizer that the plan was made for.
+        target: `cpu`, `tpu-v5e:2x4`, `h100:8`…; default the plan's own device kind.
+        run: also train three steps under the plan on virtual CPU devices, against one device.
+
+    Raises:
+        PlanMismatchError: the source is another program than the plan's.
+        TargetError, CompileError: the target's compiler is missing, or refuses the program.
+    """
+    from autoshard.api import captured_graph
+    from autoshard.capture.torch_xla import capture
+    from autoshard.lower.mark_sharding import annotated_program
+
+    say = progress or (lambda stage: None)
+    chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
+    chosen.packages()
+    say("capture")
+    program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
+    plan.check_program(program)
+    graph = captured_graph(program)
+    say("lower")
+    module = annotated_program(plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
+    say(f"compile for {chosen}")
+    report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module)
+    if run:
+        from autoshard.verify.run import run_equal
+
+        say("run")
+        report = dataclasses.replace(report, run=run_equal(plan, source))
+    return report
+
+
+def default_target(mesh: Mesh) -> str:
+    """The target of a mesh's own device kind: a TPU topology of its shape, GPUs of one host, or the CPU."""
+    from autoshard.cost.device import load_device
+
+    family = load_device(mesh.device).target
+    if family == "tpu":
+        shape = [size for size in mesh.shape if size > 1]
+        squarest = shape if len(shape) > 1 else [mesh.size // _factor(mesh.size), _factor(mesh.size)]
+        return f"{mesh.device}:{'x'.join(str(size) for size in sorted(squarest))}"
+    return f"{mesh.device}:{mesh.size}" if family == "gpu" else "cpu"
+
+
+def _factor(size: int) -> int:
+    """The largest factor of `size` that is at most its square root."""
+    return next(factor for factor in range(int(size**0.5), 0, -1) if size % factor == 0)
