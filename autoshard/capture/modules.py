@@ -1,0 +1,87 @@
+"""Which module an aten op belongs to, forward and backward, without touching the model."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+
+
+class ModulePaths:
+    """While entered, knows the path of the module that runs, and of the one whose forward is being differentiated.
+
+    Forward: hooks on all modules keep a stack. Backward: autograd numbers its nodes in the order in which the forward
+    made them, so the numbers at which modules began and ended say whose node the current one is.
+
+    Args:
+        roots: prefix -> module; the path of a module is the prefix and its name, joined by a dot.
+        parameters: id of a parameter tensor -> its name, for gradients that autograd accumulates.
+    """
+
+    def __init__(self, roots: Mapping[str, torch.nn.Module], parameters: Mapping[int, str]) -> None:
+        """Name the modules under `roots`; nothing is hooked yet."""
+        self._paths: dict[int, str] = {}
+        self._kinds: dict[str, str] = {}
+        for prefix, root in roots.items():
+            for name, module in root.named_modules():
+                path = ".".join(part for part in (prefix, name) if part)
+                self._paths.setdefault(id(module), path)
+                self._kinds.setdefault(path, type(module).__name__)
+        self._parameters = parameters
+        self._stack: list[str] = []
+        self._starts: list[int] = [0]
+        self._owners: list[str] = [""]
+        self._hooks: list[Any] = []
+        self.backward = False
+
+    def __enter__(self) -> ModulePaths:
+        """Hook every module's forward."""
+        self._hooks = [
+            nn_module.register_module_forward_pre_hook(self._enter),
+            nn_module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unhook."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        path = self._paths.get(id(module))
+        self._stack.append(path if path is not None else (self._stack[-1] if self._stack else ""))
+        self._mark()
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        """From the next autograd node on, nodes belong to the module on top of the stack."""
+        if not self.backward:  # a checkpoint's second forward runs on another thread, which numbers its own nodes
+            self._starts.append(torch.autograd._get_sequence_nr())
+            self._owners.append(self._stack[-1] if self._stack else "")
+
+    def current(self) -> str:
+        """Path of the module that is running, or being differentiated; `""` when none is known."""
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node() if self.backward else None
+        if node is None:
+            return ""
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._parameters.get(id(variable), "").rpartition(".")[0]
+        return self._owners[max(bisect_right(self._starts, node._sequence_nr()) - 1, 0)]
+
+    def describe(self) -> str:
+        """The current module for an error message: `module transformer.h.0.attn (GPT2Attention)`."""
+        path = self.current()
+        kind = self._kinds.get(path)
+        if not path:
+            return f"the model ({kind})" if kind and self._stack else "the program"
+        return f"module {path} ({kind})" if kind else f"module {path}"

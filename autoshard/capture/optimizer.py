@@ -1,0 +1,158 @@
+"""A twin of the user's optimizer over placeholders, in its steady state.
+
+What state an optimizer keeps is found out, not known: a twin takes one step with one parameter of each shape, and what
+it then holds is the state of every parameter of that shape.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from autoshard.errors import CaptureError
+
+STEADY_STEP = 10.0
+"""Step counters are set to this: past the first steps, in which RAdam, say, computes something else, and where
+bias corrections are ordinary numbers (torch_xla makes 0 and 1 constants of the program, not arguments)."""
+
+Placeholder = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_optimizer(optimizer: Any, tensors: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of the captured step, without state.
+
+    Args:
+        optimizer: a torch optimizer over the user's parameters (left as it is), or a callable from parameters to one.
+        tensors: id of the user's parameter -> its placeholder, in the model's order.
+
+    Raises:
+        CaptureError: it is neither, or optimizes tensors that are not the model's.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in tensors]
+        if foreign:
+            raise CaptureError(
+                f"the optimizer updates a tensor of shape {tuple(foreign[0].shape)} that is no parameter of the model "
+                f"(nor of a loss_fn that is a module); {len(foreign)} such in all. Build it from model.parameters()."
+            )
+        return _twin(optimizer, tensors)
+    if not callable(optimizer):
+        raise CaptureError(
+            f"optimizer is a torch.optim.Optimizer or a callable from parameters to one, not {type(optimizer).__name__}"
+        )
+    made = optimizer(list(tensors.values()))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise CaptureError(f"optimizer(parameters) returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
+def seed_state(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    placeholder: Placeholder,
+    guard: AbstractContextManager[Any],
+) -> dict[str, tuple[torch.Tensor, str]]:
+    """Give `optimizer` the state that it has between steps, as placeholders; call it when gradients exist.
+
+    Args:
+        optimizer: as `make_optimizer` made it.
+        names: id of each placeholder parameter -> its name.
+        placeholder: makes one like a tensor.
+        guard: entered around the trial step, to refuse what it must not do.
+
+    Returns:
+        Name of each state tensor on the device -> (the tensor, its parameter's name).
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise CaptureError("the optimizer has fused=True, which XLA devices do not support; leave `fused` out")
+    of_kind = _state_kinds(optimizer, placeholder, guard)
+    seeded: dict[str, tuple[torch.Tensor, str]] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = of_kind[group_index, tuple(p.shape), p.dtype]
+            optimizer.state[p] = {key: _seed(key, value, placeholder) for key, value in state.items()}
+            name = names[id(p)]
+            seeded.update({path: (tensor, name) for path, tensor in state_tensors(optimizer.state[p], name)})
+    return seeded
+
+
+def state_tensors(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor of a parameter's state that lives on an XLA device."""
+    for path, value in tree_flatten_with_path(dict(state))[0]:
+        if isinstance(value, torch.Tensor) and value.device.type == "xla":
+            yield ".".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]), value
+
+
+def _twin(optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings over other tensors, with no state and no hooks."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap `step`
+    for name, value in twin.__dict__.items():
+        if "hooks" in name and isinstance(value, dict):
+            twin.__dict__[name] = type(value)()
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {
+            key: [tensors[id(p)] for p in value] if key == "params" else copy.deepcopy(value)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _state_kinds(
+    optimizer: torch.optim.Optimizer, placeholder: Placeholder, guard: AbstractContextManager[Any]
+) -> dict[tuple[int, tuple[int, ...], torch.dtype], dict[str, Any]]:
+    """(group, shape, dtype) -> the state of such a parameter after one step."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    kinds: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            kind = (group_index, tuple(p.shape), p.dtype)
+            if p.grad is not None and kind not in kinds:
+                kinds[kind] = torch.nn.Parameter(placeholder(p))
+                kinds[kind].grad = placeholder(p)
+            stand_ins[id(p)] = kinds.get(kind, p)
+    trial = _twin(optimizer, stand_ins)
+    for group in trial.param_groups:
+        group["params"] = list({id(p): p for p in group["params"] if any(p is s for s in kinds.values())}.values())
+    with guard:
+        step(trial)
+    return {kind: dict(trial.state[p]) for kind, p in kinds.items()}
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """One step; an optimizer that cannot take it without a closure or values is refused."""
+    try:
+        optimizer.step()
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the step of {type(optimizer).__name__} cannot be captured: {str(error).splitlines()[0]}. "
+            "Optimizers are supported that step without a closure and keep tensors as their state."
+        ) from error
+
+
+def _seed(key: str, value: Any, placeholder: Placeholder) -> Any:
+    """One entry of a parameter's state, made new for one parameter."""
+
+    def seed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+            return placeholder(leaf)
+        if key == "step" and isinstance(leaf, torch.Tensor):
+            return torch.full_like(leaf, STEADY_STEP)
+        if key == "step" and isinstance(leaf, int | float):
+            return type(leaf)(STEADY_STEP)
+        return copy.deepcopy(leaf)
+
+    return tree_map(seed, value)

@@ -1,0 +1,108 @@
+"""Which ops cannot be captured, recognized before the runtime meets them, and what to say about them.
+
+A captured program has no values. An op that needs one (to branch on, or to know a result's shape), and an op that
+torch_xla computes on the CPU, would end the process when it asks for the data of a placeholder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from autoshard.capture.sequence import READS_VALUE, TRANSFERS, is_xla
+from autoshard.errors import CaptureError
+
+_SHAPED_BY_VALUES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "nonzero.default",
+        "nonzero_numpy.default",
+        "masked_select.default",
+        "_unique.default",
+        "_unique2.default",
+        "unique_dim.default",
+        "unique_consecutive.default",
+        "unique_dim_consecutive.default",
+        "bincount.default",
+        "repeat_interleave.Tensor",
+        "argwhere.default",
+    )
+)
+_INDEXES = ("aten.index.", "aten.index_put", "aten._index_put_impl")
+
+
+def refuse_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any], where: str) -> None:
+    """Raise CaptureError if the op takes values of an XLA tensor to the host."""
+    if not any(is_xla(t) for t in tensors):
+        return
+    asked = kwargs.get("device")
+    to_host = name in TRANSFERS and asked is not None and torch.device(asked).type != "xla"
+    if name.startswith("aten._copy_from"):
+        to_host = len(tensors) > 1 and not is_xla(tensors[1])
+    if name in READS_VALUE or name in ("aten._to_cpu.default",) or to_host:
+        raise CaptureError(
+            f"{where} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
+            f"`if t:`){_source()}. Capture records the program without running it, so no value exists. Decide with "
+            "tensors instead (torch.where, a mask), or keep this out of the training step."
+        )
+
+
+def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) -> None:
+    """Raise CaptureError if an op's result has a shape that depends on values, or torch_xla has no lowering for it."""
+    masked = name.startswith(_INDEXES) and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+    if name in _SHAPED_BY_VALUES or (masked and _mask_is_index(func, tensors)):
+        what = "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values"
+        raise CaptureError(
+            f"{where} {what} ({_short(name)}){_source()}. XLA needs every shape before it runs. "
+            "Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
+        )
+    if _falls_back(func.name()):
+        raise _no_lowering(name, where)
+
+
+def no_lowering(name: str, where: str) -> CaptureError:
+    """The error for an op that was found to be computed outside XLA."""
+    return _no_lowering(name, where)
+
+
+def _no_lowering(name: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
+        f"{_source()}. Write it with other operations, or leave that module out of the captured program."
+    )
+
+
+def _mask_is_index(func: Any, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Index puts also read the values they write, which may be boolean when the written tensor is."""
+    values_are_bool = "index_put" in func.name() and tensors[0].dtype in (torch.bool, torch.uint8)
+    indices = tensors[1:-1] if values_are_bool else tensors[1:]
+    return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
+
+
+@cache
+def _falls_back(name: str) -> bool:
+    """Whether the dispatcher's entry of an op for XLA is torch_xla's fallback to the CPU."""
+    table = torch._C._dispatch_dump_table(name)
+    return any(line.startswith("XLA:") and "[backend fallback]" in line for line in table.splitlines())
+
+
+def _short(name: str) -> str:
+    """`aten.mm` of `aten.mm.default`."""
+    return name.removesuffix(".default")
+
+
+def _source() -> str:
+    """` at file:line`, the innermost line of the running program that is neither torch's nor ours; else nothing."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module not in ("torch", "torch_xla", "autoshard", "contextlib", "threading", "importlib", "functools"):
+            return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
