@@ -1,0 +1,300 @@
+"""What GSPMD's partitioner makes of a sharded program: collectives, and each device's share of the work.
+
+Per op, from the shardings that propagation gave its operands and results: which operands are resharded first, how the
+op runs on the parts, which partial results are summed. This follows XLA's `SpmdPartitioningVisitor`
+(xla/service/spmd/spmd_partitioner.cc; GSPMD paper, arXiv:2105.04663, section 4). Contractions are in `spmd_dot.py`,
+gather and scatter in `spmd_index.py`, reshards in `reshard.py`.
+
+A value resharded twice to the same sharding is resharded once: the partitioner keeps what it has made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost.collectives import Collective
+from autoshard.cost.device import Target
+from autoshard.cost.spmd_dot import DotPartitioner, Sum, dot_dims
+from autoshard.cost.spmd_reshard import Resharder, Step
+from autoshard.graph.groups import ELEMENTWISE, free_ops
+from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.propagate import Shardings
+from autoshard.graph.tiling import Subaxes, Tiling
+from autoshard.graph.transfer import Transfers, bytes_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OpRun:
+    """How one op runs.
+
+    Attributes:
+        collectives: what is emitted for it: reshards of its operands, sums of partial results.
+        share: its FLOPs on one device, as a part of the whole op's (1 where every device computes everything).
+        reads: per operand the tiling that it reads once resharded.
+    """
+
+    collectives: tuple[Collective, ...]
+    share: float
+    reads: tuple[Tiling, ...]
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A partitioned program.
+
+    Attributes:
+        runs: one per op, in program order.
+        copies: collectives of annotated copies (a reshard from the value to its annotation).
+        results: collectives that give the program's results their shardings.
+    """
+
+    runs: tuple[OpRun, ...] = field(repr=False)
+    copies: tuple[Collective, ...] = field(repr=False)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All of them, in program order."""
+        return (*(one for run in self.runs for one in run.collectives), *self.copies)
+
+
+def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned:
+    """What the partitioner of `target` (`cpu`, `tpu` or `gpu`) emits for `graph` under `shardings`."""
+    return _Partitioner(graph, shardings, target).run()
+
+
+@dataclass(frozen=True)
+class _Emission:
+    """The collectives of one op, before it is known which of its reshards were made earlier.
+
+    Attributes:
+        moves: (operand, key within the cache, collectives of the reshard).
+        own: the op's own collectives.
+    """
+
+    moves: tuple[tuple[int, Hashable, tuple[Step, ...]], ...]
+    own: tuple[Step, ...]
+    share: float
+    reads: tuple[Tiling, ...]
+
+
+class _Partitioner:
+    def __init__(self, graph: Graph, shardings: Shardings, target: Target) -> None:
+        self.graph = graph
+        self.shardings = shardings
+        self.subaxes: Subaxes = shardings.subaxes
+        self.target = target
+        self.transfers = Transfers(graph, self.subaxes)
+        self.resharder = Resharder(self.subaxes, target)
+        self.free = free_ops(graph)
+        self.memo: dict[Hashable, _Emission] = {}
+        self.made: set[Hashable] = set()
+        self.collectives: list[Collective] = []
+
+    def run(self) -> Partitioned:
+        runs = []
+        copied: dict[Value, list[int]] = {}
+        for number, copy in enumerate(self.shardings.copies):
+            copied.setdefault(copy.value, []).append(number)
+        copies: list[Collective] = []
+        for op in self.graph.ops:
+            runs.append(self._op(op))
+            for result in range(len(op.results)):
+                for number in copied.get(Value(op.id, result), ()):
+                    copies.extend(self._copy(op, number))
+        return Partitioned(tuple(runs), tuple(copies))
+
+    def _copy(self, op: Op, number: int) -> list[Collective]:
+        copy = self.shardings.copies[number]
+        kind = self.graph.type_of(copy.value)
+        key: Hashable
+        if copy.source is None:
+            source, key = self.shardings.made[copy.value], ("value", copy.value)
+        else:
+            source, key = self.shardings.copied[copy.source], ("copy", copy.source)
+        target = self.shardings.copied[number]
+        if source == target or op.id in self.free:
+            return []
+        steps = self.resharder.reshard(kind.shape, kind.dtype, source, target)
+        return self._once((key, (), source, target), steps, op.id)
+
+    def _once(self, key: Hashable, steps: Sequence[Step], op: int) -> list[Collective]:
+        if key in self.made:
+            return []
+        self.made.add(key)
+        return [self._collective(step, op) for step in steps]
+
+    def _collective(self, step: Step, op: int) -> Collective:
+        kind, axes, size = step
+        return Collective(kind, axes, size, 1, op)
+
+    def _op(self, op: Op) -> OpRun:
+        reads = tuple(self.shardings.read(op.id, value) for value in op.operands)
+        results = tuple(self.shardings.made[Value(op.id, r)] for r in range(len(op.results)))
+        shapes = tuple(self.graph.type_of(value) for value in op.operands)
+        key = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
+        emission = self.memo.get(key)
+        if emission is None:
+            emission = self.memo[key] = self._emit(op, reads, results)
+        collectives: list[Collective] = []
+        for place, move, steps in emission.moves:
+            value = op.operands[place]
+            if value.op in self.free:
+                continue
+            copy = self.shardings.copy_read(op.id, value)
+            node = ("value", value) if copy is None else ("copy", copy)
+            collectives.extend(self._once((node, move), steps, op.id))
+        if op.id not in self.free:
+            collectives.extend(self._collective(step, op.id) for step in emission.own)
+        return OpRun(tuple(collectives), emission.share, emission.reads)
+
+    # ---- kinds -------------------------------------------------------------------------------------------------
+
+    def _emit(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> _Emission:
+        if not op.operands or not results:
+            return _Emission((), (), self._share(op, results), reads)
+        kind = op.kind
+        if kind == "dot_general":
+            return self._dot(op, reads, results[0])
+        if kind == "reshape":
+            return self._reshape(op, reads[0], results[0])
+        if kind == "reduce":
+            return self._reduce(op, reads, results)
+        if kind in ("gather", "scatter"):
+            from autoshard.cost.spmd_index import IndexPartitioner
+
+            return IndexPartitioner(self, op, reads, results[0]).emit()
+        wanted = self._wanted(op, reads, results)
+        return self._moved(op, reads, wanted, self._share(op, results))
+
+    def _wanted(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> tuple[Tiling, ...]:
+        """Per operand the sharding under which the op reads it, for ops that run on aligned parts."""
+        kind, result = op.kind, results[0]
+        wanted = []
+        for place, tiling in enumerate(reads):
+            shape = self.graph.type_of(op.operands[place]).shape
+            if kind in ELEMENTWISE or kind == "optimization_barrier":
+                mine = results[place] if kind == "optimization_barrier" else result
+                wanted.append(mine if len(shape) == len(mine) else tiling)
+                continue
+            dims = self.transfers.dim_map(op, place)
+            if dims is None:
+                wanted.append(((),) * len(shape))
+                continue
+            asked: list[tuple[int, ...]] = [()] * len(shape)
+            for result_dim, dim in enumerate(dims):
+                if dim >= 0:
+                    asked[dim] = result[result_dim]
+            wanted.append(tuple(asked))
+        return tuple(wanted)
+
+    def _moved(
+        self,
+        op: Op,
+        reads: tuple[Tiling, ...],
+        wanted: tuple[Tiling, ...],
+        share: float,
+        own: Sequence[Step] = (),
+    ) -> _Emission:
+        moves = []
+        for place, (source, target) in enumerate(zip(reads, wanted, strict=True)):
+            if source != target:
+                kind = self.graph.type_of(op.operands[place])
+                steps = self.resharder.reshard(kind.shape, kind.dtype, source, target)
+                moves.append((place, ((), source, target), tuple(steps)))
+        return _Emission(tuple(moves), tuple(own), share, wanted)
+
+    def _share(self, op: Op, results: tuple[Tiling, ...]) -> float:
+        if not results:
+            return 1.0
+        shape = op.results[0].shape
+        whole = math.prod(shape)
+        return math.prod(self.subaxes.shard(shape, results[0])) / whole if whole else 1.0
+
+    def _dot(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> _Emission:
+        lhs, rhs = (self.graph.type_of(value) for value in op.operands[:2])
+        out = op.results[0]
+        attrs = dict(op.attrs)
+        dims = dot_dims(len(lhs.shape), len(rhs.shape), attrs)
+        plan = DotPartitioner(dims, self.subaxes).plan(
+            (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
+        )
+        moves = []
+        own: list[Step] = []
+        for step in plan.steps:
+            if isinstance(step, Sum):
+                own.extend(self._sums(step.axes, step.elements * bytes_of(out.dtype), step.scatter))
+            elif step.place == 2:
+                own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target))
+            else:
+                kind = lhs if step.place == 0 else rhs
+                steps = tuple(self.resharder.reshard(step.shape, kind.dtype, step.source, step.target))
+                moves.append((step.place, (step.outer, step.source, step.target), steps))
+        whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
+        return _Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
+
+    def _sums(self, axes: tuple[tuple[int, ...], ...], size: int, scatter: bool) -> list[Step]:
+        """All-reduces of partial results: CPU writes one per contracted dim, TPU and GPU fold them into one."""
+        if not axes:
+            return []
+        merged = tuple(axis for dim in axes for axis in dim)
+        if scatter and len(axes) == 1:
+            return [("reduce-scatter", self.resharder.names(merged), size)]
+        if self.target == "cpu":
+            return [("all-reduce", self.resharder.names(dim), size) for dim in axes]
+        return [("all-reduce", self.resharder.names(merged), size)]
+
+    def _reduce(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> _Emission:
+        """`HandleReduce`: the kept dims follow the result; a split reduced dim leaves partial results to sum."""
+        count = len(results)
+        inputs = op.operands[:count]
+        reduced = op.attrs["dims"]
+        shape = self.graph.type_of(inputs[0]).shape
+        base = reads[0]
+        wanted: list[Tiling] = []
+        for place, tiling in enumerate(reads):
+            wanted.append(base if 0 < place < count else tiling)
+        partial = tuple(axes for dim, axes in enumerate(base) if dim in reduced and axes)
+        made_as = tuple(axes for dim, axes in enumerate(base) if dim not in reduced)
+        own: list[Step] = []
+        kept = tuple(size for dim, size in enumerate(shape) if dim not in reduced)
+        for number, result in enumerate(results):
+            dtype = op.results[number].dtype
+            elements = math.prod(self.subaxes.shard(kept, made_as))
+            gained = {axis for dim in result for axis in dim} - {axis for dim in made_as for axis in dim}
+            reduce_axes = {axis for dim in partial for axis in dim}
+            scatter = bool(partial) and gained == reduce_axes and self.subaxes.refines(kept, result, made_as)
+            if count > 1 and partial:
+                for axes in partial:
+                    own.append(
+                        ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
+                    )
+            else:
+                own.extend(self._sums(partial, elements * bytes_of(dtype), scatter))
+            if made_as != result and not scatter:
+                own.extend(self.resharder.reshard(kept, dtype, made_as, result))
+        whole = math.prod(shape)
+        share = math.prod(self.subaxes.shard(shape, base)) / whole if whole else 1.0
+        return self._moved(op, reads, tuple(wanted), share, own)
+
+    def _reshape(self, op: Op, source: Tiling, result: Tiling) -> _Emission:
+        """`HandleReshape`: through the operand sharding that the result's becomes, or the other way round."""
+        kind = self.graph.type_of(op.operands[0])
+        shape, into = kind.shape, op.results[0].shape
+        subaxes = self.subaxes
+        share = self._share(op, (result,))
+        back = subaxes.reshape(into, shape, result)
+        if subaxes.tiles(back) == subaxes.tiles(result):
+            return self._moved(op, (source,), (back,), share)
+        forth = subaxes.reshape(shape, into, source)
+        if any(forth) and subaxes.tiles(forth) == subaxes.tiles(source):
+            own = self.resharder.reshard(into, kind.dtype, forth, result)
+            return _Emission((), tuple(own), share, (source,))
+        # Dims that carry over stay split; the others are gathered.
+        kept = subaxes.reshape(into, shape, forth)
+        steps = self.resharder.reshard(shape, kind.dtype, source, kept)
+        own = self.resharder.reshard(into, kind.dtype, forth, result)
+        return _Emission(((0, ((), source, kept), tuple(steps)),), tuple(own), share, (kept,))

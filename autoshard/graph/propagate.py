@@ -1,0 +1,405 @@
+"""What XLA's sharding propagation makes of annotations: a sharding for every value.
+
+This follows `ShardingPropagation` of XLA (xla/service/sharding_propagation.cc, described in the GSPMD paper,
+arXiv:2105.04663, section 3.5): shardings flow from operands and from users until nothing improves, first through
+elementwise ops and their like alone, then through contractions and reductions, then out of broadcasts, then into
+them. A sharding replaces another only where it refines it; partial shardings merge.
+
+A pinned value is `custom_call @Sharding`: its annotation cannot change, and the op before it runs under the same
+sharding (XLA copies the annotation onto an operand that has none). Arguments keep theirs. What nothing reaches is
+replicated.
+
+A graph keeps one op per HLO instruction here, which is what the CPU compiler's propagation sees; the TPU and GPU
+compilers simplify the program first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.tiling import Subaxes, Tiling
+from autoshard.graph.transfer import FORWARD_LEVEL, PASS_THROUGH, Transfers
+from autoshard.mesh import Mesh, Spec
+
+_FROM_FIRST = frozenset({"power", "reverse", "slice", "pad", "shift_left", "shift_right_arithmetic"})
+"""Kinds whose sharding follows their first operand alone, at the first level (`PickRepresentativeOperand`)."""
+
+_LEVELS = (0, 1, 2, 3, 3)
+"""Aggressiveness of each round; XLA runs the last one twice."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An annotated copy of a value: a pin (`source` is the value), or a consumer's own copy.
+
+    Attributes:
+        value: what it copies.
+        spec: its annotation.
+        source: the copy it is made from, or None for the value as its op makes it.
+    """
+
+    value: Value
+    spec: Spec
+    source: int | None = None
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """A sharding per value.
+
+    Attributes:
+        subaxes: what the numbers in `made` and `copied` stand for.
+        made: value -> the tiling under which its op makes it.
+        copies: the annotated copies, in order.
+        copied: their tilings.
+        reads: (consumer op, value) -> the copy it reads; where there is none it reads the value as made.
+    """
+
+    subaxes: Subaxes = field(repr=False)
+    made: dict[Value, Tiling] = field(repr=False)
+    copies: tuple[Copy, ...] = field(repr=False)
+    copied: tuple[Tiling, ...] = field(repr=False)
+    reads: dict[tuple[int, Value], int] = field(repr=False)
+    pins: dict[Value, int] = field(repr=False)
+
+    def copy_read(self, consumer: int | None, value: Value) -> int | None:
+        """Which copy of `value` an op reads (`None` as consumer: the program's result)."""
+        if consumer is not None:
+            copy = self.reads.get((consumer, value))
+            if copy is not None:
+                return copy
+        return self.pins.get(value)
+
+    def read(self, consumer: int | None, value: Value) -> Tiling:
+        """The tiling under which an op finds `value`, before the partitioner reshards it for the op."""
+        copy = self.copy_read(consumer, value)
+        return self.made[value] if copy is None else self.copied[copy]
+
+    @cached_property
+    def specs(self) -> dict[Value, Spec]:
+        """Per value the spec that its readers find: the pinned one, else the one it is made under."""
+        return {value: self.subaxes.spec(self.read(None, value)) for value in self.made}
+
+
+def propagate(graph: Graph, annotations: Annotations, mesh: Mesh) -> Shardings:
+    """The sharding of every value of `graph` under `annotations` (see the module's docstring)."""
+    return _Propagation(graph, annotations, mesh).run()
+
+
+class _Propagation:
+    """Nodes are the results of ops (numbered op by op), then the copies."""
+
+    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
+        self.graph = graph
+        self.subaxes = Subaxes(mesh)
+        self.transfers = Transfers(graph, self.subaxes)
+        self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
+        for op in graph.ops:
+            self.first[op.id + 1] = self.first[op.id] + len(op.results)
+        self.value_count = self.first[-1]
+        self.copies: list[Copy] = []
+        self.reads: dict[tuple[int, Value], int] = {}
+        self.pins: dict[Value, int] = {}
+        self._add_copies(annotations)
+        total = self.value_count + len(self.copies)
+        self.op_of: list[Op | None] = [op for op in graph.ops for _ in op.results]
+        self.op_of += [None] * len(self.copies)
+        self.shape: list[tuple[int, ...]] = [result.shape for op in graph.ops for result in op.results]
+        self.shape += [graph.type_of(copy.value).shape for copy in self.copies]
+        self.operands: list[tuple[int, ...]] = []
+        self._wire()
+        self.users: list[list[int]] = [[] for _ in range(total)]
+        for node, operands in enumerate(self.operands):
+            for operand in dict.fromkeys(operands):
+                self.users[operand].append(node)
+        self.single = [self._single_user(node) for node in range(total)]
+        self.tiling: list[Tiling | None] = [None] * total
+        self.fixed = bytearray(total)
+        self.order = self._post_order()
+        self._seed(annotations)
+
+    # ---- the program as XLA has it -----------------------------------------------------------------------------
+
+    def _add_copies(self, annotations: Annotations) -> None:
+        argument = set(self.graph.arguments)
+        for value, spec in annotations.pins.items():
+            if value.op not in argument:
+                self.pins[value] = len(self.copies)
+                self.copies.append(Copy(value, spec))
+        known: dict[tuple[Value, Spec], int] = {}
+        consumers: dict[tuple[Value, int], list[int]] = {}
+        wanted = {aten for _, aten in annotations.copies}
+        for op in self.graph.ops:
+            if op.aten in wanted:
+                for value in dict.fromkeys(op.operands):
+                    consumers.setdefault((value, op.aten), []).append(op.id)
+        for (value, aten), spec in annotations.copies.items():
+            readers = consumers.get((value, aten))
+            if not readers:
+                continue
+            if (value, spec) not in known:
+                known[value, spec] = len(self.copies)
+                self.copies.append(Copy(value, spec, self.pins.get(value)))
+            for reader in readers:
+                self.reads[reader, value] = known[value, spec]
+
+    def _wire(self) -> None:
+        for op in self.graph.ops:
+            nodes = []
+            for value in op.operands:
+                copy = self.reads.get((op.id, value), self.pins.get(value))
+                nodes.append(self._node(value) if copy is None else self.value_count + copy)
+            self.operands.extend([tuple(nodes)] * len(op.results))
+        for made in self.copies:
+            source = self._node(made.value) if made.source is None else self.value_count + made.source
+            self.operands.append((source,))
+
+    def _node(self, value: Value) -> int:
+        return self.first[value.op] + value.result
+
+    def _single_user(self, node: int) -> bool:
+        users = self.users[node]
+        if len(users) < 2:
+            return len(users) == 1
+        if node >= self.value_count:
+            return False
+        owners = {(owner.id if (owner := self.op_of[user]) is not None else -user) for user in users}
+        return len(owners) == 1
+
+    def _results(self) -> list[int]:
+        nodes = []
+        for value in self.graph.outputs:
+            copy = self.pins.get(value)
+            nodes.append(self._node(value) if copy is None else self.value_count + copy)
+        return nodes
+
+    def _post_order(self) -> list[int]:
+        """Operands before users, depth first from the results, as `MakeInstructionPostOrder`."""
+        seen = bytearray(len(self.operands))
+        order: list[int] = []
+        stack = list(reversed(self._results()))
+        while stack:
+            node = stack[-1]
+            if seen[node]:
+                stack.pop()
+                if seen[node] == 1:
+                    seen[node] = 2
+                    order.append(node)
+                continue
+            seen[node] = 1
+            stack.extend(operand for operand in reversed(self.operands[node]) if not seen[operand])
+        order.extend(node for node in range(len(seen)) if not seen[node])
+        return order
+
+    def _seed(self, annotations: Annotations) -> None:
+        for argument in self.graph.arguments:
+            for result, kind in enumerate(self.graph.ops[argument].results):
+                spec = annotations.pins.get(Value(argument, result))
+                node = self.first[argument] + result
+                self.tiling[node] = ((),) * len(kind.shape) if spec is None else self.subaxes.tiling(spec)
+                self.fixed[node] = 1
+        for number, copy in enumerate(self.copies):
+            node = self.value_count + number
+            self.tiling[node] = self.subaxes.tiling(copy.spec)
+            self.fixed[node] = 1
+        for node in reversed(self.order):
+            if node >= self.value_count:
+                (source,) = self.operands[node]
+                if self.tiling[source] is None:
+                    self.tiling[source] = self.tiling[node]
+                    self.fixed[source] = 1
+
+    # ---- the fixpoint ------------------------------------------------------------------------------------------
+
+    def run(self) -> Shardings:
+        for level in _LEVELS:
+            self._run_level(level)
+        made = {}
+        for op in self.graph.ops:
+            for result, kind in enumerate(op.results):
+                tiling = self.tiling[self.first[op.id] + result]
+                made[Value(op.id, result)] = ((),) * len(kind.shape) if tiling is None else tiling
+        copied = tuple(tiling for tiling in self.tiling[self.value_count :] if tiling is not None)
+        return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins)
+
+    def _run_level(self, level: int) -> None:
+        fixed = self.fixed
+        operands, users = self.operands, self.users
+        done_forward, done_backward = bytearray(fixed), bytearray(fixed)
+        results = self._results()
+        changed = True
+        while changed:
+            changed = False
+            for node in self.order:
+                if not done_forward[node]:
+                    done_forward[node] = 1
+                    if self._from_operands(node, level):
+                        changed = True
+                        for operand in operands[node]:
+                            done_backward[operand] = fixed[operand]
+                        for user in users[node]:
+                            done_forward[user] = fixed[user]
+            if level == 0:
+                self._replicate_results(results)
+            for node in reversed(self.order):
+                if not done_backward[node]:
+                    done_backward[node] = 1
+                    if self._from_users(node, level):
+                        changed = True
+                        for operand in operands[node]:
+                            done_backward[operand] = fixed[operand]
+                        for user in users[node]:
+                            done_forward[user] = fixed[user]
+
+    def _replicate_results(self, results: Iterable[int]) -> None:
+        """The tuple of results takes part in propagation; an element that has nothing yet becomes replicated."""
+        for node in results:
+            if self.tiling[node] is None:
+                self.tiling[node] = ((),) * len(self.shape[node])
+
+    def _improve(self, node: int, new: Tiling, level: int, aggressive: bool = False) -> bool:
+        better = self.subaxes.improve(self.shape[node], self.tiling[node], new, level > 0, aggressive)
+        if better is None:
+            return False
+        self.tiling[node] = better
+        return True
+
+    def _from_operands(self, node: int, level: int) -> bool:
+        op = self.op_of[node]
+        assert op is not None  # copies are fixed
+        if level < FORWARD_LEVEL.get(op.kind, 1):
+            return False
+        if op.kind in ("dot_general", "dot") or (op.kind == "convolution" and self.transfers.is_dot(op)):
+            return self._dot_from_operands(node, op, level)
+        changed = False
+        operands = self.operands[node]
+        elementwise = op.kind in ELEMENTWISE
+        if (elementwise and len(operands) > 1) or op.kind in ("concatenate", "sort"):
+            if op.kind in _FROM_FIRST and level == 0:
+                operands = operands[:1]
+            if level == 0 or not elementwise:
+                best = self._most_specific(operands, self.shape[node], op)
+                if best is None or (op.kind == "concatenate" and level == 0 and not self._concatenates_early(node, op)):
+                    return False
+                return self._improve(node, best, level, self.single[node])
+            for operand in operands:
+                tiling = self.tiling[operand]
+                if tiling is not None and len(tiling) == len(self.shape[node]):
+                    changed |= self._improve(node, tiling, level)
+            return changed
+        aggressive = self.single[node] and op.kind not in ("gather", "scatter")
+        for place, operand in enumerate(operands):
+            tiling = self.tiling[operand]
+            if tiling is None:
+                continue
+            moved = self.transfers.forward(op, place, tiling)
+            if moved is not None:
+                changed |= self._improve(node, moved, level, aggressive)
+        return changed
+
+    def _most_specific(self, operands: Iterable[int], shape: tuple[int, ...], op: Op) -> Tiling | None:
+        best: Tiling | None = None
+        for operand in operands:
+            tiling = self.tiling[operand]
+            if tiling is None or len(tiling) != len(shape):
+                continue
+            if best is None or self.subaxes.tiles(tiling) > self.subaxes.tiles(best):
+                best = tiling
+        if op.kind == "sort" and best is not None and best[op.attrs["dim"]]:
+            return None
+        return best
+
+    def _concatenates_early(self, node: int, op: Op) -> bool:
+        """The one case where a concatenation passes shardings at the first level: stacked parameters."""
+        dim = op.attrs["dim"]
+        for operand, value in zip(self.operands[node], op.operands, strict=True):
+            tiling = self.tiling[operand]
+            made_by = self.graph.ops[value.op]
+            if made_by.kind != "reshape" or self.graph.ops[made_by.operands[0].op].kind != "argument":
+                return False
+            if tiling is None or not any(tiling) or tiling[dim]:
+                return False
+        return True
+
+    def _dot_from_operands(self, node: int, op: Op, level: int) -> bool:
+        found: list[Tiling | None] = []
+        for place in (0, 1):
+            tiling = self.tiling[self.operands[node][place]]
+            moved = None if tiling is None else self.transfers.forward(op, place, tiling)
+            old = self.tiling[node]
+            found.append(
+                None if moved is None else self.subaxes.improve(self.shape[node], old, moved, level > 0, False)
+            )
+        one, other = found
+        if one is None or other is None:
+            better = other if one is None else one
+            if better is None:
+                return False
+            self.tiling[node] = better
+            return True
+        if not self._first_goes_first(node, op, one, other):
+            one, other = other, one
+        self.tiling[node] = one
+        self._improve(node, other, level)
+        return True
+
+    def _first_goes_first(self, node: int, op: Op, one: Tiling, other: Tiling) -> bool:
+        """Whether a contraction prefers its left operand's sharding: the one its user needs, else the larger's."""
+        ahead = self._lookahead(node)
+        if ahead is not None:
+            fits_one = self.subaxes.refines(self.shape[node], ahead, one)
+            fits_other = self.subaxes.refines(self.shape[node], ahead, other)
+            if fits_one != fits_other:
+                return fits_one
+        return self.transfers.operand_bytes(op, 0) >= self.transfers.operand_bytes(op, 1)
+
+    def _lookahead(self, node: int) -> Tiling | None:
+        """The sharding that a chain of single users asks of a value (`LookaheadUserSharding`)."""
+        chain = [node]
+        while True:
+            users = self.users[chain[-1]]
+            if len(users) != 1:
+                return None
+            chain.append(users[0])
+            if self.tiling[users[0]] is not None:
+                break
+        tiling = self.tiling[chain[-1]]
+        for user, current in zip(reversed(chain[1:]), reversed(chain[:-1]), strict=True):
+            assert tiling is not None
+            tiling = self._from_user(current, user, tiling, 4)
+            if tiling is None:
+                return None
+        return tiling
+
+    def _from_user(self, node: int, user: int, tiling: Tiling, level: int) -> Tiling | None:
+        """The sharding that `user`, sharded by `tiling`, asks of its operand `node`."""
+        op = self.op_of[user]
+        if op is None:
+            return tiling
+        operands = self.operands[user]
+        place = operands.index(node)
+        return self.transfers.backward(op, place, tiling, [self.tiling[operand] for operand in operands], level)
+
+    def _from_users(self, node: int, level: int) -> bool:
+        op = self.op_of[node]
+        if op is not None and level < 2 and op.kind == "broadcast_in_dim":
+            return False
+        if op is not None and op.kind not in PASS_THROUGH and op.kind not in ELEMENTWISE:
+            return False
+        changed = False
+        for user in self.users[node]:
+            tiling = self.tiling[user]
+            if tiling is None:
+                continue
+            used_by = self.op_of[user]
+            if used_by is not None and level < min(2, FORWARD_LEVEL.get(used_by.kind, 1)):
+                continue
+            asked = self._from_user(node, user, tiling, level)
+            if asked is not None:
+                changed |= self._improve(node, asked, level)
+        return changed
