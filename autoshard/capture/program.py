@@ -103,5 +103,5 @@ class Program:
         for part in (self.kind, self.frontend, self.switches, self.arguments, self.outputs):
             digest.update(repr(part).encode())
         for op in self.ops:
-            digest.update(repr((op.name, op.outputs)).encode())
+            digest.update(repr((op.name, op.outputs, op.inputs)).encode())
         return digest.hexdigest()
