@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.sequence import WRITES_BACK, AtenSequence, Call, Producer, is_xla, tensor_id
+from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer, is_xla, tensor_id
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, Shared, describe
 from autoshard.plan import PlanMismatchError
@@ -148,7 +148,9 @@ class Annotator(AtenSequence):
                 self._copies.pop(shared, None)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write-backs keep the tie of arguments, and are left out for other values."""
+        """Write-backs keep the tie of arguments, and are left out for other values; batches arrive functionalized."""
+        if str(func) in TRANSFERS:
+            return _functional(func(*args, **kwargs))
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
             return func(*args, **kwargs)
         old, new = args[0], args[1]
@@ -237,6 +239,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _functional(result: Any) -> Any:
+    """What a transfer to the device gives outside a dispatch mode: inside, torch_xla leaves the wrapper out, and the ops
+    on the tensor would be others than the planned ones."""
+    if isinstance(result, torch.Tensor) and is_xla(result) and not torch._is_functional_tensor(result):
+        return torch._to_functional_tensor(result)
+    return result
 
 
 def _in_backward() -> bool:
