@@ -151,15 +151,20 @@ def measure(
         yield from zip(part, read(compiled.hlo_text, mesh, len(part)), strict=True)
 
 
-def formula(number: Fraction, sizes: Sequence[int]) -> str:
-    """`number` as a product of axis sizes over another: `01`, `1:0`, or nothing for one.
+def formula(number: Fraction, sizes: Sequence[int], quotients_first: bool = False) -> str:
+    """`number` as a product of axis sizes, maybe over another: `01`, `00`, `1:0`, or nothing for one.
 
-    Raises SystemExit where there is none; the simplest where there are several (measure on axes whose products differ).
+    Where several fit, products come before quotients, or the other way round. (Measured on 2x4 as well as on 2x8: a
+    part of an axis is a quotient, `1[1:0]`, and what is gathered over it a product, `/00`.) SystemExit where none fits.
     """
     positions = range(len(sizes))
-    subsets = [axes for r in range(len(sizes) + 1) for axes in itertools.combinations(positions, r)]
-    for over, under in sorted(itertools.product(subsets, repeat=2), key=lambda pair: (len(pair[1]), len(pair[0]))):
-        if not set(over) & set(under) and number == Fraction(product(over, sizes), product(under, sizes)):
+    products = [axes for r in range(3) for axes in itertools.combinations_with_replacement(positions, r)]
+    products += [axes for r in range(3, len(sizes) + 1) for axes in itertools.combinations(positions, r)]
+    ways = [(over, ()) for over in products if len(over) < 2 or len(set(over)) == len(over)]
+    quotients = [(over, under) for over in positions for under in positions if over != under]
+    rest = [((over,), (under,)) for over, under in quotients], [(over, ()) for over in products]
+    for over, under in [*ways, *(rest[0] if quotients_first else []), *rest[1], *rest[0]]:
+        if number == Fraction(product(over, sizes), product(under, sizes)):
             return "".join(map(str, over)) + (f":{''.join(map(str, under))}" if under else "")
     raise SystemExit(f"{number} is no product or quotient of the axis sizes {sizes}")
 
@@ -178,7 +183,7 @@ def row_of(found: Sequence[Found], total: int, mesh: Mesh) -> str:
             if "~" in name:
                 raise SystemExit(f"{each} runs over groups that follow no axis")
             devices = Fraction(int(part.split("/")[0])) if part else None
-            named.append(f"{mesh.axis_names.index(name)}{f'[{formula(devices, mesh.shape)}]' if devices else ''}")
+            named.append(f"{mesh.axis_names.index(name)}{f'[{formula(devices, mesh.shape, True)}]' if devices else ''}")
         steps.append(f"{each.kind} {''.join(named)}/{formula(Fraction(total, each.bytes), mesh.shape)}")
     return ", ".join(steps)
 
@@ -216,7 +221,7 @@ def update(path: Path, target: str, mesh: str, rows: Mapping[str, str], versions
             every[name].setdefault(m, {}).update(r)
     every[target][mesh] = dict(rows)
     table["versions"][target] = dict(sorted(versions.items()))
-    new: dict[str, dict[str, dict[str, str]]] = {"common": {}} | {name: {} for name in sorted(TARGETS)}
+    new: dict[str, dict[str, dict[str, str]]] = {name: {} for name in ("common", *sorted(TARGETS))}
     for m in sorted({m for by_mesh in every.values() for m in by_mesh}):
         for pair in sorted({pair for by_mesh in every.values() for pair in by_mesh.get(m, {})}):
             values = {name: every[name].get(m, {}).get(pair) for name in every}

@@ -5,13 +5,13 @@ fraction of it. So this module does not reason about what could be done; it look
 `reshard_table.json` holds, per target, every pair of specs over one and two axes of a tensor of up to three dims (four,
 where two axes leave two dims for two others), written by `benchmarks/reshard_table.py`. Measured, and relied upon:
 
-- bytes scale with the tensor, and of the axes' sizes only which divides which matters, so one mesh per relation
-  (2x8, 8x2, 2x2; 2x3 and 3x2 for sizes that do not divide) stands for all;
+- bytes scale with the tensor, and of two axes' sizes only which divides which matters, so one mesh per relation (2x8,
+  8x2, 2x2) stands for all;
 - dims that neither spec splits, and axes that neither spec uses, play no part;
 - axes that stay where they are, major to those that move, divide the bytes and play no other part.
 
-A pair over three axes that does not reduce to two falls back to `modelled`, GSPMD's order of attempts: slice for free,
-gather, permute, all-to-all, and otherwise gather all and slice (a full rematerialisation).
+A pair over three axes that does not reduce to two, or over axes of which neither size divides the other, falls back to
+`modelled`, GSPMD's order of attempts as far as it is understood.
 """
 
 from __future__ import annotations
@@ -288,7 +288,6 @@ def relation(sizes: Sequence[int]) -> str | None:
             return "2x8"
         if a % b == 0:
             return "8x2"
-        return "2x3" if a < b else "3x2"
     return None
 
 
@@ -370,39 +369,40 @@ def modelled(src: Places, dst: Places, sizes: tuple[int, ...], target: Target) -
             steps = [over("all-gather", [axis for _, axes, _ in steps for axis, _ in axes], steps[-1][2])]
         return steps
 
-    everyone = {axis for dim in (*src, *dst) for axis in dim}
-    if all(after[: len(before)] == before for before, after in zip(src, dst, strict=True)):
+    before, after = [ways([dim]) for dim in src], [ways([dim]) for dim in dst]
+    have, want = ({axis for dim in places for axis in dim} for places in (src, dst))
+    moved = {axis for a, b in zip(src, dst, strict=True) if a != b for axis in (*a, *b)}
+    if all(b[: len(a)] == a for a, b in zip(src, dst, strict=True)):
         return ()
-    if all(before[: len(after)] == after for before, after in zip(src, dst, strict=True)):
+    if all(a[: len(b)] == b for a, b in zip(src, dst, strict=True)):
         return tuple(gathers(src, dst))
-    if [ways([dim]) for dim in src] == [ways([dim]) for dim in dst]:
-        return (over("collective-permute", everyone, 1 / ways(src)),)
-    moved = _all_to_all(src, dst)
-    if moved is not None:
-        axes, now = moved
-        steps = [over("all-to-all", axes, 1 / max(ways(src), ways(now)))]
-        if now != dst:
-            steps += modelled(now, dst, sizes, target)
+    if all(b % a == 0 for a, b in zip(before, after, strict=True)):
+        return (over("collective-permute", moved, 1 / ways(dst)),)
+    if all(a % b == 0 for a, b in zip(before, after, strict=True)) and want <= have:
+        # Bring the axes that stay to the front, then gather the others.
+        front = tuple(b + tuple(axis for axis in a if axis not in b) for a, b in zip(src, dst, strict=True))
+        return (over("collective-permute", moved, 1 / ways(src)), *gathers(front, dst))
+    if have <= want:
+        # Slice by the new axes for free, exchange between dims, put the devices in order.
+        crossing = [axis for a, b in zip(src, dst, strict=True) for axis in a if axis not in b]
+        steps = [over("all-to-all", crossing, 1 / ways(dst))]
+        if not _lands(src, dst, set(crossing)):
+            steps.append(over("collective-permute", moved, 1 / ways(dst)))
         return tuple(steps)
-    # Keep what both agree on, dim by dim; everything else is gathered whole, then sliced for free.
-    common: Places = tuple(
-        tuple(axis for axis, other in zip(before, after, strict=False) if axis == other)
-        for before, after in zip(src, dst, strict=True)
-    )
-    return tuple(gathers(src, common))
+    gone = [dim for dim, axes in enumerate(src) if axes and not set(axes) & want]
+    if gone and len(gone) < sum(map(bool, src)):
+        rest = tuple(() if dim in gone else axes for dim, axes in enumerate(src))
+        return (*gathers(src, rest), *modelled(rest, dst, sizes, target))
+    return tuple(gathers(src, ((),) * len(src)))
 
 
-def _all_to_all(src: Places, dst: Places) -> tuple[tuple[int, ...], Places] | None:
-    """Minor axes of one dim that `dst` has at the end of another: those axes, and `src` with them moved."""
-    for giver, before in enumerate(src):
-        lost = before[_common(before, dst[giver]) :]
-        for taker, after in enumerate(dst):
-            if lost and taker != giver and after == src[taker] + lost and dst[giver] == before[: -len(lost)]:
-                now = list(src)
-                now[giver], now[taker] = before[: -len(lost)], after
-                return lost, tuple(now)
-    return None
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _lands(src: Places, dst: Places, crossing: set[int]) -> bool:
+    """Whether an all-to-all alone brings `src`, sliced by new axes, to `dst`: what crosses is minor on both sides."""
+    have = {axis for dim in src for axis in dim}
+    for a, b in zip(src, dst, strict=True):
+        stays = tuple(axis for axis in a if axis not in crossing)
+        arrives = tuple(axis for axis in b if axis in crossing)
+        new = tuple(axis for axis in b if axis not in have)
+        if a != stays + tuple(axis for axis in a if axis in crossing) or b != stays + new + arrives:
+            return False
+    return True
