@@ -49,7 +49,7 @@ class Dual:
         self.high = np.array([position[v] for _, v in pairs], np.int64)
         self._edges = pairs
         self._read_matrices()
-        self._read_rows(position)
+        self._read_rows()
         ends = np.concatenate((self.low, self.high))
         order = np.argsort(ends, kind="stable")
         self.first = np.searchsorted(ends[order], np.arange(n + 1)).astype(np.int64)
@@ -89,7 +89,7 @@ class Dual:
         self.forbidden = 4.0 * (float(np.abs(self.unary).sum()) + len(self._edges) * max(finite, default=0.0)) + 1e-300
         np.minimum(self.pairwise, self.forbidden, out=self.pairwise)
 
-    def _read_rows(self, position: dict[int, int]) -> None:
+    def _read_rows(self) -> None:
         net = self.net
         self.unit = max(1.0, float(np.abs(net.room).max(initial=0.0)))
         self.room = (net.room + net.slack) / self.unit
@@ -106,7 +106,6 @@ class Dual:
 
         self.node_items, self._node_target = flat([net.node_terms[int(v)] for v in self.nodes], self.noff[:-1])
         self.edge_items, self._edge_target = flat([net.edge_terms.get(p, {}) for p in self._edges], self.eoff)
-        del position
 
     # --- ascent ------------------------------------------------------------------------------------------------------
     def _graph(self) -> tuple[Any, ...]:
@@ -191,13 +190,24 @@ class Dual:
         return room, self.node_items, self.edge_items
 
     def improved(self, choice: list[int] | None = None) -> list[int] | None:
-        """The rounded (or given) choice brought within the memory rows and improved by local moves; None if it fails."""
+        """The rounded (or given) choice, brought within the memory rows and improved by local moves, or None."""
         x = self.x.copy() if choice is None else np.array([choice[int(v)] for v in self.nodes], np.int64)
-        graph = (self.noff, self.unary, self.low, self.high, self.eoff, self.pairwise, self.first, self.edge)
-        if not self._kernels.repair(x, *self._memory(), *graph, 4 * len(x) + 16):
+        if not self._kernels.repair(x, *self._memory(), *self._costs(), 4 * len(x) + 16):
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
-        self._kernels.descend(x, *self._memory(), *graph, smallest, 200)
+        self._kernels.descend(x, *self._memory(), *self._costs(), smallest, 200)
+        return self._named(x)
+
+    def repaired(self) -> list[int]:
+        """The rounded choice with the overflow of the memory rows brought down as far as single moves do."""
+        x = self.x.copy()
+        self._kernels.repair(x, *self._memory(), *self._costs(), 4 * len(x) + 16)
+        return self._named(x)
+
+    def _costs(self) -> tuple[Any, ...]:
+        return self.noff, self.unary, self.low, self.high, self.eoff, self.pairwise, self.first, self.edge
+
+    def _named(self, x: np.ndarray) -> list[int]:
         out = [0] * len(self.net.cost)
         for v, s in zip(self.nodes, x, strict=True):
             out[int(v)] = int(s)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver.network import Memo, Network
+from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
 
@@ -44,7 +44,7 @@ def exact_minimum(
     for u in net.alive:
         for v, matrix in net.adj[u].items():
             if u < v:
-                table = net.memo.get(("classes",), (matrix,), lambda m=matrix: _merge_classes(m, net.memo))
+                table = net.memo.get(("classes",), (matrix,), _merge_classes)
                 tables[u][serial] = tables[v][serial] = Table((u, v), table[1], table[0])
                 serial += 1
     done: list[tuple[int, list[Table]]] = []
@@ -77,7 +77,7 @@ def exact_minimum(
         if not around:
             total += float(best)
             continue
-        table_values, merged = _merge_classes(best, net.memo)
+        table_values, merged = _merge_classes(best)
         maps = tuple(again[joint[v][0]] for v, again in zip(around, merged, strict=True))
         new = Table(tuple(around), maps, table_values)
         for v in around:
@@ -159,7 +159,7 @@ def _align(
     return np.ascontiguousarray(picked.reshape(shape))
 
 
-def _merge_classes(values: Array, memo: Memo) -> tuple[Array, tuple[np.ndarray, ...]]:
+def _merge_classes(values: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
     """Merge equal slices along every dimension: (smaller table, per dimension the map to its classes)."""
     maps: list[np.ndarray] = []
     for axis in range(values.ndim):

@@ -90,6 +90,7 @@ class Model:
 
     cost: Array
     integers: int
+    columns: int  # strategies and pairs, without the overflow
     row: np.ndarray
     column: np.ndarray
     value: Array
@@ -98,8 +99,11 @@ class Model:
     first: dict[int, int]  # per node its first variable
 
 
-def build(net: Network, *, cost_scale: float, whole: bool) -> Model:
-    """The program of a network; costs times `cost_scale`, rounded down when they must be `whole`."""
+def build(net: Network, *, cost_scale: float, whole: bool, overflow: float = 0.0) -> Model:
+    """The program of a network; costs times `cost_scale`, rounded down when they must be `whole`.
+
+    With `overflow` (bytes) a last variable x says that all memory rows may overflow by overflow * x.
+    """
     nodes = net.alive
     first: dict[int, int] = {}
     costs: list[Array] = []
@@ -154,12 +158,16 @@ def build(net: Network, *, cost_scale: float, whole: bool) -> Model:
         for start, end, variables, amount in memory:
             for r in range(start, end):
                 add(np.full(len(variables), row + r), variables, amount / unit)
+        if overflow > 0.0:
+            each = np.arange(len(net.room))
+            add(row + each, np.full(len(each), n), np.full(len(each), -overflow / unit))
+            costs.append(np.array([1.0]))
         lower.append(np.full(len(net.room), -math.inf))
         upper.append((net.room + net.slack) / unit)
     cost = np.concatenate(costs) * cost_scale if costs else np.empty(0)
     cost = np.floor(cost) if whole else cost
     cat: Any = np.concatenate
-    return Model(cost, integers, cat(rows), cat(columns), cat(values), cat(lower), cat(upper), first)
+    return Model(cost, integers, n, cat(rows), cat(columns), cat(values), cat(lower), cat(upper), first)
 
 
 def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, largest: float = math.inf) -> IlpResult:
@@ -180,12 +188,39 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
         x, bound, infeasible, finished = _run_cbc(model, time_limit, seed)
     else:
         x, bound, infeasible, finished = _run_ortools(model, _ORTOOLS[backend], time_limit, seed)
-    choice = None
-    if x is not None:
-        choice = [0] * len(net.cost)
-        for i, f in model.first.items():
-            choice[i] = int(np.argmax(x[f : f + net.size(i)]))
+    choice = None if x is None else _decode(net, model, x)
     return IlpResult(choice, net.offset + bound / scale, infeasible, finished)
+
+
+def solve_least_overflow(
+    net: Network, *, backend: str, time_limit: float, most: float, seed: int = 0
+) -> tuple[list[int] | None, float, bool]:
+    """The least bytes by which the memory rows must overflow, costs left out.
+
+    Args:
+        net: finite costs must be 0.
+        backend: not "cp-sat": the overflow is not a whole number.
+        time_limit: seconds.
+        most: bytes of overflow that some choice is known to stay within.
+        seed: for the solver's random choices.
+
+    Returns:
+        A choice (or None), a lower bound in bytes, and whether it is exact (then the choice reaches it).
+    """
+    model = build(net, cost_scale=SPAN, whole=False, overflow=most)
+    if backend == "cbc":
+        x, bound, _, finished = _run_cbc(model, time_limit, seed)
+    else:
+        x, bound, _, finished = _run_ortools(model, _ORTOOLS[backend], time_limit, seed)
+    choice = None if x is None else _decode(net, model, x)
+    return choice, max(0.0, bound / SPAN * most), finished
+
+
+def _decode(net: Network, model: Model, x: Array) -> list[int]:
+    choice = [0] * len(net.cost)
+    for i, f in model.first.items():
+        choice[i] = int(np.argmax(x[f : f + net.size(i)]))
+    return choice
 
 
 def _scale(net: Network, largest: float, span: float) -> float:
@@ -210,11 +245,11 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
     n = len(model.cost)
     matrix = scipy.sparse.csr_matrix((model.value, (model.row, model.column)), shape=(len(model.lower), n))
     program = helper.ModelBuilderHelper()
-    bounds: tuple[Any, ...] = np.zeros(n), np.ones(n), model.cost, model.lower, model.upper
-    program.fill_model_from_sparse_data(*bounds, matrix)
+    arguments: list[Any] = [np.zeros(n), np.ones(n), model.cost, model.lower, model.upper, matrix]
+    program.fill_model_from_sparse_data(*arguments)
     # CP-SAT knows whole numbers only; with whole node variables the pair variables are whole in every solution anyway.
     # SCIP (of OR-Tools 9.15) has cut off the optimum in presolve with continuous ones: see the test.
-    for i in range(model.integers if name == "highs" else n):
+    for i in range(model.integers if name == "highs" else model.columns):
         program.set_var_integrality(i, True)
     solver = helper.ModelSolverHelper(name)
     if not solver.solver_is_supported():

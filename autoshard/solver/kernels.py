@@ -9,16 +9,26 @@ items `ifirst[o]:ifirst[o + 1]` are those of owner o.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
+
+T = TypeVar("T")
+
+
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """`function` compiled by numba, kept on disk between processes."""
+    made: Callable[..., T] = numba.njit(cache=True)(function)
+    return made
+
 
 F = Any  # a float64 vector; numba infers the types
 I = Any  # noqa: E741 - an int64 vector
 
 
-@numba.njit(cache=True)
+@compiled
 def sweep(
     backward: bool,
     noff: I,
@@ -113,7 +123,7 @@ def sweep(
     return bound
 
 
-@numba.njit(cache=True)
+@compiled
 def slacks(
     noff: I,
     unary: F,
@@ -199,7 +209,7 @@ def slacks(
     return bound
 
 
-@numba.njit(cache=True)
+@compiled
 def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F) -> None:
     """Add `amount` times the summed row weights (`weight` is a prefix sum) of every memory item to its labels."""
     for t in range(len(start)):
@@ -209,7 +219,7 @@ def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F
                 values[target[t] + a] += w * amount[aoff[t] + a]
 
 
-@numba.njit(cache=True)
+@compiled
 def usage_of(x: I, rows: int, node_items: Any, edge_items: Any, noff: I, low: I, high: I) -> F:
     """Bytes per memory row under the choice `x`."""
     change = np.zeros(rows + 1)
@@ -229,7 +239,7 @@ def usage_of(x: I, rows: int, node_items: Any, edge_items: Any, noff: I, low: I,
     return np.cumsum(change)[:-1]
 
 
-@numba.njit(cache=True)
+@compiled
 def _shift(
     i: int,
     label: int,
@@ -263,7 +273,7 @@ def _shift(
                     used[r] += u
 
 
-@numba.njit(cache=True)
+@compiled
 def _label_costs(
     i: int, skip: int, x: I, noff: I, unary: F, low: I, high: I, eoff: I, pairwise: F, first: I, edge: I, out: F
 ) -> None:
@@ -284,7 +294,7 @@ def _label_costs(
                 out[a] += pairwise[eoff[e] + x[low[e]] * k + a]
 
 
-@numba.njit(cache=True)
+@compiled
 def descend(
     x: I,
     room: F,
@@ -362,7 +372,7 @@ def descend(
             break
 
 
-@numba.njit(cache=True)
+@compiled
 def repair(
     x: I,
     room: F,

@@ -26,6 +26,7 @@ class ImpossibleError(Exception):
     """No choice exists: around `node`, or at point of time `time`; both None if only the whole is at fault."""
 
     def __init__(self, *, node: int | None = None, time: int | None = None) -> None:
+        """Where it shows."""
         super().__init__("no choice exists")
         self.node, self.time = node, time
 
@@ -37,12 +38,12 @@ class Memo:
         """Nothing remembered."""
         self._known: dict[tuple[Any, ...], tuple[tuple[Array, ...], Any]] = {}
 
-    def get(self, key: tuple[Any, ...], arrays: tuple[Array, ...], make: Callable[[], T]) -> T:
-        """The value of `make()` for this key and these arrays."""
+    def get(self, key: tuple[Any, ...], arrays: tuple[Array, ...], make: Callable[..., T]) -> T:
+        """`make(*arrays)`; `key` names the function and whatever else it depends on."""
         full = (*key, *(id(a) for a in arrays))
         hit = self._known.get(full)
         if hit is None:
-            hit = (arrays, make())
+            hit = (arrays, make(*arrays))
             self._known[full] = hit
         value: T = hit[1]
         return value
@@ -50,7 +51,7 @@ class Memo:
     def transposed(self, matrix: Array) -> Array:
         """`matrix.T`, the same object every time (and back)."""
 
-        def make() -> Array:
+        def make(matrix: Array) -> Array:
             other = np.ascontiguousarray(matrix.T)
             self._known[("T", id(other))] = ((other,), matrix)
             return other
@@ -209,9 +210,12 @@ class Network:
         old = self.adj[u].get(v)
         if old is not None:
             a, b = (old, matrix) if id(old) < id(matrix) else (matrix, old)
-            matrix = self.memo.get(("add",), (a, b), lambda: self.memo.intern(a + b))
+            matrix = self.memo.get(("add",), (a, b), self._sum)
         self.adj[u][v] = matrix
         self.adj[v][u] = self.memo.transposed(matrix)
+
+    def _sum(self, a: Array, b: Array) -> Array:
+        return self.memo.intern(a + b)
 
     def cut(self, u: int, v: int) -> None:
         """Remove the cost matrix of a pair (its memory terms, if any, must be gone)."""
@@ -226,7 +230,7 @@ class Network:
         low = float(amount.min())
         if low != 0.0:
             self.room[span[0] : span[1]] -= low
-            amount = self.memo.get(("less", low), (amount,), lambda: self.memo.intern(amount - low))
+            amount = self.memo.get(("less", low), (amount,), lambda a: self.memo.intern(a - low))
         if amount.any():
             old = self.node_terms[node].get(span)
             if old is not None:
@@ -246,7 +250,7 @@ class Network:
         old = terms.pop(span, None)
         if old is not None:
             a, b = old, amount
-            amount = self.memo.get(("add",), (a, b), lambda: self.memo.intern(a + b))
+            amount = self.memo.get(("add",), (a, b), self._sum)
         # What a strategy of u uses whatever v does belongs to u (and the other way round): memory that depends on one
         # side only does not stand in the way of eliminating the other.
         rows = amount.min(axis=1)
@@ -274,7 +278,7 @@ class Network:
         key = keep.tobytes()
         self.cost[node] = self.memo.intern(self.costs(node)[keep])
         for v, matrix in list(self.adj[node].items()):
-            small = self.memo.get(("rows", key), (matrix,), lambda m=matrix: self.memo.intern(m[keep]))
+            small = self.memo.get(("rows", key), (matrix,), lambda m: self.memo.intern(m[keep]))
             self.adj[node][v] = small
             self.adj[v][node] = self.memo.transposed(small)
         terms, self.node_terms[node] = self.node_terms[node], {}
@@ -305,7 +309,7 @@ class Network:
         for v, matrix in list(self.adj[node].items()):
             outer = self.take_pair_terms(node, v)
             self.cut(node, v)
-            moved = self.memo.get(("rows", key), (matrix,), lambda m=matrix: self.memo.intern(m[follow]))
+            moved = self.memo.get(("rows", key), (matrix,), lambda m: self.memo.intern(m[follow]))
             self.join(into, v, moved)
             for span, amount in outer:
                 self.add_edge_term(into, v, span, self.memo.intern(amount[follow]))

@@ -59,20 +59,26 @@ def tighten_rows(net: Network) -> None:
     Raises:
         ImpossibleError: a row overflows whatever is chosen.
     """
+    if (net.room < -net.slack).any():
+        raise ImpossibleError(time=int(net.times[np.argmin(net.room)]))
+    drop_rows(net)
+    if len(net.room):
+        _forbid_overflowing(net)
+
+
+def drop_rows(net: Network) -> None:
+    """Drop rows that cannot overflow or that follow from a neighbour."""
     while len(net.room):
         count = len(net.room)
         most = np.zeros(count + 1)
         starts, ends = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
         for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
             for (first, last), amount in terms.items():
-                high = net.memo.get(("max",), (amount,), lambda a=amount: float(a.max()))
+                high = net.memo.get(("max",), (amount,), _largest)
                 most[first] += high
                 most[last] -= high
                 starts[first] += 1
                 ends[last] += 1
-        tight = net.room < -net.slack
-        if tight.any():
-            raise ImpossibleError(time=int(net.times[np.argmin(net.room)]))
         free = np.cumsum(most)[:-1] <= net.room + net.slack
         # live(r) is part of live(r + 1) when nothing ends between them; then r + 1 implies r unless r has less room.
         by_next = np.append((ends[1:count] == 0) & (net.room[:-1] >= net.room[1:]), False)
@@ -81,8 +87,6 @@ def tighten_rows(net: Network) -> None:
         if keep.all():
             break
         net.keep_rows(keep)
-    if len(net.room):
-        _forbid_overflowing(net)
 
 
 def _forbid_overflowing(net: Network) -> None:
@@ -109,7 +113,7 @@ def _forbid_overflowing(net: Network) -> None:
 def _finite(net: Network, matrix: Array) -> np.ndarray | None:
     """Mask of the finite entries, or None when all are."""
 
-    def make() -> np.ndarray | None:
+    def make(matrix: Array) -> np.ndarray | None:
         mask = np.isfinite(matrix)
         return None if mask.all() else mask
 
@@ -163,7 +167,7 @@ def contract_functions(net: Network) -> None:
             if v not in net.adj[u]:
                 continue
             matrix = net.adj[u][v]
-            follow = net.memo.get(("functional",), (matrix,), lambda m=matrix: functional(m))
+            follow = net.memo.get(("functional",), (matrix,), functional)
             if follow is not None:
                 touched = list(net.adj[v])
                 net.contract(v, u, follow)
@@ -197,7 +201,7 @@ def remove_dominated(net: Network) -> None:
         with np.errstate(invalid="ignore"):  # inf - inf: no comparison, NaN <= 0 is false
             worse: Array = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
             for matrix in net.adj[i].values():
-                worse = worse + net.memo.get(("worst",), (matrix,), lambda m=matrix: _worst_change(m))
+                worse = worse + net.memo.get(("worst",), (matrix,), _worst_change)
         better = worse <= 0.0
         np.fill_diagonal(better, False)
         if not better.any():
@@ -207,7 +211,7 @@ def remove_dominated(net: Network) -> None:
         for v in net.adj[i]:
             for matrix in net.pair_terms(i, v).values():
                 rows = matrix if i < v else matrix.T
-                more = net.memo.get(("worst",), (rows,), lambda m=rows: _worst_change(m))
+                more = net.memo.get(("worst",), (rows,), _worst_change)
                 better &= more <= 0.0
         keep = np.ones(len(cost), bool)
         for a in reversed(range(len(cost))):
@@ -231,14 +235,23 @@ def drop_modular_edges(net: Network) -> None:
         for v, matrix in list(net.adj[u].items()):
             if v < u or net.pair_terms(u, v):
                 continue
-            parts = net.memo.get(("modular",), (matrix,), lambda m=matrix: split(m))
+            parts = net.memo.get(("modular",), (matrix,), split)
             if parts is not None:
                 net.cut(u, v)
                 net.add_node_cost(u, parts[0])
                 net.add_node_cost(v, parts[1])
 
 
+def _largest(values: Array) -> float:
+    return float(values.max())
+
+
 # --- low degree ------------------------------------------------------------------------------------------------------
+def _leaf(matrix: Array, cost: Array) -> Array:
+    """`out[a] = min_b cost[b] + matrix[b, a]`."""
+    return np.asarray((matrix + cost[:, None]).min(axis=0))
+
+
 def min_plus(left: Array, middle: Array, right: Array) -> Array:
     """`out[a, c] = min_b left[a, b] + middle[b] + right[b, c]`."""
     left = left + middle
@@ -264,7 +277,7 @@ def eliminate_low_degree(net: Network) -> None:
             continue
         if degree == 1:
             ((u, matrix),) = around.items()
-            best = net.memo.get(("leaf",), (matrix, cost), lambda m=matrix, c=cost: (m + c[None, :].T).min(axis=0))
+            best = net.memo.get(("leaf",), (matrix, cost), _leaf)
             net.remove(node, undo)
             net.add_node_cost(u, best)
         else:
@@ -273,7 +286,7 @@ def eliminate_low_degree(net: Network) -> None:
             table = net.memo.get(
                 ("through",),
                 (back, cost, right),
-                lambda a=back, c=cost, b=right: net.memo.intern(min_plus(a, c, b)),
+                min_plus,
             )
             net.remove(node, undo)
             net.join(u, w, table)

@@ -21,7 +21,8 @@ from autoshard.solver import ilp
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import ImpossibleError, Network
-from autoshard.solver.problem import LeastUsage, Problem, Solution, Status
+from autoshard.solver.peak import explain, least_peak
+from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.reduce import reduce
 
 GAP_TOLERANCE = 1e-9
@@ -48,6 +49,7 @@ def solve(
     time_limit: float = 60.0,
     seed: int = 0,
     backend: str = "auto",
+    fold: bool = True,
     progress: Progress | None = None,
 ) -> Solution:
     """The cheapest choice of one strategy per node within the memory limit, and a proven lower bound.
@@ -59,6 +61,8 @@ def solve(
         time_limit: seconds; when they are over the best choice so far is returned with its bound.
         seed: for whatever is random.
         backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
+        fold: whether repeated parts may be solved as one (`fold.py`) to find a first choice where exact methods are
+            out of reach; the bound is always that of the whole problem.
         progress: called after every stage with (stage, objective, bound).
 
     Raises:
@@ -68,7 +72,7 @@ def solve(
     check(problem)
     if backend != "auto":
         ilp.require(backend)
-    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, progress)
+    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, fold, progress)
     return run.solution()
 
 
@@ -109,9 +113,11 @@ def check(problem: Problem) -> None:
 class _Run:
     """One solve: what has been found so far."""
 
-    def __init__(self, problem: Problem, deadline: float, seed: int, backend: str, progress: Progress | None) -> None:
+    def __init__(
+        self, problem: Problem, deadline: float, seed: int, backend: str, fold: bool, progress: Progress | None
+    ) -> None:
         self.problem, self.deadline, self.seed = problem, deadline, seed
-        self.asked_backend, self._progress = backend, progress
+        self.asked_backend, self.fold, self._progress = backend, fold, progress
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.backend = "none"
@@ -140,14 +146,17 @@ class _Run:
         return self.choice is not None and self.objective - self.bound <= GAP_TOLERANCE * abs(self.objective)
 
     def solution(self) -> Solution:
+        """Search, and say what came of it."""
         try:
             self._search()
         except ImpossibleError as error:
             if self.choice is not None:
                 raise SolverError(f"a choice exists, but the search proved there is none: {error}") from error
             return self._infeasible(error)
-        if self.choice is None:
-            return Solution((), Status.UNKNOWN, math.inf, self.bound, self.backend, None, "time ran out")
+        return self._unknown() if self.choice is None else self._found()
+
+    def _found(self) -> Solution:
+        assert self.choice is not None
         if self.bound - self.objective > 1e-6 * abs(self.objective):
             raise SolverError(f"the bound {self.bound} is above the objective {self.objective}")
         self.bound = min(self.bound, self.objective)
@@ -246,5 +255,27 @@ class _Run:
         return time.perf_counter() > self.deadline
 
     def _infeasible(self, error: ImpossibleError) -> Solution:
-        least = LeastUsage(0.0, math.inf)
-        return Solution((), Status.INFEASIBLE, math.inf, math.inf, "none", least, f"no choice exists ({error})")
+        problem, left = self.problem, max(1.0, self.deadline - time.perf_counter())
+        least = None
+        try:
+            found = least_peak(problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
+        except ImpossibleError as pairs:
+            node = error.node if pairs.node is None else pairs.node
+            where = "" if node is None else f"; every strategy of {self._name(node)} is ruled out by its neighbours"
+            message = f"no choice exists, whatever the memory limit: the forbidden pairs exclude each other{where}"
+        else:
+            least, message = found.least, explain(problem, found, proven=True)
+            if problem.limit is not None and least.reached <= problem.limit:
+                raise SolverError(f"a choice with a peak of {least.reached} exists, but the search ruled it out")
+        return Solution((), Status.INFEASIBLE, math.inf, math.inf, "none", least, message)
+
+    def _name(self, node: int) -> str:
+        return self.problem.names[node] if self.problem.names else f"node {node}"
+
+    def _unknown(self) -> Solution:
+        left = max(1.0, self.deadline - time.perf_counter())
+        found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
+        if found.choice is not None and self.offer(found.choice, "least peak"):
+            return self._found()
+        message = explain(self.problem, found, proven=False) + " (time ran out)"
+        return Solution((), Status.UNKNOWN, math.inf, self.bound, "none", found.least, message)

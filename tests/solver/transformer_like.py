@@ -80,9 +80,7 @@ def transformer_like(
         for j in range(25):
             t = next(clock)
             heavy = j % 4 == 1
-            i = node(
-                works[j] if heavy else works[j] / 10, sizes[j] if heavy else 0.0, fixed[j], t, total - t, sizes[j]
-            )
+            i = node(works[j] if heavy else works[j] / 10, sizes[j] if heavy else 0.0, fixed[j], t, total - t, sizes[j])
             if heavy:  # a weight, live throughout
                 w = node(0.0001, 0.0, fixed[j], 0, total, 2 * sizes[j])
                 connect(w, i, (0, 1), 2 * sizes[j])

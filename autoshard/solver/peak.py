@@ -1,0 +1,161 @@
+"""The least peak usage that any choice reaches: what to tell a user whose memory limit cannot be met."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.solver import ilp
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.network import Network
+from autoshard.solver.problem import Array, LeastUsage, Problem
+from autoshard.solver.reduce import (
+    arc_consistency,
+    contract_functions,
+    drop_rows,
+    eliminate_low_degree,
+    remove_dominated,
+)
+
+NAMES_SHOWN = 5
+"""How many of the largest users of memory a message names."""
+
+
+@dataclass(frozen=True)
+class LeastPeak:
+    """Attributes.
+
+    least: lower bound and reached peak.
+    choice: reaches `least.reached`; None if no choice was found.
+    time: a point of time that cannot get below `least.bound` (or, when that is not known, where `choice` peaks).
+    """
+
+    least: LeastUsage
+    choice: list[int] | None
+    time: int | None
+
+
+def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 10.0, seed: int = 0) -> LeastPeak:
+    """Minimise the peak usage over all choices that the costs allow; the limit is left out.
+
+    Raises:
+        ImpossibleError: the costs allow no choice at all.
+    """
+    deadline = time.perf_counter() + time_limit
+    known: dict[int, Array] = {}
+
+    def flat(matrix: Array) -> Array:
+        if id(matrix) not in known:
+            known[id(matrix)] = np.where(np.isfinite(matrix), 0.0, np.inf)
+        return known[id(matrix)]
+
+    usage_only = replace(
+        problem,
+        node_costs=[flat(c) for c in problem.node_costs],
+        edge_costs=[flat(m) for m in problem.edge_costs],
+        limit=0.0,
+    )
+    net = Network.of(usage_only)
+    size = math.inf
+    while size > (size := sum(net.size(i) for i in net.alive)):
+        arc_consistency(net)
+        contract_functions(net)
+        remove_dominated(net)
+        eliminate_low_degree(net)
+    # `room` is now minus what is used whatever is chosen; the largest is a bound, and rows that cannot reach it go.
+    bound = max(0.0, float((-net.room).max(initial=0.0)))
+    first = int(net.times[np.argmin(net.room)]) if len(net.room) else None
+    net.room = net.room + bound
+    drop_rows(net)
+    eliminate_low_degree(net)
+
+    best = _repaired(problem, net)
+    if len(net.room):
+        most = evaluate(usage_only, best).peak - bound if best is not None else _most(net)
+        name = ilp.require(backend)
+        name = next((b for b in ilp.available() if b != "cp-sat"), name) if name == "cp-sat" else name
+        left = max(0.1, deadline - time.perf_counter())
+        if most > 0.0 and name != "cp-sat":
+            choice, overflow, exact = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)
+            if choice is not None:
+                best = _better(usage_only, best, net.expand(choice))
+            bound += overflow if math.isfinite(overflow) else 0.0
+            del exact
+    if best is None:
+        return LeastPeak(LeastUsage(bound, math.inf), None, first)
+    result = evaluate(usage_only, best)
+    bound = min(bound, result.peak)
+    if result.peak - bound <= 1e-9 * result.peak:  # the solver's tolerance
+        bound = result.peak
+    return LeastPeak(LeastUsage(bound, result.peak), best, result.peak_time)
+
+
+def _repaired(problem: Problem, net: Network) -> list[int] | None:
+    """A choice with a low peak, from local search; None if it violates a pair."""
+    choice = [0] * len(net.cost)
+    if net.alive:
+        from autoshard.solver.dual import Dual
+
+        dual = Dual(net)
+        dual.ascend(60, math.inf)
+        choice = dual.repaired()
+    full = net.expand(choice)
+    return full if math.isfinite(evaluate(replace(problem, limit=None), full).objective) else None
+
+
+def _better(problem: Problem, one: list[int] | None, two: list[int]) -> list[int] | None:
+    second = evaluate(problem, two)
+    if math.isinf(second.objective):
+        return one
+    return two if one is None or second.peak < evaluate(problem, one).peak else one
+
+
+def _most(net: Network) -> float:
+    """An overflow that every choice stays within."""
+    highest = sum(float(a.max()) for terms in (*net.node_terms, *net.edge_terms.values()) for a in terms.values())
+    return max(0.0, highest - float(net.room.min(initial=0.0)))
+
+
+def live_at(problem: Problem, choice: list[int], when: int) -> list[tuple[float, str]]:
+    """What uses memory at a point of time under a choice: (bytes per device, name), largest first."""
+
+    def name(node: int) -> str:
+        return problem.names[node] if problem.names else f"node {node}"
+
+    found: dict[str, float] = {}
+    for usage in problem.node_usages:
+        if usage.start <= when < usage.end:
+            key = name(usage.index)
+            found[key] = found.get(key, 0.0) + float(usage.amount[choice[usage.index]])
+    for usage in problem.edge_usages:
+        if usage.start <= when < usage.end:
+            u, v = problem.edges[usage.index]
+            key = f"{name(u)} -> {name(v)}"
+            found[key] = found.get(key, 0.0) + float(usage.amount[choice[u], choice[v]])
+    return sorted(((b, n) for n, b in found.items() if b > 0.0), key=lambda pair: (-pair[0], pair[1]))
+
+
+def explain(problem: Problem, found: LeastPeak, *, proven: bool) -> str:
+    """For a person: the least that is possible, when, and what is live there."""
+    assert problem.limit is not None
+    least = found.least
+    if least.bound == least.reached:
+        text = f"the least possible peak is {least.reached:,.0f} bytes per device"
+    elif math.isinf(least.reached):
+        text = f"every choice needs at least {least.bound:,.0f} bytes per device"
+    else:
+        text = (
+            f"every choice needs at least {least.bound:,.0f} bytes per device, "
+            f"and the lowest peak found is {least.reached:,.0f}"
+        )
+    start = "no choice fits" if proven else "no choice was found that fits"
+    text = f"{start} in {problem.limit:,.0f} bytes per device: {text}"
+    if found.choice is not None and found.time is not None:
+        users = live_at(problem, found.choice, found.time)
+        shown = ", ".join(f"{n} ({b:,.0f})" for b, n in users[:NAMES_SHOWN])
+        rest = f" and {len(users) - NAMES_SHOWN} more" if len(users) > NAMES_SHOWN else ""
+        text += f"; it is reached at time {found.time}, where these are live: {shown}{rest}"
+    return text

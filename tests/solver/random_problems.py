@@ -1,0 +1,78 @@
+"""Small random problems and their optimum by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.network import Network
+from autoshard.solver.problem import Problem, Usage
+
+
+def random_problem(seed: int, *, nodes: int = 6, strategies: int = 4, memory: bool | None = None) -> Problem:
+    """Whole and fractional costs, forbidden strategies and pairs, ties, parallel edges, usages of nodes and edges."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, nodes))
+    k = rng.integers(1, strategies, n)
+    scale = 1.0 if rng.random() < 0.5 else 1e-3 / 3
+    costs = [rng.integers(0, 10, size).astype(float) * scale for size in k]
+    for c in costs:
+        if rng.random() < 0.2:
+            c[rng.integers(len(c))] = np.inf
+    edges, edge_costs = [], []
+    for _ in range(int(rng.integers(0, 2 * nodes)) if n > 1 else 0):
+        u, v = (int(i) for i in rng.choice(n, 2, replace=False))
+        matrix = rng.integers(0, 6, (k[u], k[v])).astype(float) * scale
+        if rng.random() < 0.4:
+            matrix[rng.random(matrix.shape) < 0.3] = np.inf
+        if rng.random() < 0.2 and k[u] == k[v]:
+            matrix = np.where(np.eye(k[u]) > 0, 0.0, np.inf)
+        edges.append((u, v))
+        edge_costs.append(matrix)
+
+    def usage(index: int, shape: tuple[int, ...]) -> Usage:
+        start = int(rng.integers(0, 6))
+        return Usage(index, start, start + int(rng.integers(0, 5)), rng.integers(0, 9, shape).astype(float))
+
+    node_usages = [usage(int(i), costs[i].shape) for i in rng.integers(0, n, rng.integers(0, 8))]
+    edge_usages = [usage(int(e), edge_costs[e].shape) for e in rng.integers(0, len(edges), 3)] if edges else []
+    if memory is None:
+        memory = rng.random() < 0.7
+    names = [f"op{i}" for i in range(n)]
+    limit = float(rng.integers(2, 30)) if memory else None
+    return Problem(costs, edges, edge_costs, node_usages, edge_usages, limit, names)
+
+
+def best_by_enumeration(problem: Problem) -> float:
+    """The least objective of all feasible choices; infinite if there is none."""
+    best = math.inf
+    for choice in itertools.product(*[range(len(c)) for c in problem.node_costs]):
+        result = evaluate(problem, choice)
+        if result.feasible:
+            best = min(best, result.objective)
+    return best
+
+
+def least_peak_by_enumeration(problem: Problem) -> float:
+    """The least peak of all choices that the costs allow; infinite if there is none."""
+    best = math.inf
+    for choice in itertools.product(*[range(len(c)) for c in problem.node_costs]):
+        result = evaluate(problem, choice)
+        if math.isfinite(result.objective):
+            best = min(best, result.peak)
+    return best
+
+
+def best_of_network(net: Network) -> tuple[float, list[int]]:
+    """The least cost of all choices of a network that fit its memory rows, and one that has it."""
+    best, found = math.inf, [0] * len(net.cost)
+    for picks in itertools.product(*[range(net.size(i)) for i in net.alive]):
+        choice = [0] * len(net.cost)
+        for i, s in zip(net.alive, picks, strict=True):
+            choice[i] = s
+        if net.value(choice) < best and net.fits(choice):
+            best, found = net.value(choice), choice
+    return best, found
