@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.capture.program import Program
+from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.stablehlo import aten_of, entry_block, functions_of, mlir_context, parse_module
 from autoshard.mesh import Mesh, Spec, format_spec
 
 
-class AnnotationError(ValueError):
+class AnnotationError(AutoshardError, ValueError):
     """Annotations that this program, or this mesh, cannot carry."""
 
 
@@ -177,9 +178,10 @@ class _Writer:
                 aten, output = aten_of(op, None)
                 if aten is not None and output is not None:
                     found[aten, output] = op.operands[0]
-                    op.results[0].replace_all_uses_with(op.operands[0])
-                    del self.aten[op.results[0]]
-                    op.erase()
+                # One without a label is a marker that torch_xla repeated for an in-place update.
+                op.results[0].replace_all_uses_with(op.operands[0])
+                del self.aten[op.results[0]]
+                op.erase()
         return found
 
     def readable(self, places: Mapping[tuple[int, int], Any], annotations: Annotations) -> dict[Value, list[Any]]:
