@@ -179,12 +179,13 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
                 if kind == "column":
                     dims[len(output) - 1] = (model,)
                 pins[layer.output] = _split(len(output), dims)
-    specs.update(_embeddings(graph, model, specs))
+    embeddings = _embeddings(graph, model, specs)
+    specs.update(embeddings)
     specs.update(_biases(graph, layers, style, specs, model))
     outputs = module_outputs(graph)
-    for name in specs:
+    for name in embeddings:
         module = name.rpartition(".")[0]
-        if name not in style and module in outputs and len(graph.type_of(outputs[module]).shape) == 3:
+        if module in outputs and len(graph.type_of(outputs[module]).shape) == 3:
             pins.update(_batch_split(graph, mesh, data, [module]))
     return Annotations(_arguments(graph, mesh, specs, data) | pins)
 

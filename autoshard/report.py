@@ -62,6 +62,11 @@ def layout(spec: Spec) -> str:
     return "[" + ", ".join("+".join(dim) or "-" for dim in spec) + "]"
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `h.2` before `h.10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
 @dataclass(frozen=True)
 class _Row:
     module: str
@@ -79,7 +84,7 @@ def module_table(plan: Plan) -> list[str]:
     """
     rows: list[_Row] = []
     for title, tensors in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
-        for name, tensor in tensors.items():
+        for name, tensor in sorted(tensors.items(), key=lambda item: _natural(item[0])):
             module, _, short = name.rpartition(".")
             rows.append(_row(module if title != "inputs" else "inputs", short, tensor))
     joined = _join(rows) + _optimizer_state(plan) + _join(_activations(plan.activations))
