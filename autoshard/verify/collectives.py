@@ -30,6 +30,9 @@ KINDS = (
     "collective-broadcast",
 )
 
+_LABEL_SEARCH = 64
+"""Instructions that are looked at for a label before a collective goes without."""
+
 
 @dataclass(frozen=True)
 class CompiledCollective:
@@ -88,6 +91,22 @@ def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, tupl
         key = (collective.kind, collective.axes)
         totals[key] = totals.get(key, 0) + collective.total_bytes
     return dict(sorted(totals.items()))
+
+
+def nearest_label(computation: Computation, instruction: Instruction) -> str:
+    """The `op_name` of the nearest instruction that it reads from: compilers drop it when they combine or move."""
+    todo, seen = list(instruction.operands), {instruction.name}
+    for name in todo:
+        source = computation.instructions.get(name)
+        if source is None or name in seen:
+            continue
+        seen.add(name)
+        if aten_index(source.op_name) is not None:
+            return source.op_name
+        if len(seen) > _LABEL_SEARCH:
+            break
+        todo.extend(source.operands)
+    return ""
 
 
 class _Reader:
@@ -159,6 +178,7 @@ class _Reader:
             if len(groups[0]) == 1:
                 return
             axes = group_axes(groups, self.mesh)
+        label = label or nearest_label(computation, instruction)
         payloads: dict[str, int] = {}
         for position, operand in enumerate(operands):
             element = position if len(operands) > 1 else None

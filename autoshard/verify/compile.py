@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoshard.errors import AutoshardError
 from autoshard.verify.targets import Target, parse_target
 
 WORKER_VERSION = 1
@@ -28,7 +29,7 @@ DEFAULT_TIMEOUT_S = 1200.0
 _REMATERIALIZATION = "Involuntary full rematerialization"
 
 
-class CompileError(RuntimeError):
+class CompileError(AutoshardError, RuntimeError):
     """XLA could not compile the program: what it said, or that it crashed or took too long."""
 
 

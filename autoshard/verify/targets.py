@@ -11,6 +11,8 @@ from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
 
+from autoshard.errors import AutoshardError
+
 Family = Literal["cpu", "tpu", "gpu"]
 
 FORMS = "cpu, tpu-v5e:2x4, tpu-v5e:4x4:2slices (a topology per slice), h100:8, h100:2x8 (hosts x GPUs per host)"
@@ -20,7 +22,7 @@ _TPU_DEVICES_PER_CHIP = {"v4": 2, "v5e": 1, "v5p": 1, "v6e": 1}
 _GPU_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
 
 
-class TargetError(ValueError):
+class TargetError(AutoshardError, ValueError):
     """A target that is unknown, malformed, of the wrong size, or whose compiler is not installed."""
 
 
