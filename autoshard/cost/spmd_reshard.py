@@ -115,7 +115,7 @@ def runs(sources: Sequence[Group], targets: Sequence[Group]) -> list[Group]:
     for side in (sources, targets):
         nexts: dict[int, int | None] = {}
         for dim in side:
-            for axis, following in zip(dim, (*dim[1:], None), strict=True):
+            for axis, following in zip(dim, (*dim[1:], None), strict=False):
                 nexts[axis] = following
         follows.append(nexts)
     axes = sorted({axis for nexts in follows for axis in nexts})

@@ -6,8 +6,8 @@ elementwise ops and their like alone, then through contractions and reductions, 
 them. A sharding replaces another only where it refines it; partial shardings merge.
 
 A pinned value is `custom_call @Sharding`: its annotation cannot change, and the op before it runs under the same
-sharding (XLA copies the annotation onto an operand that has none). Arguments keep theirs. What nothing reaches is
-replicated.
+sharding (XLA copies the annotation onto an operand that has none). Arguments keep theirs, and a result that updates an
+argument has that argument's. What nothing reaches is replicated.
 
 A graph keeps one op per HLO instruction here, which is what the CPU compiler's propagation sees; the TPU and GPU
 compilers simplify the program first.
@@ -41,11 +41,13 @@ class Copy:
         value: what it copies.
         spec: its annotation.
         source: the copy it is made from, or None for the value as its op makes it.
+        result: whether it is a result of the program; its annotation does not reach the op that makes the value.
     """
 
     value: Value
     spec: Spec
     source: int | None = None
+    result: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,12 @@ class _Propagation:
                 self.copies.append(Copy(value, spec, self.pins.get(value)))
             for reader in readers:
                 self.reads[reader, value] = known[value, spec]
+        for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
+            if output.updates is not None:
+                updated = Value(self.graph.arguments[output.updates])
+                whole = ((),) * len(self.graph.type_of(updated).shape)
+                spec = annotations.pins.get(updated, whole)
+                self.copies.append(Copy(value, spec, self.pins.get(value), result=True))
 
     def _wire(self) -> None:
         for op in self.graph.ops:
@@ -173,9 +181,13 @@ class _Propagation:
 
     def _results(self) -> list[int]:
         nodes = []
-        for value in self.graph.outputs:
-            copy = self.pins.get(value)
-            nodes.append(self._node(value) if copy is None else self.value_count + copy)
+        updates = (self.value_count + i for i, copy in enumerate(self.copies) if copy.result)
+        for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
+            if output.updates is not None:
+                nodes.append(next(updates))
+                continue
+            pin = self.pins.get(value)
+            nodes.append(self._node(value) if pin is None else self.value_count + pin)
         return nodes
 
     def _post_order(self) -> list[int]:
@@ -198,19 +210,19 @@ class _Propagation:
 
     def _seed(self, annotations: Annotations) -> None:
         for argument in self.graph.arguments:
-            for result, kind in enumerate(self.graph.ops[argument].results):
+            for result in range(len(self.graph.ops[argument].results)):
                 spec = annotations.pins.get(Value(argument, result))
                 node = self.first[argument] + result
-                self.tiling[node] = ((),) * len(kind.shape) if spec is None else self.subaxes.tiling(spec)
+                self.tiling[node] = None if spec is None else self.subaxes.tiling(spec)
                 self.fixed[node] = 1
         for number, copy in enumerate(self.copies):
             node = self.value_count + number
             self.tiling[node] = self.subaxes.tiling(copy.spec)
             self.fixed[node] = 1
         for node in reversed(self.order):
-            if node >= self.value_count:
+            if node >= self.value_count and not self.copies[node - self.value_count].result:
                 (source,) = self.operands[node]
-                if self.tiling[source] is None:
+                if self.tiling[source] is None and not self.fixed[source]:
                     self.tiling[source] = self.tiling[node]
                     self.fixed[source] = 1
 
