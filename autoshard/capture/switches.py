@@ -445,15 +445,37 @@ def _transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
         if getattr(config, "use_cache", None) is True:
             configs[id(config)] = config
     utilities: Any = sys.modules.get("transformers.utils.import_utils")
-    native = getattr(utilities, "is_fake_tensor", None)
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    is_fake = getattr(utilities, "is_fake_tensor", None)
+    find_packed = getattr(masks, "find_packed_sequence_indices", None)
+
+    def packed(position_ids: torch.Tensor) -> Any:
+        # Traced, transformers supposes that any positions may be of packed sequences; those that a model counts
+        # itself are of one sequence each, as it would find by looking at them.
+        return find_packed(position_ids) if find_packed and _reads_data(position_ids) else None
+
     try:
         for config in configs.values():
             config.use_cache = False
-        if native is not None:
-            utilities.is_fake_tensor = lambda x: _on_xla(x) or native(x)
+        if is_fake is not None:
+            utilities.is_fake_tensor = lambda x: _on_xla(x) or is_fake(x)
+        if find_packed is not None:
+            masks.find_packed_sequence_indices = packed
         yield
     finally:
         for config in configs.values():
             config.use_cache = True
-        if native is not None:
-            utilities.is_fake_tensor = native
+        if is_fake is not None:
+            utilities.is_fake_tensor = is_fake
+        if find_packed is not None:
+            masks.find_packed_sequence_indices = find_packed
+
+
+def _reads_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor depends on any data on the device that is more than one number (an input, a parameter)."""
+    if not _on_xla(tensor):
+        return True
+    import torch_xla
+
+    _, leaves = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
+    return any(leaf.numel() > 1 for leaf in leaves)

@@ -1,0 +1,295 @@
+"""What to plan, named on the command line: `hf:gpt2`, or `file.py:function`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import SourceError
+
+DEFAULT_BATCH = 8
+DEFAULT_SEQ = 512
+LEARNING_RATE = 1e-3
+SGD_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Source:
+    """A program to plan: the first arguments of `capture`."""
+
+    model: Any
+    inputs: Any
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Any = None
+    train: bool = False
+
+
+def load_source(
+    source: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    train: str | None = None,
+) -> Source:
+    """Build the model that `source` names, and inputs for it.
+
+    Args:
+        source: `hf:TYPE`, a transformers model type in its default configuration, on meta, with eager attention, and
+            in training with dropout 0, where `settings` say nothing else; or `FILE.py:FUNCTION`, where the function
+            returns a model, `(model, sample_inputs)`, or a dict with `model`, `inputs` and optionally `loss_fn` and
+            `optimizer`, and is called with those of `batch`, `seq` and the settings that it has parameters for.
+        batch: sequences (or images) per step, 8 if not given.
+        seq: tokens per sequence; 512, or as many as the model has positions for, if not given.
+        settings: configuration fields -> values as text (`n_layer` -> `"2"`).
+        train: `"adamw"` or `"sgd"` (momentum 0.9): a training step with this optimizer; None: forward only.
+
+    Raises:
+        SourceError: an unknown model type, configuration field, file, function or optimizer.
+    """
+    settings = settings or {}
+    if train not in (None, "adamw", "sgd"):
+        raise SourceError(f"unknown optimizer {train!r}; a step can be captured with adamw or sgd")
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None and value < 1:
+            raise SourceError(f"{name} must be at least 1, not {value}")
+    kind, _, rest = source.partition(":")
+    if kind == "hf" and rest:
+        return _transformers(rest, batch, seq, settings, train)
+    path, _, function = source.rpartition(":")
+    if path.endswith(".py") and function:
+        return _file(Path(path), function, batch, seq, settings, train)
+    raise SourceError(f"{source!r} names no program; write hf:MODEL_TYPE (such as hf:gpt2) or FILE.py:FUNCTION")
+
+
+def _optimizer(name: str) -> Callable[[Iterable[Any]], Any]:
+    import torch
+
+    if name == "adamw":
+        return lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    return lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=SGD_MOMENTUM)
+
+
+def _close(name: str, names: Iterable[str]) -> str:
+    """`; did you mean a, b?`, or nothing."""
+    matches = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return f"; did you mean {', '.join(matches)}?" if matches else ""
+
+
+# transformers
+
+
+def _transformers(
+    model_type: str, batch: int | None, seq: int | None, settings: Mapping[str, str], train: str | None
+) -> Source:
+    try:
+        import torch
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    except ImportError as error:
+        raise SourceError(f"hf:{model_type} needs transformers, which could not be imported ({error})") from error
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise SourceError(f"transformers has no model type {model_type!r}{_close(model_type, CONFIG_MAPPING_NAMES)}")
+    settings = dict(settings)
+    attention = settings.pop("attn_implementation", "eager")
+    config = CONFIG_MAPPING[model_type]()
+    _no_dropout(config)
+    for name, text in settings.items():
+        _set(config, model_type, name, text)
+    auto = _auto_class(model_type, config)
+    inputs = _inputs(model_type, auto.__name__, config, batch or DEFAULT_BATCH, seq, train is not None)
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, attn_implementation=attention)
+    except Exception as error:
+        raise SourceError(
+            f"transformers cannot build {model_type} from this configuration: {_first_line(error)}"
+        ) from error
+    model.train(train is not None)
+    return Source(model, inputs, None, _optimizer(train) if train else None, train is not None)
+
+
+def _auto_class(model_type: str, config: Any) -> Any:
+    """The Auto class of the task that a model type is for."""
+    from transformers.models.auto import modeling_auto as auto
+
+    seq2seq = ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+    masked = ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+    causal = ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    image = ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+    first = [seq2seq] if getattr(config, "is_encoder_decoder", False) else []
+    decoder = getattr(config, "is_decoder", False)
+    for name, mapping in (*first, *([causal, masked] if decoder else [masked, causal]), seq2seq, image):
+        if model_type in getattr(auto, mapping):
+            return getattr(auto, name)
+    raise SourceError(
+        f"hf:{model_type} is none of causal, masked or sequence-to-sequence language model or image classifier; "
+        "write a FILE.py:FUNCTION that returns the model and its inputs"
+    )
+
+
+def _inputs(model_type: str, task: str, config: Any, batch: int, seq: int | None, train: bool) -> dict[str, Any]:
+    import torch
+
+    def tokens(*shape: int) -> Any:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    if task == "AutoModelForImageClassification":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        inputs = {"pixel_values": torch.empty(batch, channels, height, width, device="meta")}
+        return inputs | ({"labels": tokens(batch)} if train else {})
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        if seq is not None and seq > positions:
+            raise SourceError(f"hf:{model_type} has {positions} positions, fewer than --seq {seq}")
+        offset = 2 if model_type in ("roberta", "xlm-roberta", "camembert") else 0  # positions start after padding
+        seq = seq or min(DEFAULT_SEQ, positions - offset)
+    seq = seq or DEFAULT_SEQ
+    inputs = {"input_ids": tokens(batch, seq)}
+    if getattr(config, "is_encoder_decoder", False) and not train:
+        inputs["decoder_input_ids"] = tokens(batch, seq)
+    return inputs | ({"labels": tokens(batch, seq)} if train else {})
+
+
+def _no_dropout(config: Any) -> None:
+    """Set every probability of dropping something to 0, in sub-configurations too."""
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            _no_dropout(value)
+
+
+def _set(config: Any, model_type: str, name: str, text: str) -> None:
+    """Set one field (`a.b`: of the sub-configuration `a`) to a value of the type it has."""
+    *path, field = name.split(".")
+    for part in path:
+        config = getattr(config, part, None)
+    aliases = dict(getattr(config, "attribute_map", {}))
+    known = ({n for n in vars(config) if not n.startswith("_")} | set(aliases)) if config is not None else set()
+    if field not in known:
+        raise SourceError(f"{model_type}'s configuration has no field {name!r}{_close(field, known)}")
+    old = getattr(config, field)
+    try:
+        value = _typed(text, old)
+    except ValueError:
+        kind = type(old).__name__
+        raise SourceError(f"{model_type}'s {name} is of type {kind} (default {old!r}), not {text!r}") from None
+    try:
+        setattr(config, field, value)
+    except Exception as error:
+        raise SourceError(f"{model_type}'s {name} cannot be {text!r}: {_first_line(error)}") from error
+
+
+def _typed(text: str, old: Any) -> Any:
+    """`text` as a value of the type of `old`; where that is None, as JSON, or else as it is."""
+    if isinstance(old, bool):
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(text)
+        return text.lower() in ("true", "1")
+    if text.lower() in ("none", "null"):
+        return None
+    if isinstance(old, int | float) or old is None:
+        try:
+            number = json.loads(text)
+        except json.JSONDecodeError:
+            if old is None:
+                return text
+            raise ValueError(text) from None
+        if old is None:
+            return number
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(text)
+        if isinstance(old, int) and number != int(number):
+            raise ValueError(text)
+        return int(number) if isinstance(old, int) else float(number)
+    if isinstance(old, str):
+        return text
+    value = json.loads(text)
+    if isinstance(old, list | tuple | dict) and not isinstance(value, list | dict):
+        raise ValueError(text)
+    return value
+
+
+# file.py:function
+
+
+def _file(
+    path: Path, function: str, batch: int | None, seq: int | None, settings: Mapping[str, str], train: str | None
+) -> Source:
+    if not path.is_file():
+        raise SourceError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise SourceError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SourceError(f"{path} cannot be imported: {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    build = getattr(module, function, None)
+    if not callable(build):
+        names = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        raise SourceError(f"{path} has no function {function!r}{_close(function, names)}")
+    arguments: dict[str, Any] = {name: _literal(text) for name, text in settings.items()}
+    parameters = inspect.signature(build).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None:
+            arguments[name] = value
+    unknown = [] if anything else [name for name in arguments if name not in parameters]
+    if unknown:
+        raise SourceError(f"{path}:{function} has no parameter {unknown[0]!r}{_close(unknown[0], parameters)}")
+    try:
+        made = build(**arguments)
+    except Exception as error:
+        raise SourceError(f"{path}:{function} failed: {type(error).__name__}: {_first_line(error)}") from error
+    return _returned(made, f"{path}:{function}", train)
+
+
+def _returned(made: Any, where: str, train: str | None) -> Source:
+    import torch
+
+    if isinstance(made, torch.nn.Module):
+        made = {"model": made}
+    elif isinstance(made, tuple) and len(made) == 2:
+        made = {"model": made[0], "inputs": made[1]}
+    if not isinstance(made, Mapping) or not isinstance(made.get("model"), torch.nn.Module):
+        raise SourceError(
+            f"{where} must return a torch.nn.Module, (model, sample_inputs), or a dict with 'model' and 'inputs', "
+            f"not {type(made).__name__}"
+        )
+    allowed = ("model", "inputs", "loss_fn", "optimizer")
+    unknown = [key for key in made if key not in allowed]
+    if unknown:
+        raise SourceError(f"{where} returned a dict with {unknown[0]!r}; it may have {', '.join(allowed)}")
+    if made.get("inputs") is None:
+        raise SourceError(f"{where} returned no sample inputs; return (model, sample_inputs)")
+    optimizer = made.get("optimizer") or (_optimizer(train) if train else None)
+    loss_fn = made.get("loss_fn")
+    trains = optimizer is not None or loss_fn is not None
+    return Source(made["model"], made["inputs"], loss_fn, optimizer, trains)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
