@@ -161,22 +161,27 @@ def torus_dims(sizes: tuple[tuple[str, int], ...], dims: int) -> tuple[_TorusDim
     Spare dims go to the longest axes, split as squarely as they divide (8 devices of one axis on a 2D torus: 2x4);
     where there are more axes than dims, the neighbouring two with the smallest product share one.
     """
-    lying: list[_TorusDim] = [((axis, size),) for axis, size in sizes if size > 1]
-    while 0 < len(lying) < dims:
-        longest = max(range(len(lying)), key=lambda i: (_squarest(lying[i][0][1]) > 1, lying[i][0][1]))
-        axis, size = lying[longest][0]
-        small = _squarest(size)
-        if small == 1:
+    split = {axis: [size] for axis, size in sizes if size > 1}
+    while split and sum(map(len, split.values())) < dims:
+        finer = {axis: _cube(math.prod(parts), len(parts) + 1) for axis, parts in split.items()}
+        able = [axis for axis, parts in finer.items() if min(parts) > 1]
+        if not able:
             break
-        lying[longest : longest + 1] = [((axis, small),), ((axis, size // small),)]
+        longest = max(able, key=lambda axis: max(split[axis]))
+        split[longest] = finer[longest]
+    lying: list[_TorusDim] = [((axis, part),) for axis, parts in split.items() for part in parts]
     while len(lying) > dims:
         joint = min(range(len(lying) - 1), key=lambda i: _extent(lying[i]) * _extent(lying[i + 1]))
         lying[joint : joint + 2] = [lying[joint] + lying[joint + 1]]
     return tuple(lying)
 
 
-def _squarest(size: int) -> int:
-    return next((small for small in range(math.isqrt(size), 1, -1) if size % small == 0), 1)
+def _cube(size: int, parts: int) -> list[int]:
+    """`parts` factors of `size`, ascending, the largest as small as it can be."""
+    if parts == 1:
+        return [size]
+    ways = [[d, *_cube(size // d, parts - 1)] for d in range(1, size + 1) if size % d == 0]
+    return sorted(min(ways, key=lambda way: (max(way), -min(way))))
 
 
 def _extent(dim: _TorusDim) -> int:
