@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,18 @@ SGD_MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Source:
-    """A program to plan: the first arguments of `capture`."""
+    """A program to plan: the first arguments of `capture`.
+
+    Attributes:
+        origin: the arguments of the `load_source` call that made it, with which another process can make it again.
+    """
 
     model: Any
     inputs: Any
     loss_fn: Callable[..., Any] | None = None
     optimizer: Any = None
     train: bool = False
+    origin: Mapping[str, Any] | None = None
 
 
 def load_source(
@@ -61,12 +66,13 @@ def load_source(
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
             raise SourceError(f"{name} must be at least 1, not {value}")
+    origin = {"source": source, "batch": batch, "seq": seq, "settings": dict(settings), "train": train}
     kind, _, rest = source.partition(":")
     if kind == "hf" and rest:
-        return _transformers(rest, batch, seq, settings, train)
+        return replace(_transformers(rest, batch, seq, settings, train), origin=origin)
     path, _, function = source.rpartition(":")
     if path.endswith(".py") and function:
-        return _file(Path(path), function, batch, seq, settings, train)
+        return replace(_file(Path(path), function, batch, seq, settings, train), origin=origin)
     raise SourceError(f"{source!r} names no program; write hf:MODEL_TYPE (such as hf:gpt2) or FILE.py:FUNCTION")
 
 
