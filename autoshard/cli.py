@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 import autoshard
-from autoshard.api import plan_program
+from autoshard.api import candidate_meshes, plan_program
+from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.errors import AutoshardError
-from autoshard.mesh import Mesh, Spec, parse_spec
 from autoshard.plan import Plan
 
 if TYPE_CHECKING:
-    pass
+    from autoshard.capture.program import Program
+    from autoshard.capture.sources import Source
 
 BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"
@@ -78,58 +79,6 @@ def _traceback() -> None:
     import traceback
 
     traceback.print_exc()
-
-
-# --- what options say --------------------------------------------------------------------------------------------
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
-_UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)}
-
-
-def parse_bytes(text: str) -> int:
-    """`16GB` (10^9), `16GiB` (2^30), `1.5e9` as a number of bytes.
-
-    Raises:
-        ValueError: anything else, or nothing at all.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise ValueError(f"bytes are written 16GB (10^9), 16GiB (2^30) or 1.5e9, not {text!r}")
-    return round(float(match[1]) * unit)
-
-
-def parse_hint(text: str) -> tuple[str, Spec]:
-    """`transformer.wte.weight=[model],[]` as a name and a spec.
-
-    Raises:
-        ValueError: anything else.
-    """
-    name, equals, spec = text.partition("=")
-    if not equals or not name.strip():
-        raise ValueError(f"a hint is written name=[axes],[axes], one pair of brackets per dim, not {text!r}")
-    return name.strip(), parse_spec(spec)
-
-
-def parse_setting(text: str) -> tuple[str, str]:
-    """`n_layer=2` as a name and the text of its value.
-
-    Raises:
-        ValueError: anything else.
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise ValueError(f"--set wants key=value, such as n_layer=2, not {text!r}")
-    return name.strip(), value.strip()
-
-
-def _pairs(kind: str, found: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    pairs: dict[str, Any] = {}
-    for name, value in found:
-        if pairs.setdefault(name, value) != value:
-            raise ValueError(f"{kind} for {name} is given twice, and differently")
-    return pairs
 
 
 # --- commands ----------------------------------------------------------------------------------------------------
@@ -194,16 +143,14 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
-    from autoshard.api import candidate_meshes
-
     # All that can be wrong with the command itself, before anything heavy is imported.
-    meshes = candidate_meshes(_mesh(mesh_shape, axes, devices, device), devices, device)
+    meshes = candidate_meshes(parse_mesh(mesh_shape, axes, devices, device), devices, device)
     _known_device(meshes[0].device)
     limit: float | Literal["device"] | None = "device"
     if memory is not None:
         limit = None if memory.lower() == "none" else parse_bytes(memory)
-    wanted = _pairs("the hint", [parse_hint(hint) for hint in hints])
-    fields = _pairs("--set", [parse_setting(setting) for setting in settings])
+    wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
+    fields = pairs("--set", [parse_setting(setting) for setting in settings])
     if output is not None:
         _writable(output)
     with Stages() as stages:
@@ -228,18 +175,6 @@ def plan(
         _json({"plan": None if output is None else str(output), **_summary(found), **stages.spent()})
 
 
-def _mesh(shape: str | None, axes: str | None, devices: int | None, device: str | None) -> Mesh | None:
-    if shape is None:
-        if axes is not None:
-            raise ValueError("--axes names the axes of --mesh: give both")
-        if devices is None:
-            raise ValueError("no mesh: pass --mesh 2x4, or --devices 8 to have every shape tried")
-        return None
-    if devices is not None:
-        raise ValueError("give --mesh or --devices, not both")
-    return Mesh.parse(shape, axes, device or "cpu")
-
-
 def _known_device(kind: str) -> None:
     from autoshard.cost.device import load_device
 
@@ -254,20 +189,90 @@ def _writable(path: Path) -> None:
 
 def _program(
     source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
-) -> Any:
+) -> Program:
+    loaded = _source(source, batch, seq, fields, train, stages)
+    stages.begin("capture")
+    return autoshard.capture(
+        loaded.model, loaded.inputs, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer, train=loaded.train
+    )
+
+
+def _source(
+    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
+) -> Source:
     stages.begin("import")
     from autoshard.capture.sources import load_source
 
     stages.begin("source")
-    loaded = load_source(source, batch=batch, seq=seq, settings=fields, train=train)
-    stages.begin("capture")
-    return autoshard.capture(
-        loaded.model, loaded.inputs, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer, train=train is not None
-    )
+    return load_source(source, batch=batch, seq=seq, settings=fields, train=train)
+
+
+_PLAN_FILE = click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(path_type=Path))
 
 
 @commands.command()
-@click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(path_type=Path))
+@_PLAN_FILE
+@_with_source
+@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
+@click.option(
+    "--target",
+    metavar="TARGET",
+    help="cpu, tpu-v5e:2x4, tpu-v5e:4x4:2slices, h100:8, h100:2x8 (hosts x GPUs); default the plan's device kind.",
+)
+@click.option("--run", is_flag=True, help="Also train three steps on virtual CPU devices, and on one.")
+@click.option("--max-fidelity", type=click.FloatRange(0), default=0.15, show_default=True, metavar="F")
+@_JSON
+def verify(
+    plan_file: Path,
+    source: str,
+    batch: int | None,
+    seq: int | None,
+    settings: Sequence[str],
+    train: str | None,
+    target: str | None,
+    run: bool,
+    max_fidelity: float,
+    as_json: bool,
+) -> int:
+    """Hold a plan of SOURCE against what the target's compiler makes of it.
+
+    Exit status 1: the share of bytes that differ is above --max-fidelity, or the numbers of --run are unequal.
+    """
+    from autoshard.verify.targets import parse_target
+
+    found = Plan.load(plan_file)
+    fields = pairs("--set", [parse_setting(setting) for setting in settings])
+    if target is not None:
+        parse_target(target, found.mesh.size)
+    if source.startswith("hf:"):  # the plan knows what it was planned with
+        planned_batch, planned_seq, planned_train = planned_with(found)
+        batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train
+    with Stages() as stages:
+        loaded = _source(source, batch, seq, fields, train, stages)
+        from autoshard.verify.check import verify_plan
+
+        report = verify_plan(found, loaded, target, run=run, progress=stages.begin)
+    passed = report.passes(max_fidelity)
+    click.echo(str(report))
+    if as_json:
+        said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
+        _json({**said, **report.as_dict(), **stages.spent()})
+    return 0 if passed else OFF
+
+
+def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
+    """Batch, sequence length and optimizer of the program that a plan of a transformers model is for."""
+    tokens = found.inputs.get("input_ids")
+    batch, seq = tokens.shape[:2] if tokens is not None and len(tokens.shape) == 2 else (None, None)
+    if batch is None and found.inputs:
+        batch = next((tensor.shape[0] for tensor in found.inputs.values() if tensor.shape), None)
+    if found.program.kind == "forward":
+        return batch, seq, None
+    return batch, seq, "adamw" if any(name.endswith(".exp_avg") for name in found.optimizer_state) else "sgd"
+
+
+@commands.command()
+@_PLAN_FILE
 @_JSON
 def show(plan_file: Path, as_json: bool) -> None:
     """Print a plan: what splits what, what it is predicted to cost, how good it is proved to be."""

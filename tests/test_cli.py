@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from autoshard import cli
-from autoshard.cli import parse_bytes, parse_hint, parse_setting
+from autoshard.cli_options import parse_bytes, parse_hint, parse_setting
 from tests import plans
 
 

@@ -1,0 +1,82 @@
+"""What the options of the command line say, as values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from autoshard.mesh import Mesh, Spec, parse_spec
+
+T = TypeVar("T")
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """`16GB` (10^9), `16GiB` (2^30), `1.5e9` as a number of bytes.
+
+    Raises:
+        ValueError: anything else, or nothing at all.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError(f"bytes are written 16GB (10^9), 16GiB (2^30) or 1.5e9, not {text!r}")
+    return round(float(match[1]) * unit)
+
+
+def parse_hint(text: str) -> tuple[str, Spec]:
+    """`transformer.wte.weight=[model],[]` as a name and a spec.
+
+    Raises:
+        ValueError: anything else.
+    """
+    name, equals, spec = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"a hint is written name=[axes],[axes], one pair of brackets per dim, not {text!r}")
+    return name.strip(), parse_spec(spec)
+
+
+def parse_setting(text: str) -> tuple[str, str]:
+    """`n_layer=2` as a name and the text of its value.
+
+    Raises:
+        ValueError: anything else.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"--set wants key=value, such as n_layer=2, not {text!r}")
+    return name.strip(), value.strip()
+
+
+def pairs(kind: str, found: Sequence[tuple[str, T]]) -> dict[str, T]:
+    """Names and values as a dict.
+
+    Raises:
+        ValueError: a name comes twice, with different values.
+    """
+    once: dict[str, T] = {}
+    for name, value in found:
+        if once.setdefault(name, value) != value:
+            raise ValueError(f"{kind} for {name} is given twice, and differently")
+    return once
+
+
+def parse_mesh(shape: str | None, axes: str | None, devices: int | None, device: str | None) -> Mesh | None:
+    """The mesh of `--mesh`, `--axes` and `--device`; None when `--devices` leaves the shape open.
+
+    Raises:
+        ValueError: none or both of `--mesh` and `--devices`, or no mesh.
+    """
+    if shape is None:
+        if axes is not None:
+            raise ValueError("--axes names the axes of --mesh: give both")
+        if devices is None:
+            raise ValueError("no mesh: pass --mesh 2x4, or --devices 8 to have every shape tried")
+        return None
+    if devices is not None:
+        raise ValueError("give --mesh or --devices, not both")
+    return Mesh.parse(shape, axes, device or "cpu")
