@@ -86,7 +86,9 @@ class Dual:
         self.pairwise = np.concatenate(chunks) if chunks else np.empty(0)
         finite = [float(np.abs(c[np.isfinite(c)]).max(initial=0.0)) for c in chunks]
         # Anything above what a whole choice can cost acts as forbidden; infinities themselves would make NaNs.
-        self.forbidden = 4.0 * (float(np.abs(self.unary).sum()) + len(self._edges) * max(finite, default=0.0)) + 1e-300
+        unary = float(np.abs(self.unary[np.isfinite(self.unary)]).sum())
+        self.forbidden = 4.0 * (unary + len(self._edges) * max(finite, default=0.0)) + 1e-300
+        self.unary = np.minimum(self.unary, self.forbidden)
         np.minimum(self.pairwise, self.forbidden, out=self.pairwise)
 
     def _read_rows(self) -> None:

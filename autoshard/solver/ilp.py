@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +87,10 @@ def require(backend: str) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """A mixed-integer program: minimise cost·x, lower <= rows·x <= upper, x in [0, 1], the first `integers` whole."""
+    """Minimise cost·x subject to lower <= rows·x <= upper and 0 <= x <= most, the first `integers` of x whole."""
 
     cost: Array
+    most: Array  # per variable 1, or 0 for a forbidden strategy
     integers: int
     columns: int  # strategies and pairs, without the overflow
     row: np.ndarray
@@ -165,9 +167,22 @@ def build(net: Network, *, cost_scale: float, whole: bool, overflow: float = 0.0
         lower.append(np.full(len(net.room), -math.inf))
         upper.append((net.room + net.slack) / unit)
     cost = np.concatenate(costs) * cost_scale if costs else np.empty(0)
+    allowed = np.isfinite(cost)
+    cost[~allowed] = 0.0
     cost = np.floor(cost) if whole else cost
     cat: Any = np.concatenate
-    return Model(cost, integers, n, cat(rows), cat(columns), cat(values), cat(lower), cat(upper), first)
+    return Model(
+        cost,
+        allowed.astype(np.float64),
+        integers,
+        n,
+        cat(rows),
+        cat(columns),
+        cat(values),
+        cat(lower),
+        cat(upper),
+        first,
+    )
 
 
 def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, largest: float = math.inf) -> IlpResult:
@@ -245,7 +260,7 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
     n = len(model.cost)
     matrix = scipy.sparse.csr_matrix((model.value, (model.row, model.column)), shape=(len(model.lower), n))
     program = helper.ModelBuilderHelper()
-    arguments: list[Any] = [np.zeros(n), np.ones(n), model.cost, model.lower, model.upper, matrix]
+    arguments: list[Any] = [np.zeros(n), model.most, model.cost, model.lower, model.upper, matrix]
     program.fill_model_from_sparse_data(*arguments)
     # CP-SAT knows whole numbers only; with whole node variables the pair variables are whole in every solution anyway.
     # SCIP (of OR-Tools 9.15) has cut off the optimum in presolve with continuous ones: see the test.
@@ -275,12 +290,18 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
 
 
 def _run_cbc(model: Model, time_limit: float, seed: int) -> tuple[Array | None, float, bool, bool]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3.3 announces the names of PuLP 4 at every call
+        return _run_pulp(model, time_limit, seed)
+
+
+def _run_pulp(model: Model, time_limit: float, seed: int) -> tuple[Array | None, float, bool, bool]:
     import pulp
 
     n = len(model.cost)
     program = pulp.LpProblem("strategies", pulp.LpMinimize)
     kind = [pulp.LpInteger] * model.integers + [pulp.LpContinuous] * (n - model.integers)
-    x = [pulp.LpVariable(f"x{i}", 0, 1, kind[i]) for i in range(n)]
+    x = [pulp.LpVariable(f"x{i}", 0, float(model.most[i]), kind[i]) for i in range(n)]
     program += pulp.LpAffineExpression((x[i], float(c)) for i, c in enumerate(model.cost))
     order = np.argsort(model.row, kind="stable")
     bounds = np.searchsorted(model.row[order], np.arange(len(model.lower) + 1))

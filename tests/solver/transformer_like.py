@@ -76,7 +76,7 @@ def transformer_like(
     previous = None
     for _ in range(layers):
         layer: list[int] = []
-        residual = previous
+        residual = last = previous
         for j in range(25):
             t = next(clock)
             heavy = j % 4 == 1
@@ -85,21 +85,18 @@ def transformer_like(
                 w = node(0.0001, 0.0, fixed[j], 0, total, 2 * sizes[j])
                 connect(w, i, (0, 1), 2 * sizes[j])
                 layer.append(w)
-            if j:
-                connect(layer_last, i, (0, 1), sizes[j])
-            elif previous is not None:
-                connect(previous, i, (0, 1), sizes[j])
+            if last is not None:
+                connect(last, i, (0, 1), sizes[j])
             if j in (12, 24) and residual is not None:
                 connect(residual, i, (0, 2), 0.4)
                 residual = i
             layer.append(i)
-            layer_last = i
-        previous = layer_last
+            last = i
+        previous = last
         forward.append(layer)
     gradient = previous
     for layer in reversed(forward):
-        j = 0
-        for i in reversed(layer):
+        for j, i in enumerate(reversed(layer)):
             t = next(clock)
             heavy = j % 4 == 1
             b = node(
@@ -118,7 +115,6 @@ def transformer_like(
                 edges.append((b, layer[2]))
                 edge_costs.append(tie if j == 1 else matrix((0, 1), (0, 1), 0.4))
             gradient = b
-            j += 1
     problem = Problem(costs, edges, edge_costs, usages)
     if limit_share is None:
         return problem
