@@ -24,7 +24,7 @@ from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs
 # An SSA value is one tensor, or a tuple of such.
 Bound: TypeAlias = "Value | tuple[Bound, ...]"
 
-_MARKER = re.compile(r'(?:^loc\("|/)op(\d+)(?:\.out(\d+))?(?!\w)')
+_MARKER = re.compile(r"(?:^|/)op(\d+)(?:\.out(\d+))?(?!\w)")
 _ALIASES = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcast", "sdy.sharding_constraint"})
 _CALLS = frozenset({"func.call", "stablehlo.composite"})
 _KIND_NAMES = {"topk": "top_k", "if": "case"}
@@ -277,7 +277,8 @@ def entry_block(function: Any) -> Any:
 
 def aten_of(op: Any, caller: int | None) -> tuple[int | None, int | None]:
     """The aten op (and, for a marker, its output) that an op's location names."""
-    found = _MARKER.search(str(op.location))
+    # A named location holds its name beside the whole Python stack, which is slow to print; others name nothing.
+    found = _MARKER.search(getattr(op.location, "name_str", ""))
     if found is None:
         return caller, None
     return int(found[1]), None if found[2] is None else int(found[2])
