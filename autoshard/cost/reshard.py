@@ -371,23 +371,29 @@ def modelled(src: Places, dst: Places, sizes: tuple[int, ...], target: Target) -
 
     before, after = [ways([dim]) for dim in src], [ways([dim]) for dim in dst]
     have, want = ({axis for dim in places for axis in dim} for places in (src, dst))
-    moved = {axis for a, b in zip(src, dst, strict=True) if a != b for axis in (*a, *b)}
     if all(b[: len(a)] == a for a, b in zip(src, dst, strict=True)):
         return ()
     if all(a[: len(b)] == b for a, b in zip(src, dst, strict=True)):
         return tuple(gathers(src, dst))
     if all(b % a == 0 for a, b in zip(before, after, strict=True)):
-        return (over("collective-permute", moved, 1 / ways(dst)),)
+        sliced = tuple(a + tuple(axis for axis in b if axis not in a) for a, b in zip(src, dst, strict=True))
+        return (over("collective-permute", _displaced(sliced, dst, sizes), 1 / ways(dst)),)
     if all(a % b == 0 for a, b in zip(before, after, strict=True)) and want <= have:
         # Bring the axes that stay to the front, then gather the others.
         front = tuple(b + tuple(axis for axis in a if axis not in b) for a, b in zip(src, dst, strict=True))
-        return (over("collective-permute", moved, 1 / ways(src)), *gathers(front, dst))
+        return (over("collective-permute", _displaced(src, front, sizes), 1 / ways(src)), *gathers(front, dst))
     if have <= want:
-        # Slice by the new axes for free, exchange between dims, put the devices in order.
-        crossing = [axis for a, b in zip(src, dst, strict=True) for axis in a if axis not in b]
-        steps = [over("all-to-all", crossing, 1 / ways(dst))]
-        if not _lands(src, dst, set(crossing)):
-            steps.append(over("collective-permute", moved, 1 / ways(dst)))
+        # Slice by the new axes for free, exchange between dims, put the devices in order. What one dim would have to
+        # give to several is gathered instead.
+        home = {axis: dim for dim, axes in enumerate(dst) for axis in axes}
+        given = [sorted({home[axis] for axis in axes} - {dim}) for dim, axes in enumerate(src)]
+        if any(len(takers) > 1 for takers in given):
+            return tuple(gathers(src, ((),) * len(src)))
+        crossing = [[axis for axis in a if axis not in b] for a, b in zip(src, dst, strict=True)]
+        landed = _landed(src, dst, {axis for axes in crossing for axis in axes})
+        steps = [over("all-to-all", axes, 1 / ways(dst)) for axes in crossing if axes]
+        if landed != dst:
+            steps.append(over("collective-permute", _displaced(landed, dst, sizes), 1 / ways(dst)))
         return tuple(steps)
     gone = [dim for dim, axes in enumerate(src) if axes and not set(axes) & want]
     if gone and len(gone) < sum(map(bool, src)):
@@ -396,13 +402,29 @@ def modelled(src: Places, dst: Places, sizes: tuple[int, ...], target: Target) -
     return tuple(gathers(src, ((),) * len(src)))
 
 
-def _lands(src: Places, dst: Places, crossing: set[int]) -> bool:
-    """Whether an all-to-all alone brings `src`, sliced by new axes, to `dst`: what crosses is minor on both sides."""
+def _landed(src: Places, dst: Places, crossing: set[int]) -> Places:
+    """Where an all-to-all of `crossing` axes brings `src`, sliced by new axes before: they arrive as minor axes."""
     have = {axis for dim in src for axis in dim}
-    for a, b in zip(src, dst, strict=True):
-        stays = tuple(axis for axis in a if axis not in crossing)
-        arrives = tuple(axis for axis in b if axis in crossing)
-        new = tuple(axis for axis in b if axis not in have)
-        if a != stays + tuple(axis for axis in a if axis in crossing) or b != stays + new + arrives:
-            return False
-    return True
+    order = [axis for dim in src for axis in dim]
+    return tuple(
+        tuple(axis for axis in a if axis not in crossing)
+        + tuple(axis for axis in b if axis not in have)
+        + tuple(sorted((axis for axis in b if axis in crossing and axis not in a), key=order.index))
+        for a, b in zip(src, dst, strict=True)
+    )
+
+
+def _displaced(src: Places, dst: Places, sizes: Sequence[int]) -> set[int]:
+    """Axes along which devices have to exchange their parts: those that do not stay at their place in a dim."""
+
+    def places(spec: Places) -> dict[int, tuple[int, int]]:
+        found = {}
+        for dim, axes in enumerate(spec):
+            stride = 1
+            for axis in reversed(axes):
+                found[axis] = (dim, stride)
+                stride *= sizes[axis]
+        return found
+
+    before, after = places(src), places(dst)
+    return {axis for axis in (*before, *after) if before.get(axis) != after.get(axis)}
