@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from autoshard.plan import (
 )
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_SHOWN_OPS = 5
+_SHOWN_OPS, _SHOWN_NAMES = 5, 3
 
 
 def plan_report(plan: Plan) -> str:
@@ -79,8 +80,7 @@ class _Row:
 def module_table(plan: Plan) -> list[str]:
     """One line per tensor of each module, equal lines of numbered modules (`h.0`, `h.1`…) joined into one.
 
-    Activations are listed under the module that made them: its pinned values of each aten op, those of equal layout
-    together.
+    The values inside the program follow, per module those that are split alike together.
     """
     rows: list[_Row] = []
     for title, tensors in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
@@ -162,17 +162,26 @@ def _parameter_of(state: str, parameters: Mapping[str, TensorPlan]) -> TensorPla
 
 
 def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
-    """Per module, ops of one name, shape and layout in one row."""
-    counts: dict[_Row, int] = {}
+    """Per module one row for all values that are split alike, with the ops that most of them come from.
+
+    What comes after the last op of a module is the optimizer's.
+    """
+    last = max((each.key.index for each in activations if each.module), default=-1)
+    groups: dict[tuple[str, str, str], Counter[str]] = {}
     for each in activations:
-        name = each.key.name.removeprefix("aten.").removesuffix(".default")
+        module = each.module or ("(optimizer step)" if 0 <= last < each.key.index else "")
         split = "not pinned" if each.spec is None else layout(each.spec)
-        row = _Row(each.module, f"{name}()", _shape(each.dtype, each.shape), split, _reads(each.copies))
-        counts[row] = counts.get(row, 0) + 1
-    return [
-        _Row(row.module, row.tensor + (f" x{count}" if count > 1 else ""), row.shape, row.layout, row.reads)
-        for row, count in counts.items()
-    ]
+        name = each.key.name.split(".")[1:2] or [each.key.name]  # namespace.op.overload
+        groups.setdefault((module, split, _reads(each.copies)), Counter())[name[0].removesuffix("_copy")] += 1
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0].startswith("("), _natural(item[0][0])))
+    return [_Row(module, _values(names), "", split, reads) for (module, split, reads), names in ordered]
+
+
+def _values(names: Counter[str]) -> str:
+    """`5 values: add, gelu, ...`."""
+    most = [name for name, _ in sorted(names.items(), key=lambda item: (-item[1], item[0]))]
+    shown = ", ".join(most[:_SHOWN_NAMES]) + (", ..." if len(most) > _SHOWN_NAMES else "")
+    return f"{names.total()} value{'s' if names.total() > 1 else ''}: {shown}"
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

@@ -443,7 +443,8 @@ def test_the_report_says_what_splits_what():
     assert "  h.2,4  weight  f32[16,16]  [-, model]" in lines
     assert "  h.1,3,5  weight  f32[16,16]  [model, -]" in lines
     assert "  optimizer state  6 tensors  as its parameter" in lines
-    assert "  h.0-5  tanh()  f32[8,16]  not pinned  [data, -]" in lines
+    assert "  h.0-5  1 value: tanh  not pinned  [data, -]" in lines
+    assert "  h.0,2,4  1 value: mm  [data, model]" in lines
     assert "  step time  12.3 ms  (with gradient collectives behind the backward pass: 11 ms; MFU 34.0%)" in lines
     assert "  all-reduce  over data  x3  12.35 MB per device" in lines
     assert "  peak memory  3.2 GB of 16 GB per device" in lines
