@@ -1,0 +1,206 @@
+"""Resharding: what the measured table says, what follows from it, and paths over a spec in between."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.cost.collectives import seconds
+from autoshard.cost.device import Target, load_device
+from autoshard.cost.reshard import (
+    decode,
+    encode,
+    measured,
+    modelled,
+    padded_elements,
+    reduced,
+    reshard,
+    reshard_matrix,
+    reshard_path,
+    specs_over,
+)
+from autoshard.mesh import Mesh, Spec, as_spec
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+MESH = Mesh((2, 4), ("x", "y"))
+SHAPE = (64, 128)
+WHOLE = 64 * 128 * 4
+
+
+def emitted(src: object, dst: object, target: Target = "cpu", mesh: Mesh = MESH) -> list[tuple[str, str, float]]:
+    """(kind, axes, part of the whole tensor) of a reshard of an f32 tensor of SHAPE."""
+    found = reshard(SHAPE, 4, as_spec(src), as_spec(dst), mesh, target)  # type: ignore[arg-type]
+    return [(each.kind, "+".join(each.axes), each.bytes / WHOLE) for each in found]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_measured_before_the_table(target: Target) -> None:
+    """The reshards that earlier probes of the three compilers singled out, on the same mesh."""
+    assert emitted([None, None], ["x", "y"], target) == []
+    assert emitted(["x", None], [None, None], target) == [("all-gather", "x", 1.0)]
+    # A full rematerialisation, where two annotated steps move a half.
+    assert emitted(["y", None], [None, "x"], target) == [("all-gather", "y", 1.0)]
+    assert emitted(["y", None], ["y", "x"], target) == []
+    assert emitted(["y", "x"], [None, "x"], target) == [("all-gather", "y", 0.5)]
+    assert emitted(["x", None], [None, "y"], target) == [("all-gather", "x", 1.0)]
+    # The order of two axes on one dim costs a permute.
+    assert emitted(["x", None], [None, ("y", "x")], target) == [("all-to-all", "x", 1 / 8)]
+    assert emitted(["x", None], [None, ("x", "y")], target) == [
+        ("all-to-all", "x", 1 / 8),
+        ("collective-permute", "x+y", 1 / 8),
+    ]
+    assert emitted([("x", "y"), None], [("y", "x"), None], target) == [("collective-permute", "x+y", 1 / 8)]
+    assert emitted(["x", None], ["y", None], target) == [("collective-permute", "x+y", 1 / 4)]
+
+
+def test_a_permute_and_two_gathers_are_one_gather_on_a_tpu() -> None:
+    permute = ("collective-permute", "x+y", 1 / 8)
+    two = [permute, ("all-gather", "y[2/4]", 1 / 4), ("all-gather", "y[2/4]", 1 / 2)]
+    assert emitted(["x", "y"], [None, "x"], "cpu") == two
+    assert emitted(["x", "y"], [None, "x"], "gpu") == two
+    assert emitted(["x", "y"], [None, "x"], "tpu") == [permute, ("all-gather", "y", 1 / 2)]
+
+
+def test_gathers_of_two_dims_are_merged_on_a_tpu() -> None:
+    apart = [("all-gather", "y", 1 / 2), ("all-gather", "x", 1.0)]
+    assert emitted(["x", "y"], [None, None], "cpu") == apart
+    assert emitted(["x", "y"], [None, None], "gpu") == apart
+    assert emitted(["x", "y"], [None, None], "tpu") == [("all-gather", "x+y", 1.0)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_table_is_whole(target: Target) -> None:
+    """Every pair over one or two axes that cannot be made smaller has a row, in every relation of axis sizes."""
+    rows = measured(target)
+    for mesh, shape in (("8", (8,)), ("2x2", (2, 2)), ("2x8", (2, 8)), ("8x2", (8, 2))):
+        grid = Mesh(shape, ("x", "y")[: len(shape)])
+        wanted = set()
+        for rank in (1, 2, 3):
+            specs = specs_over(rank, grid.axis_names)
+            for src in specs:
+                for dst in specs:
+                    small = reduced(src, dst, grid)
+                    if small.axes == grid.axis_names:
+                        wanted.add(f"{mesh} {encode(small.src, small.dst)}")
+        assert wanted <= rows.keys()
+        for key in wanted:
+            for _, axes, share in decode(rows[key], shape):
+                assert 1 / math.prod(shape) <= share <= 1
+                assert axes
+
+
+def test_the_table_names_the_compilers_it_was_measured_with() -> None:
+    table = json.loads(resources.files("autoshard.cost").joinpath("reshard_table.json").read_text())
+    assert table["versions"].keys() == {"cpu", "gpu", "tpu"}
+    assert all("jaxlib" in versions for versions in table["versions"].values())
+
+
+def test_axes_that_stay_divide_the_bytes() -> None:
+    mesh = Mesh((2, 4, 8), ("x", "y", "z"))
+    moved = reshard((64, 64, 64), 4, as_spec(["z", "y", None]), as_spec(["z", None, "y"]), mesh, "gpu")
+    assert [(each.kind, each.axes, each.bytes) for each in moved] == [("all-to-all", ("y",), 64**3 * 4 // 32)]
+
+
+def test_axes_of_one_device_and_unsplit_dims_play_no_part() -> None:
+    mesh = Mesh((1, 8), ("x", "y"))
+    assert reshard(SHAPE, 4, as_spec(["x", None]), as_spec([None, None]), mesh, "cpu") == ()
+    small = reduced(as_spec([None, ("x", "y"), None]), as_spec([None, None, "y"]), mesh)
+    assert (small.src, small.dst, small.axes, small.kept) == (((0,), ()), ((), (0,)), ("y",), 1)
+
+
+def test_uneven_dims_count_their_padding() -> None:
+    src, dst = as_spec([("x", "y"), None]), as_spec([None, None])
+    assert padded_elements((50257, 3), src, dst, MESH) == 50264 * 3
+    (gather,) = reshard((50257, 3), 2, src, dst, MESH, "gpu")
+    assert gather.bytes == 50264 * 3 * 2
+
+
+def test_the_hop_over_both_axes_is_found() -> None:
+    device = load_device("tpu-v5e")
+    path = reshard_path((4096, 4096), 4, as_spec(["y", None]), as_spec([None, "x"]), MESH, device)
+    assert path.hops == (as_spec(["y", "x"]),)
+    assert [(each.kind, each.axes, each.bytes) for each in path.collectives] == [("all-gather", ("y",), 4096**2 * 2)]
+    assert path.memory == 4096**2 * 2
+
+
+def test_a_hop_never_splits_a_dim_unevenly() -> None:
+    device = load_device("tpu-v5e")
+    path = reshard_path((4096, 4095), 4, as_spec(["y", None]), as_spec([None, "x"]), MESH, device)
+    assert all(4095 % MESH.ways(hop[1]) == 0 for hop in path.hops)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Mesh, tuple[int, ...], Spec, Spec]:
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
+    mesh = Mesh(tuple(sizes), ("x", "y", "z")[: len(sizes)], "tpu-v5e")
+    rank = draw(st.integers(1, 3))
+    specs = specs_over(rank, mesh.axis_names)
+    shape = tuple(draw(st.lists(st.integers(1, 4096), min_size=rank, max_size=rank)))
+    return mesh, shape, draw(st.sampled_from(specs)), draw(st.sampled_from(specs))
+
+
+@given(pairs(), st.sampled_from(TARGETS))
+def test_bytes_are_sane(pair: tuple[Mesh, tuple[int, ...], Spec, Spec], target: Target) -> None:
+    mesh, shape, src, dst = pair
+    whole = padded_elements(shape, src, dst, mesh) * 4
+    assert reshard(shape, 4, src, src, mesh, target) == ()
+    found = reshard(shape, 4, src, dst, mesh, target)
+    for each in found:
+        assert 0 < each.bytes <= whole
+        assert mesh.in_order(axis.partition("[")[0] for axis in each.axes) == tuple(
+            axis.partition("[")[0] for axis in each.axes
+        )
+    # Splitting further is free; nothing else is, apart from axes of one device.
+    small = reduced(src, dst, mesh)
+    finer = all(after[: len(before)] == before for before, after in zip(small.src, small.dst, strict=True))
+    assert (found == ()) == finer
+
+
+@given(pairs())
+def test_the_matrix_agrees_with_single_reshards_and_no_path_is_slower(
+    pair: tuple[Mesh, tuple[int, ...], Spec, Spec],
+) -> None:
+    mesh, shape, src, dst = pair
+    device = load_device(mesh.device)
+    times, memory = reshard_matrix(shape, 4, [src, dst], [dst, src], mesh, device)
+    direct = sum(seconds(c.kind, c.axes, c.bytes, mesh, device) for c in reshard(shape, 4, src, dst, mesh, "tpu"))
+    assert times[0, 0] == pytest.approx(direct, rel=1e-4, abs=1e-9)
+    assert times[0, 1] == times[1, 0] == memory[0, 1] == memory[1, 0] == 0
+    path = reshard_path(shape, 4, src, dst, mesh, device)
+    assert path.seconds <= times[0, 0] * (1 + 1e-9)
+    taken = sum(seconds(c.kind, c.axes, c.bytes, mesh, device) for c in path.collectives)
+    assert path.seconds == pytest.approx(taken, rel=1e-4, abs=1e-9)
+    if src != dst:
+        assert memory[0, 0] >= math.prod(mesh.shard_shape(shape, dst)) * 4
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000))
+def test_more_bytes_never_take_less_time(a: int, b: int) -> None:
+    specs = specs_over(2, MESH.axis_names)
+    device = load_device("h100")
+    low, high = (reshard_matrix((8 * n, 8), 4, specs, specs, MESH, device) for n in sorted((a, b)))
+    assert (low[0] <= high[0]).all()
+    assert (low[1] <= high[1]).all()
+    assert (np.diag(low[0]) == 0).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_model_agrees_with_the_table_where_dims_only_lose_or_gain_axes(target: Target) -> None:
+    """One axis: everywhere; two axes: on pure gathers, slices and swaps. Elsewhere the table knows better."""
+    mesh = Mesh((2, 8), ("x", "y"))
+    for src in specs_over(2, mesh.axis_names):
+        for dst in specs_over(2, mesh.axis_names):
+            small = reduced(src, dst, mesh)
+            sizes = tuple(map(mesh.axis_size, small.axes))
+            gathers = all(before[: len(after)] == after for before, after in zip(small.src, small.dst, strict=True))
+            if not small.axes or not (len(sizes) == 1 or gathers):
+                continue
+            key = f"{'8' if len(sizes) == 1 else '2x8'} {encode(small.src, small.dst)}"
+            assert modelled(small.src, small.dst, sizes, target) == decode(measured(target)[key], sizes)
