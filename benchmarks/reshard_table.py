@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from autoshard.cost.reshard import decode, encode, reduced, reshard, specs_over
+from autoshard.cost.device import Target
+from autoshard.cost.reshard import decode, encode, reduced, regular_steps, reshard, specs_over, whole_pair
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.verify.compile import compile_module
 from autoshard.verify.hlo_text import group_axes, pair_axes, parse_hlo, replica_groups, source_target_pairs
@@ -211,6 +212,21 @@ def irreducible(rows: Rows, mesh: Mesh) -> dict[str, str]:
     return kept
 
 
+def exceptions(rows: Rows, mesh: Mesh, target: Target) -> dict[str, str]:
+    """The rows of a mesh of three axes that do not follow from pairs over fewer."""
+    kept: dict[str, str] = {}
+    for (src, dst), row in rows.items():
+        follows = [(step.kind, step.axes, step.share) for step in regular_steps(src, dst, mesh, target)]
+        found = [
+            (kind, tuple(mesh.axis_names[i] + part for i, part in axes), share)
+            for kind, axes, share in decode(row, mesh.shape)
+        ]
+        if follows != found:
+            kept[encode(*whole_pair(src, dst, mesh.axis_names))] = row
+    print(f"{mesh.shape}: {len(rows)} pairs, {len(kept)} do not follow", file=sys.stderr)
+    return kept
+
+
 def update(path: Path, target: str, mesh: str, rows: Mapping[str, str], versions: Mapping[str, str]) -> None:
     """Put the rows of one target and mesh into the table; what all targets share is kept once."""
     table = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": {}}
@@ -240,6 +256,7 @@ def main() -> None:
     parser.add_argument("--target", choices=sorted(TARGETS), required=True)
     parser.add_argument("--mesh", action="append", required=True, help="2x8; may be given several times")
     parser.add_argument("--ranks", default="1,2,3,4")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th pair only")
     parser.add_argument("--scale", type=int, default=1, help="multiply every dim, to see that nothing depends on it")
     parser.add_argument("--chunk", type=int, default=200, help="pairs per module")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one module")
@@ -252,14 +269,15 @@ def main() -> None:
     for text in args.mesh:
         shape = tuple(int(size) for size in text.split("x"))
         mesh = Mesh(shape, tuple("xyz"[: len(shape)]))
-        pairs = [pair for rank in map(int, args.ranks.split(",")) for pair in pairs_of(rank, mesh)]
+        pairs = [pair for rank in map(int, args.ranks.split(",")) for pair in pairs_of(rank, mesh)][:: args.every]
         measured = dict(measure(args.target, mesh, pairs, dims, args.timeout, args.chunk))
         if args.table:
             rows = {
                 pair: row_of(found, 4 * dims[len(pair[0])] ** len(pair[0]), mesh) for pair, found in measured.items()
             }
+            keep = irreducible(rows, mesh) if len(shape) < 3 else exceptions(rows, mesh, args.target)
             versions = parse_target(TARGETS[args.target][mesh.size]).packages()
-            update(args.table, args.target, text, irreducible(rows, mesh), versions)
+            update(args.table, args.target, text, keep, versions)
         else:
             compare(measured, dims, mesh, args.target)
 

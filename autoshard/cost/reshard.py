@@ -10,6 +10,9 @@ where two axes leave two dims for two others), written by `benchmarks/reshard_ta
 - dims that neither spec splits, and axes that neither spec uses, play no part;
 - axes that stay where they are, major to those that move, divide the bytes and play no other part.
 
+On a mesh of three axes the last two do not always hold: an idle third axis can be in the way. For 2x2x2 the table names
+the pairs of up to two dims that differ (CPU and GPU; a TPU's follow by merging gathers).
+
 A pair over three axes that does not reduce to two, or over axes of which neither size divides the other, falls back to
 `modelled`, GSPMD's order of attempts as far as it is understood.
 """
@@ -221,6 +224,14 @@ def padded_elements(shape: Sequence[int], src: Spec, dst: Spec, mesh: Mesh) -> i
 @lru_cache(maxsize=1 << 16)
 def reshard_steps(src: Spec, dst: Spec, mesh: Mesh, target: Target) -> tuple[Step, ...]:
     """The collectives of a pair, for a tensor of any size."""
+    exception = _exception(src, dst, mesh, target)
+    if exception is not None:
+        return exception
+    return regular_steps(src, dst, mesh, target)
+
+
+def regular_steps(src: Spec, dst: Spec, mesh: Mesh, target: Target) -> tuple[Step, ...]:
+    """The collectives of a pair as they follow from its reduced pair."""
     small = reduced(src, dst, mesh)
     if not small.axes:
         return ()
@@ -232,6 +243,29 @@ def reshard_steps(src: Spec, dst: Spec, mesh: Mesh, target: Target) -> tuple[Ste
         Step(kind, tuple(small.axes[place] + part for place, part in axes), share / small.kept)
         for kind, axes, share in steps
     )
+
+
+def _exception(src: Spec, dst: Spec, mesh: Mesh, target: Target) -> tuple[Step, ...] | None:
+    """On three axes of one size: the row of a pair that does not follow from its reduced pair."""
+    axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
+    if len(axes) != 3 or len({mesh.axis_size(axis) for axis in axes}) != 1:
+        return None
+    row = measured(target).get(f"2x2x2 {encode(*whole_pair(src, dst, axes))}")
+    if row is None:
+        return None
+    steps = decode(row, [mesh.axis_size(axis) for axis in axes])
+    return tuple(Step(kind, tuple(axes[i] + part for i, part in named), share) for kind, named, share in steps)
+
+
+def whole_pair(src: Spec, dst: Spec, axes: Sequence[str]) -> tuple[Places, Places]:
+    """The pair as positions in `axes`, other axes left out, and without the dims that neither spec splits."""
+    place = {axis: i for i, axis in enumerate(axes)}
+    pairs = [
+        (tuple(place[axis] for axis in a if axis in place), tuple(place[axis] for axis in b if axis in place))
+        for a, b in zip(src, dst, strict=True)
+    ]
+    kept = [pair for pair in pairs if pair[0] or pair[1]]
+    return tuple(a for a, _ in kept), tuple(b for _, b in kept)
 
 
 SymbolicStep = tuple[CollectiveKind, tuple[tuple[int, str], ...], float]
@@ -307,7 +341,22 @@ def measured(target: Target) -> dict[str, str]:
     for name in ("common", target):
         for mesh, pairs in table["rows"].get(name, {}).items():
             rows.update({f"{mesh} {pair}": row for pair, row in pairs.items()})
+    if target == "tpu":
+        others = {f"2x2x2 {pair}": row for pair, row in table["rows"].get("gpu", {}).get("2x2x2", {}).items()}
+        rows = {key: _gathers_merged(row) for key, row in others.items()} | rows
     return rows
+
+
+def _gathers_merged(row: str) -> str:
+    """A row as a TPU runs it: gathers in a row are one (so in all 40 such rows over two axes)."""
+    steps: list[list[str]] = []
+    for kind, axes, divisor in _STEP.findall(row):
+        if steps and kind == steps[-1][0] == "all-gather":
+            joint = sorted({*re.findall(r"\d", re.sub(r"\[.*?\]", "", steps[-1][1] + axes))})
+            steps[-1][1:] = ["".join(joint), divisor]
+        else:
+            steps.append([kind, axes, divisor])
+    return ", ".join(f"{kind} {axes}/{divisor}" for kind, axes, divisor in steps)
 
 
 def encode(src: Places, dst: Places) -> str:
