@@ -21,7 +21,7 @@ from autoshard.plan import (
 )
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_SHOWN_OPS, _SHOWN_NAMES = 5, 3
+_SHOWN_OPS, _COLUMN = 5, 32
 
 
 def plan_report(plan: Plan) -> str:
@@ -178,10 +178,15 @@ def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
 
 
 def _values(names: Counter[str]) -> str:
-    """`5 values: add, gelu, ...`."""
-    most = [name for name, _ in sorted(names.items(), key=lambda item: (-item[1], item[0]))]
-    shown = ", ".join(most[:_SHOWN_NAMES]) + (", ..." if len(most) > _SHOWN_NAMES else "")
-    return f"{names.total()} value{'s' if names.total() > 1 else ''}: {shown}"
+    """`5 values: add, gelu, ...`: the commonest ops, as many as fit the column."""
+    text = f"{names.total()} value{'s' if names.total() > 1 else ''}:"
+    left = len(names)
+    for name, _ in sorted(names.items(), key=lambda item: (-item[1], item[0])):
+        if left < len(names) and len(text) + len(name) > _COLUMN:
+            return f"{text} ..."
+        left -= 1
+        text += f" {name}" + ("," if left else "")
+    return text
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

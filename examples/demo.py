@@ -1,6 +1,6 @@
 """Plan GPT-2's AdamW step for 8 TPU v5e, beside the plans people write by hand; verify it; train under a plan.
 
-`make demo` runs this. No accelerator is needed: the TPU's own compiler checks the plan, and the training is on 8 virtual
+`make demo` runs this. No accelerator is needed: the TPU's own compiler checks the plan, and the training is on virtual
 CPU devices.
 """
 
