@@ -21,24 +21,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer, is_xla, tensor_id
+from autoshard.capture.torch_xla import tensor_type
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, Shared, describe
-from autoshard.plan import PlanMismatchError
-
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "ui8",
-    torch.bool: "i1",
-    torch.complex64: "complex<f32>",
-    torch.complex128: "complex<f64>",
-}
+from autoshard.plan import PlanMismatchError, format_type
 
 
 class Annotator(AtenSequence):
@@ -186,8 +172,8 @@ class Annotator(AtenSequence):
         for tensor, name, seen in zip(call.tensors, planned.inputs, call.inputs, strict=True):
             if seen is None and isinstance(name, str) and name in self._schedule.inputs and is_xla(tensor):
                 want = self._schedule.arguments[name]
-                if tuple(tensor.shape) != want.shape or DTYPES.get(tensor.dtype) != want.dtype:
-                    wanted = f"{want.dtype}[{','.join(map(str, want.shape))}]"
+                wanted = f"{want.dtype}[{','.join(map(str, want.shape))}]"
+                if format_tensor(tensor) != wanted:
                     self._refuse(f"input {name} is {format_tensor(tensor)}, the plan has {wanted}", call.index)
                 runtime.shard_data(tensor, self._schedule.mesh, want.spec, f"input {name}")
                 self.name(tensor, name)
@@ -198,13 +184,20 @@ class Annotator(AtenSequence):
         if planned.name != call.name:
             self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, ())} seen", call.index)
         seen = tuple(self.producer(t) for t in call.tensors)
-        if seen != planned.inputs:
-            differs = next((i for i, (a, b) in enumerate(zip(seen, planned.inputs, strict=False)) if a != b), None)
-            if differs is None:
-                what = f"reads {len(seen)} tensors, planned were {len(planned.inputs)}"
-            else:
-                what = f"reads {describe(seen[differs])}, planned was {describe(planned.inputs[differs])}"
-            self._refuse(f"{call.name} {what}", call.index)
+        if len(seen) != len(planned.inputs):
+            what = f"{call.name} reads {len(seen)} tensors, planned were {len(planned.inputs)}"
+            self._refuse(what, call.index)
+        for found, wanted in zip(seen, planned.inputs, strict=True):
+            if found != wanted and not self._same_input(found, wanted):
+                what = f"{call.name} reads {describe(found)}, planned was {describe(wanted)}"
+                self._refuse(what, call.index)
+
+    def _same_input(self, found: Producer, wanted: Producer) -> bool:
+        """Whether these are two inputs that may be one tensor (`labels=input_ids`): split alike."""
+        if found not in self._schedule.inputs or wanted not in self._schedule.inputs:
+            return False
+        a, b = self._schedule.arguments[str(found)], self._schedule.arguments[str(wanted)]
+        return (a.shape, a.dtype, a.spec) == (b.shape, b.dtype, b.spec)
 
     def _made_after_the_end(self, tensor: torch.Tensor) -> bool:
         return self.producer(tensor) is None
@@ -228,7 +221,7 @@ class Annotator(AtenSequence):
 
 def format_tensor(tensor: torch.Tensor) -> str:
     """`f32[8,512,768]`."""
-    return f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"
+    return format_type(tensor_type(tensor))
 
 
 def _op(name: str, outputs: tuple[str, ...]) -> str:
@@ -242,8 +235,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _functional(result: Any) -> Any:
-    """What a transfer to the device gives outside a dispatch mode: inside, torch_xla leaves the wrapper out, and the ops
-    on the tensor would be others than the planned ones."""
+    """What a transfer to the device gives outside a dispatch mode.
+
+    Inside one, torch_xla leaves out the wrapper that functionalizes, and ops on the tensor would not be those planned.
+    """
     if isinstance(result, torch.Tensor) and is_xla(result) and not torch._is_functional_tensor(result):
         return torch._to_functional_tensor(result)
     return result

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.errors import LoweringError
 from autoshard.lower import runtime
-from autoshard.lower.annotator import DTYPES, format_tensor
+from autoshard.lower.annotator import format_tensor
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, PlanMismatchError, TensorPlan
 
@@ -220,8 +220,8 @@ def _place(what: str, tensor: torch.Tensor, mesh: Mesh, plan: TensorPlan | None)
 
 
 def _check_type(what: str, tensor: torch.Tensor, plan: TensorPlan) -> None:
-    if tuple(tensor.shape) != plan.shape or DTYPES.get(tensor.dtype) != plan.dtype:
-        wanted = f"{plan.dtype}[{','.join(map(str, plan.shape))}]"
+    wanted = f"{plan.dtype}[{','.join(map(str, plan.shape))}]"
+    if format_tensor(tensor) != wanted:
         raise PlanMismatchError(f"the plan is for another model: {what} is {format_tensor(tensor)}, planned {wanted}")
 
 

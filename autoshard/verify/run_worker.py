@@ -1,0 +1,268 @@
+"""The run worker: `python -m autoshard.verify.run_worker FOLDER`, one comparison a process (see `verify.run`)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from autoshard.capture.inputs import Inputs, split_inputs
+from autoshard.capture.optimizer import make_optimizer
+from autoshard.capture.sources import Source, load_source
+from autoshard.capture.torch_xla import prepare_runtime
+from autoshard.errors import AutoshardError
+from autoshard.plan import Plan
+from autoshard.verify.run import HALF_TOLERANCE, TOLERANCE, RunError
+
+SEED = 20
+HALF = ("bf16[", "f16[")
+
+
+def main() -> None:
+    """Run what the folder describes; write `result.json` into it."""
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        if request["origin"] is not None:
+            source = load_source(**request["origin"])
+        else:
+            model, inputs, loss_fn, optimizer, train = torch.load(folder / "source.pt", weights_only=False)
+            source = Source(model, inputs, loss_fn, optimizer, train)
+        result = compare(Plan.load(folder / "plan.json"), source, request["steps"])
+    except AutoshardError as error:
+        result = {"error": str(error)}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def compare(plan: Plan, source: Source, steps: int) -> dict[str, Any]:
+    """Both runs, and the fields of a `RunReport`."""
+    prepare_runtime(plan.mesh.size)
+    import torch_xla
+
+    torch_xla.device()  # autograd counts the kinds of devices when it first runs: on the reference
+    model = with_weights(source.model)
+    reference = copy.deepcopy(model)
+    batches = [random_batch(source, model, step) for step in range(steps)]
+    expected = _Run(reference, source).steps(batches, lambda batch: batch, None)
+    found = _Run(model, source).steps(batches, _to_device, plan)
+    half = any(output.startswith(HALF) for op in plan.program.ops for output in op.outputs)
+    losses = zip(found.losses, expected.losses, strict=True)
+    return {
+        "devices": plan.mesh.size,
+        "optimizer": found.optimizer,
+        "losses": found.losses,
+        "reference_losses": expected.losses,
+        "loss": max((abs(a - b) / max(abs(b), 1e-30) for a, b in losses), default=0.0),
+        "gradients": _largest(found.gradients, expected.gradients, relative=True),
+        "parameters": _largest(found.parameters, expected.parameters, relative=False),
+        "outputs": _largest(found.outputs, expected.outputs, relative=True),
+        "tolerance": HALF_TOLERANCE if half else TOLERANCE,
+        "compiled_once": found.compiles[1:] == [0] * (steps - 1),
+    }
+
+
+class _Run:
+    """One of the two runs, and what it gave, on the CPU."""
+
+    def __init__(self, model: torch.nn.Module, source: Source) -> None:
+        self.model, self.source = model, source
+        self.made = None
+        if source.optimizer is not None:
+            old = list(source.model.parameters())
+            self.made = make_optimizer(
+                source.optimizer, {id(a): b for a, b in zip(old, model.parameters(), strict=True)}
+            )
+        self.optimizer = type(self.made).__name__ if self.made is not None else None
+        self.losses: list[float] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.compiles: list[int] = []
+
+    def steps(self, batches: list[Any], place: Callable[[Any], Any], plan: Plan | None) -> _Run:
+        """Run a step per batch, under `plan` if there is one."""
+        train = self.source.train
+        if plan is not None:
+            plan.apply(self.model, self.made)
+        for number, batch in enumerate(batches):
+            before = _compiles()
+            if plan is None:
+                result = self.step(split_inputs(self.model, batch, self.source.loss_fn), train)
+            else:
+                import torch_xla
+
+                with plan.annotate():
+                    result = self.step(split_inputs(self.model, place(batch), self.source.loss_fn), train)
+                torch_xla.sync()
+            self.compiles.append(_compiles() - before)
+            if train:
+                self.losses.append(float(result.detach()))
+                if number == 0:
+                    self.gradients = {
+                        name: p.grad.detach().cpu().clone()
+                        for name, p in self.model.named_parameters()
+                        if p.grad is not None
+                    }
+            else:
+                self.outputs.update({f"{path} of batch {number}": t for path, t in _floats(result).items()})
+        if train:
+            self.parameters = {name: p.detach().cpu() for name, p in self.model.named_parameters()}
+        return self
+
+    def step(self, inputs: Inputs, train: bool) -> Any:
+        """An ordinary step; returns the loss, or the output of a forward pass."""
+        if self.made is not None:
+            self.made.zero_grad()
+        self.model.zero_grad()
+        with torch.set_grad_enabled(train):
+            output = self.model(*inputs.args, **inputs.kwargs)
+            if not train:
+                return output
+            if self.source.loss_fn is not None:
+                loss = self.source.loss_fn(output, *inputs.loss_args, **dict(inputs.loss_kwargs or {}))
+            elif isinstance(output, Mapping) and output.get("loss") is not None:
+                loss = output["loss"]
+            else:
+                loss = getattr(output, "loss", output)
+        loss.backward()
+        if self.made is not None:
+            self.made.step()
+        return loss
+
+
+def with_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model on the CPU; one on meta is built anew, with random weights from a fixed seed.
+
+    Raises:
+        RunError: a model on meta with buffers that nothing initializes.
+    """
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return copy.deepcopy(model).cpu()
+    torch.manual_seed(SEED)
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(model, "init_weights"):  # transformers: its constructor makes weights and buffers
+        made: torch.nn.Module = type(model)(copy.deepcopy(config))
+        return made.to(next(model.parameters()).dtype).train(model.training)
+    made = copy.deepcopy(model).to_empty(device="cpu")
+    fresh: set[int] = set()
+    for module in made.modules():
+        begin = getattr(module, "reset_parameters", None)
+        if callable(begin):
+            begin()
+            fresh |= {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if id(parameter) not in fresh:
+                parameter.normal_(0.0, 0.02)
+    stale = next((name for name, buffer in made.named_buffers() if id(buffer) not in fresh), None)
+    if stale is not None:
+        raise RunError(
+            f"the model is on meta and nothing says what its buffer {stale} holds; build it with weights to run it"
+        )
+    return made
+
+
+def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
+    """Inputs like the sample ones: normal floats, tokens below the vocabulary; masks as they are, or ones.
+
+    Integers of a sample with values keep their range: each batch shuffles them. Tensors that are one object in the
+    sample are one here.
+    """
+    generator = torch.Generator().manual_seed(SEED + 1 + step)
+    leaves, spec = tree_flatten_with_path(source.inputs)
+    images = any(_leaf_name(path) == "pixel_values" for path, _ in leaves)
+    made: dict[int, torch.Tensor] = {}
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+            made[id(leaf)] = _random_like(leaf, _leaf_name(path), model, images, generator)
+    return torch.utils._pytree.tree_unflatten(
+        [made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves], spec
+    )
+
+
+def _random_like(
+    sample: torch.Tensor, name: str, model: torch.nn.Module, images: bool, generator: torch.Generator
+) -> torch.Tensor:
+    if sample.is_floating_point():
+        return torch.randn(sample.shape, generator=generator).to(sample.dtype)
+    if not sample.is_meta:
+        order = torch.randperm(sample.numel(), generator=generator)
+        return sample.detach().cpu().reshape(-1)[order].reshape(sample.shape)
+    if sample.dtype == torch.bool or "mask" in name:
+        return torch.ones(sample.shape, dtype=sample.dtype)
+    return torch.randint(0, _classes(model, images), sample.shape, generator=generator).to(sample.dtype)
+
+
+def _classes(model: torch.nn.Module, images: bool) -> int:
+    """Below what integer inputs stay: the vocabulary, or the labels of a classifier."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(config, "num_labels", None) if images else getattr(text, "vocab_size", None)
+    if found is None:
+        rows = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        found = min(rows, default=2)
+    return int(found)
+
+
+def _leaf_name(path: Any) -> str:
+    return str(getattr(path[-1], "key", "")) if path else ""
+
+
+def _to_device(batch: Any) -> Any:
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in moved:
+            moved[id(leaf)] = leaf.to("xla")
+        return moved[id(leaf)]
+
+    return tree_map(move, batch)
+
+
+def _floats(output: Any) -> dict[str, torch.Tensor]:
+    leaves = tree_flatten_with_path(output)[0]
+    return {
+        "".join(str(key) for key in path) or "output": leaf.detach().cpu().float()
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    }
+
+
+def _largest(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, relative: bool
+) -> dict[str, Any]:
+    """The largest difference, `relative` to the largest element of its tensor, and where; nan counts as infinite."""
+    worst = {"value": 0.0, "where": ""}
+    for name in expected.keys() | found.keys():
+        if name not in found or name not in expected:
+            return {"value": math.inf, "where": f"{name}, in one run only"}
+    for name in sorted(expected):
+        a, b = found[name].double(), expected[name].double()
+        if b.numel() == 0:
+            continue
+        scale = float(b.abs().max()) if relative else 1.0
+        difference = float((a - b).abs().max())
+        value = 0.0 if difference == 0 else difference / scale if scale > 0 else math.inf
+        value = math.inf if math.isnan(value) else value
+        if value > worst["value"]:
+            worst = {"value": value, "where": name}
+    return worst
+
+
+def _compiles() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    return int(metrics.counter_value("UncachedCompile") or 0)
+
+
+if __name__ == "__main__":
+    main()
