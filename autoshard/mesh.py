@@ -71,6 +71,7 @@ class Mesh:
     _sizes: Mapping[str, int] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
+        """Check and complete the fields."""
         shape = tuple(int(size) for size in self.shape)
         names = tuple(self.axis_names) or default_axis_names(len(shape))
         if not 1 <= len(shape) <= 3:

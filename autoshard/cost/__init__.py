@@ -1,0 +1,1 @@
+"""What a step costs: device kinds, collectives, resharding, compute, memory; and predictions from annotations."""

@@ -51,7 +51,7 @@ class Graph:
         ops: op id -> Op, in program order (ids are 0..n-1).
         arguments: op ids of the arguments, in the program's order.
         outputs: the program's results, in its order.
-        aten_outputs: (aten index, output index) -> the value that is that output; the points that lowering can annotate.
+        aten_outputs: (aten index, output index) -> the value that is that output: the points lowering can annotate.
     """
 
     program: Program

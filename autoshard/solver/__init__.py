@@ -1,0 +1,1 @@
+"""A solver for strategy-selection problems: it knows arrays, not models."""
