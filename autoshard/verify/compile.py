@@ -24,6 +24,9 @@ from autoshard.verify.targets import Target, parse_target
 WORKER_VERSION = 1
 """Raised whenever the worker compiles the same module differently: old cache entries no longer count."""
 
+WORKER = (sys.executable, "-m", "autoshard.verify.worker")
+"""The command that compiles what the request file, its last argument, describes."""
+
 DEFAULT_TIMEOUT_S = 1200.0
 
 _REMATERIALIZATION = "Involuntary full rematerialization"
@@ -171,7 +174,7 @@ def _run_worker(work: Path, stablehlo: bytes, target: Target, donate: Mapping[in
     (work / "module.mlir").write_bytes(stablehlo)
     request = {"module": "module.mlir", "target": asdict(target), "donate": donate}
     (work / "request.json").write_text(json.dumps(request))
-    command = [sys.executable, "-m", "autoshard.verify.worker", str(work / "request.json")]
+    command = [*WORKER, str(work / "request.json")]
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": "0"}
     with open(work / "stderr.txt", "wb") as errors:
         process = subprocess.Popen(

@@ -1,0 +1,179 @@
+"""Programs that XLA really compiles: for virtual CPU devices, and for TPU and GPU devices where a compiler is installed.
+
+What was compiled once stays in the user's cache (`AUTOSHARD_CACHE`), so that only the first run takes the time.
+"""
+
+import sys
+
+import pytest
+
+from autoshard.graph.annotations import Annotations
+from autoshard.lower.stablehlo import annotate, donated
+from autoshard.mesh import Mesh
+from autoshard.verify import compile as compiling
+from autoshard.verify.collectives import compiled_collectives, normalise
+from autoshard.verify.compile import CompileError, compile_module, default_cache_dir
+from autoshard.verify.judge import judge
+from autoshard.verify.targets import TargetError, parse_target
+from autoshard.verify.work import compiled_work
+from tests.verify.small import MESH, W, X, program
+
+ROWS, COLUMNS, WHOLE = (("data",), ()), ((), ("model",)), ((), ())
+
+
+def bytes_of(annotate_with, target="cpu:8", mesh=MESH, **sizes):
+    """(kind, axes) -> bytes per device of the small program, its gradient's reduction included, and the program."""
+    made, graph = program(**sizes)
+    module = annotate(made, graph, annotate_with(graph), mesh)
+    compiled = compile_module(module, target, donate=donated(made))
+    return normalise(compiled_collectives(compiled.hlo_text, mesh, compiled.target.family)), compiled
+
+
+def test_data_parallel_reduces_the_gradient():
+    found, compiled = bytes_of(lambda graph: Annotations({X: ((*MESH.axis_names,), ())}))
+    assert found == {("all-reduce", ("data", "model")): 4 * 32 * 16}
+    assert compiled.rematerializations == ()
+    # x is split eight ways; w is donated to its update; y leaves split eight ways.
+    assert compiled.memory.argument == 4 * (64 * 32 // 8 + 32 * 16)
+    assert compiled.memory.alias == 4 * 32 * 16
+    assert compiled.memory.peak >= 4 * (64 * 32 // 8 + 32 * 16 + 64 * 16 // 8)
+
+
+def sharded_update(graph):
+    """FSDP over data: gathered for the product, the gradient reduced and scattered."""
+    gradient = graph.aten_outputs[3, 0]
+    pins = {X: ROWS, W: ROWS, gradient: WHOLE, graph.aten_outputs[0, 0]: ROWS}
+    return Annotations(pins, {(W, 0): WHOLE, (gradient, 4): ROWS})
+
+
+def test_on_cpu_fsdp_gathers_and_reduce_scatters():
+    mesh = Mesh((2,), ("data",))
+    found, compiled = bytes_of(sharded_update, "cpu:2", mesh)
+    assert found == {("all-gather", ("data",)): 4 * 32 * 16, ("reduce-scatter", ("data",)): 4 * 32 * 16}
+    assert "reduce-scatter(" not in compiled.hlo_text, "XLA's CPU compiler writes none"
+
+
+def test_on_cpu_bf16_counts_as_bf16():
+    mesh = Mesh((2,), ("data",))
+    found, compiled = bytes_of(sharded_update, "cpu:2", mesh, dtype="bf16")
+    assert "f32" in compiled.hlo_text
+    assert found == {("all-gather", ("data",)): 2 * 32 * 16, ("reduce-scatter", ("data",)): 2 * 32 * 16}
+
+
+def test_a_column_parallel_product_computes_a_part_without_communication():
+    def columns(graph):
+        return Annotations({X: ROWS, W: COLUMNS, **{graph.aten_outputs[k, 0]: (("data",), ("model",)) for k in (0, 2)}})
+
+    found, compiled = bytes_of(columns)
+    assert found == {("all-reduce", ("data",)): 4 * 32 * 16 // 4}
+    work = compiled_work(compiled.hlo_text, "cpu")
+    assert work.flops == 2 * (2 * 64 * 32 * 16) // 8
+    judged = judge(compiled, MESH)
+    assert judged.step_time_s == judged.communication_s + judged.compute_s > 0
+    assert judged.memory_bytes == compiled.memory.peak
+
+
+RESHARD = b"""module @m {
+  func.func @main(%x: tensor<256x256xf32> {mhlo.sharding = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"})
+      -> (tensor<256x256xf32> {mhlo.sharding = "{devices=[1,2,4]<=[8] last_tile_dim_replicate}"}) {
+    %0 = stablehlo.custom_call @Sharding(%x) {mhlo.sharding = "{devices=[1,2,4]<=[8] last_tile_dim_replicate}"}
+      : (tensor<256x256xf32>) -> tensor<256x256xf32>
+    return %0 : tensor<256x256xf32>
+  }
+}"""
+
+
+def test_an_involuntary_rematerialisation_is_heard():
+    compiled = compile_module(RESHARD, "cpu:8")
+    assert len(compiled.rematerializations) == 1
+    assert compiled.rematerializations[0].startswith("Involuntary full rematerialization")
+    assert "devices=[1,2,4]<=[8] last_tile_dim_replicate" in compiled.rematerializations[0]
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "h100:8"])
+def test_devices_that_are_not_there(target):
+    try:
+        parse_target(target).packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    found, compiled = bytes_of(lambda graph: Annotations({X: ((*MESH.axis_names,), ())}), target)
+    assert found == {("all-reduce", ("data", "model")): 4 * 32 * 16}
+    assert compiled.num_devices == 8
+    assert judge(compiled, MESH).step_time_s > 0
+
+
+# ---- the cache and what goes wrong
+
+
+@pytest.fixture
+def fake_worker(monkeypatch, tmp_path):
+    """Runs Python code instead of the compiler; `request` is its request file."""
+
+    def install(code):
+        head = "import json, os, pathlib, sys, time; request = pathlib.Path(sys.argv[1]);"
+        monkeypatch.setattr(compiling, "WORKER", (sys.executable, "-c", head + code))
+
+    return install
+
+
+WRITES = (
+    "import gzip; gzip.open(request.parent / 'hlo.txt.gz', 'wt').write('HloModule m');"
+    "(request.parent / 'result.json').write_text(json.dumps({'seconds': 1.5,"
+    "'memory': {'argument': 1, 'output': 2, 'temp': 3, 'alias': 1}}));"
+)
+
+
+def test_a_program_is_compiled_once_for_each_target_donation_and_flags(fake_worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "WORKER_VERSION", 99)
+    fake_worker(WRITES)
+    first = compile_module(b"a", "cpu:8", cache_dir=tmp_path)
+    assert (first.cached, first.memory.peak, first.hlo_text) == (False, 5, "HloModule m")
+    again = compile_module(b"a", "cpu:8", cache_dir=tmp_path)
+    assert again.cached
+    assert again.path == first.path
+    others = [
+        compile_module(b"b", "cpu:8", cache_dir=tmp_path),
+        compile_module(b"a", "cpu:4", cache_dir=tmp_path),
+        compile_module(b"a", "cpu:8", donate={0: 1}, cache_dir=tmp_path),
+    ]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    others.append(compile_module(b"a", "cpu:8", cache_dir=tmp_path))
+    assert not any(other.cached for other in others)
+    assert len({first.path, *(other.path for other in others)}) == 5
+    kept = sorted(path.name for path in (tmp_path / "compiled").iterdir())
+    assert len(kept) == 5, "nothing unfinished is left behind"
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "here"))
+    assert default_cache_dir() == tmp_path / "here"
+    monkeypatch.delenv("AUTOSHARD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    if sys.platform != "darwin":
+        assert default_cache_dir() == tmp_path / "xdg" / "autoshard"
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CompileError, match="set AUTOSHARD_CACHE to a directory"):
+        compile_module(b"a", "cpu:8", cache_dir=tmp_path / "file")
+
+
+def test_a_crash_is_told_with_its_last_words(fake_worker, tmp_path):
+    fake_worker("print('F0000 12:00:00 x.cc:1] Check failed: rank == 2', file=sys.stderr, flush=True); os.abort()")
+    with pytest.raises(CompileError) as error:
+        compile_module(b"a", "cpu:8", cache_dir=tmp_path)
+    assert "the compiler for cpu:8 crashed (SIGABRT): F0000 12:00:00 x.cc:1] Check failed" in str(error.value)
+    assert list((tmp_path / "compiled").iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_stopped(fake_worker, tmp_path):
+    fake_worker("time.sleep(60)")
+    with pytest.raises(CompileError, match="took longer than 1 s and was stopped"):
+        compile_module(b"a", "cpu:8", cache_dir=tmp_path, timeout=1)
+    assert list((tmp_path / "compiled").iterdir()) == []
+
+
+def test_a_program_that_xla_refuses(tmp_path):
+    with pytest.raises(CompileError, match="the compiler for cpu:2 refused the program"):
+        compile_module(b"module @m { func.func @other() { return } }", "cpu:2", cache_dir=tmp_path)

@@ -1,0 +1,136 @@
+from pathlib import Path
+
+import pytest
+
+from autoshard.verify.work import compiled_work
+
+# 3 layers, per device: forwards x[32,256] @ up[256,128] and hidden[32,128] @ down[128,256], twice that backwards.
+SCAN_FLOPS = 3 * 3 * 2 * (2 * 32 * 256 * 128)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("cpu", "f32"), ("gpu", "bf16"), ("tpu", "bf16")])
+def test_flops_of_a_recorded_program(family, dtype):
+    text = (Path(__file__).parent / "hlo" / f"scan_{family}.txt").read_text()
+    work = compiled_work(text, family)
+    assert work.flops_by_dtype == {dtype: SCAN_FLOPS}
+    assert work.bytes > 0
+    assert {kernel.count for kernel in work.kernels if kernel.flops} == {3}
+
+
+def kernels(body, more="", family="gpu"):
+    text = f"""HloModule m, num_partitions=8
+{more}
+ENTRY %main (p: f32[64,32]) -> f32[8] {{
+  %p = f32[64,32]{{1,0}} parameter(0)
+  %w = f32[32,16]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %chip = f32[64,32]{{1,0:T(8,128)S(1)}} parameter(3)
+  %image = f32[2,8,8,3]{{3,2,1,0}} parameter(4)
+  %filter = f32[3,3,3,5]{{3,2,1,0}} parameter(5)
+  %grad = f32[2,8,8,5]{{3,2,1,0}} parameter(6)
+  %q = bf16[4,64,32]{{2,1,0}} parameter(7)
+  %k = bf16[4,48,32]{{2,1,0}} parameter(8)
+{body}
+}}
+"""
+    return {kernel.name: kernel for kernel in compiled_work(text, family).kernels}
+
+
+def one(body, **arguments):
+    found = kernels(f"  ROOT %x = {body}", **arguments)
+    return found["x"]
+
+
+def test_a_dot():
+    kernel = one("f32[64,16]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}")
+    assert kernel.flops == {"f32": 2 * 64 * 16 * 32}
+    assert kernel.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_a_batched_dot_with_narrow_operands():
+    dims = "lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={2}"
+    assert one(f"f32[4,64,48] dot(%q, %k), {dims}").flops == {"bf16": 2 * 4 * 64 * 48 * 32}
+
+
+def test_cublas_calls_are_dots():
+    config = (
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["0"]}}}'
+    )
+    call = f'(f32[64,16], s8[4194304]) custom-call(%p, %w), custom_call_target="__cublas$gemm", {config}'
+    assert one(call).flops == {"f32": 2 * 64 * 16 * 32}
+
+
+# 8 positions a dim, 3 taps, padding 1: 8 * 3 - 2 pairs meet the image.
+CONVOLUTION = 2 * (2 * 5 * 3) * (8 * 3 - 2) ** 2
+
+
+def test_a_convolution_counts_what_meets_the_image():
+    window = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
+    assert one(f"f32[2,8,8,5] convolution(%image, %filter), {window}").flops == {"f32": CONVOLUTION}
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ("__cudnn$convForward", "f32[2,8,8,5]{3,2,1,0}, u8[0]{0}) custom-call(%image, %filter)"),
+        ("__cudnn$convBackwardInput", "f32[2,8,8,3]{3,2,1,0}, u8[0]{0}) custom-call(%grad, %filter)"),
+        ("__cudnn$convBackwardFilter", "f32[3,3,3,5]{3,2,1,0}, u8[0]{0}) custom-call(%image, %grad)"),
+    ],
+)
+def test_cudnn_calls_are_the_forward_convolution(call, result):
+    window = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
+    assert one(f'({result}, {window}, custom_call_target="{call}"').flops == {"f32": CONVOLUTION}
+
+
+def test_a_batched_dot_as_tpu_writes_it():
+    """One of the 4 positions of a dilated convolution for each batch entry: no more FLOPs than the dot."""
+    labels = "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0oi->0bf"
+    assert one(f"f32[4,64,48] convolution(%q, %k), {labels}").flops == {"bf16": 2 * 4 * 64 * 48 * 32}
+
+
+def test_fusions_hold_dots_and_touch_slices():
+    more = """
+%inside (a: f32[64,32], b: f32[32,16], n: s32[]) -> f32[8,16] {
+  %a = f32[64,32]{1,0} parameter(0)
+  %b = f32[32,16]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %none = s32[] constant(0)
+  %view = f32[64,32]{1,0} bitcast(%a)
+  %rows = f32[8,32]{1,0} dynamic-slice(%view, %n, %none), dynamic_slice_sizes={8,32}
+  ROOT %d = f32[8,16]{1,0} dot(%rows, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%update (a: f32[64,32], u: f32[8,32], n: s32[]) -> f32[64,32] {
+  %a = f32[64,32]{1,0} parameter(0)
+  %u = f32[8,32]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %d = f32[64,32]{1,0} dynamic-update-slice(%a, %u, %n, %none)
+}
+"""
+    kernel = one("f32[8,16]{1,0} fusion(%p, %w, %i), kind=kOutput, calls=%inside", more=more)
+    assert kernel.flops == {"f32": 2 * 8 * 16 * 32}
+    assert kernel.bytes == 4 * (8 * 32 + 32 * 16 + 1 + 8 * 16)
+    body = "  %s = f32[8,32] slice(%p), slice={[0:8], [0:32]}\n"
+    found = kernels(f"{body}  ROOT %x = f32[64,32] fusion(%p, %s, %i), kind=kLoop, calls=%update", more=more)
+    assert found["x"].bytes == 4 * (8 * 32 + 1 + 8 * 32)
+    assert found["s"].bytes == 2 * 4 * 8 * 32
+
+
+def test_on_tpu_only_device_memory_costs():
+    add = "f32[64,32]{1,0:T(8,128)} add(%p, %chip)"
+    assert one(add, family="tpu").bytes == 2 * 4 * 64 * 32
+    assert one(add, family="gpu").bytes == 3 * 4 * 64 * 32
+    fetch = "(f32[64,32]{1,0:T(8,128)S(1)}, f32[64,32]{1,0}, u32[]{:S(2)}) copy-start(%p)"
+    kernel = one(fetch, family="tpu")
+    assert (kernel.bytes, kernel.launches) == (4 * 64 * 32, 0)
+
+
+def test_names_views_collectives_and_async_ends_are_no_kernels():
+    body = """  %b = f32[2048] bitcast(%p)
+  %r = f32[64,32] all-reduce(%p), replica_groups=[2,4]<=[8]
+  %s = (f32[64,32], f32[64,32]) all-gather-start(%p), replica_groups=[2,4]<=[8]
+  %d = f32[64,32] all-gather-done(%s)
+  ROOT %t = (f32[2048], f32[64,32]) tuple(%b, %d)"""
+    assert kernels(body) == {}
