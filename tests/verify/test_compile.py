@@ -1,4 +1,4 @@
-"""Programs that XLA really compiles: for virtual CPU devices, and for TPU and GPU devices where a compiler is installed.
+"""Programs that XLA really compiles: for virtual CPU devices, and for TPU and GPU devices if a compiler is there.
 
 What was compiled once stays in the user's cache (`AUTOSHARD_CACHE`), so that only the first run takes the time.
 """
