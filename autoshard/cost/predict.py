@@ -12,7 +12,7 @@ from autoshard.cost.device import Device
 from autoshard.cost.memory import peak_memory
 from autoshard.cost.spmd import OpRun, Partitioned, partition
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import Group, Groups, fusion_groups
+from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings, propagate
 from autoshard.graph.rules import rule_for
@@ -104,6 +104,8 @@ def _group_seconds(
     group: Group, graph: Graph, shardings: Shardings, partitioned: Partitioned, flops: Sequence[float], device: Device
 ) -> float:
     """Roofline of one kernel: its ops' FLOPs on one device, and the parts that cross its boundary."""
+    if is_view(group, graph):
+        return 0.0
     work, moved = 0.0, 0
     dtype = "f32"
     heads = [graph.ops[member] for member in group.ops]
@@ -131,7 +133,7 @@ def _bytes(
     """Bytes that an op reads of an operand: of indexed operands and slices, only what it takes."""
     kind = graph.type_of(value)
     size = math.prod(shardings.subaxes.shard(kind.shape, tiling)) * bytes_of(kind.dtype)
-    if op.kind in ("gather", "dynamic_slice", "slice") and value == op.operands[0]:
+    if op.kind in INDEXED and value == op.operands[0]:
         result = op.results[0]
         taken = math.prod(result.shape) * bytes_of(result.dtype) * run.share
         return min(size, math.ceil(taken))

@@ -121,6 +121,15 @@ def fusion_groups(graph: Graph) -> Groups:
     return Groups(tuple(groups), of, free)
 
 
+INDEXED = frozenset({"gather", "dynamic_slice", "slice"})
+"""Kinds that read of their first operand only what they take."""
+
+
+def is_view(group: Group, graph: Graph) -> bool:
+    """Whether the group moves nothing: a reshape names the same bytes otherwise."""
+    return all(graph.ops[op].kind == "reshape" for op in group.ops)
+
+
 def _read_elsewhere(graph: Graph, value: Value, readers: list[int], of: Mapping[int, int], group: int) -> bool:
     return any(of[reader] != group and value in graph.ops[reader].operands for reader in readers)
 

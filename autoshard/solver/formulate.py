@@ -21,7 +21,7 @@ from autoshard.cost.compute import dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import Group, Groups, fusion_groups
+from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules import rule_for
 from autoshard.mesh import Mesh, Spec, format_spec
@@ -182,15 +182,20 @@ class _Builder:
     def _group_costs(self, group: Group, ways: Strategies) -> Matrix:
         """Seconds of a group under each strategy: roofline of its work, plus its partial results' collectives."""
         graph, mesh = self.graph, self.mesh
-        if all(graph.ops[op_id].kind == "reshape" for op_id in group.ops):
+        if is_view(group, graph):
             return np.zeros(len(ways))
         flops = np.array([op_flops(graph.ops[op_id], graph) for op_id in group.ops])
         dtype = graph.type_of(group.inputs[0]).dtype if group.inputs else "f32"
         costs = np.zeros(len(ways))
-        boundary = [*zip(group.inputs, ways.inputs, strict=True), *zip(group.outputs, ways.pinned, strict=True)]
         moved = np.zeros(len(ways))
-        for value, specs in boundary:
+        for value, specs in zip(group.outputs, ways.pinned, strict=True):
             moved += self._bytes(value, specs.choices)[specs.index]
+        taken = moved.copy()
+        head = graph.ops[group.ops[0]]
+        for value, specs in zip(group.inputs, ways.inputs, strict=True):
+            read = self._bytes(value, specs.choices)[specs.index]
+            indexed = head.kind in INDEXED and value == head.operands[0]
+            moved += np.minimum(read, taken) if indexed else read
         worked = (flops / ways.flop_ways).sum(axis=1)
         for index in range(len(ways)):
             costs[index] = roofline_seconds(worked[index], moved[index], dtype, self.device) + sum(
