@@ -1,0 +1,128 @@
+"""The command line on real programs: a small network, captured and planned in this process."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
+
+from autoshard import cli
+from autoshard.plan import Plan
+
+NETS = """
+import torch
+
+def mlp(width=64):
+    model = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+    return model, torch.zeros(16, width)
+
+def step():
+    model, x = mlp()
+    return {"model": model, "inputs": (x, x), "loss_fn": torch.nn.functional.mse_loss,
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)}
+
+def no_inputs():
+    return {"model": mlp()[0], "inputs": ()}
+
+def wrong_inputs():
+    return mlp()[0], {"pixels": torch.zeros(16, 64)}
+
+def wrong_shape():
+    return mlp()[0], torch.zeros(16, 63)
+
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum().item() > 0 else x - 1
+
+def branches():
+    return Branches(), torch.zeros(4)
+"""
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(NETS)
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return left.value.code, said.out, said.err
+
+    return run
+
+
+def test_a_training_step_is_planned_and_written(run, tmp_path):
+    status, out, err = run("plan", "nets.py:step", "--mesh", "2x2", "--axes", "x,y", "-o", "plan.json", "--json")
+    assert (status, err) == (0, "")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert out.startswith(str(plan))
+    assert (plan.program.kind, plan.mesh.axis_names) == ("train", ("x", "y"))
+    assert set(plan.parameters) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    said = json.loads(out.splitlines()[-1])
+    assert said["plan"] == "plan.json"
+    assert said["predicted"]["step_time_s"] == plan.predicted.step_time_s
+    assert said["solver"]["status"] == "optimal"
+    assert {"source", "capture", "graph", "solve", "predict", "write"} <= set(said["stages"])
+    assert said["seconds"] == pytest.approx(sum(stage["seconds"] for stage in said["stages"].values()), abs=0.02)
+
+
+def test_the_same_call_twice_gives_the_same_bytes(run, tmp_path):
+    for name in ("a.json", "b.json"):
+        assert run("plan", "nets.py:step", "--mesh", "4", "--device", "h100", "-o", name)[0] == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_hint_is_kept(run, tmp_path):
+    arguments = (
+        "nets.py:mlp",
+        "--set",
+        "width=32",
+        "--mesh",
+        "2x2",
+        "--hint",
+        "0.weight=[model],[]",
+        "-o",
+        "plan.json",
+    )
+    assert run("plan", *arguments)[0] == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.parameters["0.weight"].spec == (("model",), ())
+    assert plan.parameters["0.weight"].shape == (128, 32)
+    assert plan.options.hints == {"0.weight": (("model",), ())}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nets.py:nothing"], "nets.py has no function 'nothing'"),
+        (["missing.py:mlp"], "there is no file missing.py"),
+        (["gpt2"], "'gpt2' names no program; write hf:MODEL_TYPE"),
+        (["hf:gpt7"], "transformers has no model type 'gpt7'; did you mean"),
+        (["hf:gpt2", "--set", "n_layers=2"], "gpt2's configuration has no field 'n_layers'; did you mean n_layer"),
+        (["nets.py:no_inputs"], "no sample inputs were given"),
+        (["nets.py:wrong_inputs"], "the sample inputs (pixels: "),
+        (["nets.py:wrong_shape"], "63"),
+        (["nets.py:branches"], "item"),
+        (["nets.py:mlp", "--hint", "3.weight=[model],[]"], "3.weight"),
+        (["nets.py:mlp", "--hint", "0.weight=[model]"], "0.weight has 2 dims, but the spec [model] has 1"),
+        (["nets.py:mlp", "--hint", "0.weight=[rows],[]"], "no mesh axis is called 'rows'; the mesh has data, model"),
+        (["nets.py:mlp", "--memory", "1kB"], "1,000 bytes per device"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2_and_writes_nothing(run, tmp_path, arguments, message):
+    status, out, err = run("plan", *arguments, "--mesh", "2x2", "-o", "plan.json")
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"autoshard: [^\n]*\n", err)
+    assert message in err
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_of_another_program_is_refused(run, tmp_path):
+    assert run("plan", "nets.py:mlp", "--mesh", "2x2", "-o", "plan.json")[0] == 0
+    status, out, err = run("verify", "plan.json", "nets.py:mlp", "--set", "width=32", "--target", "cpu")
+    assert (status, out) == (2, "")
+    assert err == "autoshard: this plan is for another program: parameter 2.bias is f32[32], the plan has f32[64]\n"
