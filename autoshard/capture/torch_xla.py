@@ -91,12 +91,26 @@ def capture(
     Raises:
         CaptureError: the inputs do not fit, the program depends on values, or torch_xla cannot lower an op.
     """
+    return trace(Labels, model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, switches=switches)
+
+
+def trace(
+    labels: Callable[[Any, ModulePaths], Labels],
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    train: bool | None = None,
+    switches: Sequence[str] = switches.DEFAULT,
+) -> Program:
+    """`capture` under another sequence than `Labels`: lowering has one that annotates."""
     prepare_runtime()
     train = bool(loss_fn is not None or optimizer is not None) if train is None else train
     if optimizer is not None and not train:
         raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
     inputs = split_inputs(model, sample_inputs, loss_fn)
-    with _Tracing(model, loss_fn, tuple(switches)) as tracing:
+    with _Tracing(model, loss_fn, tuple(switches), labels) as tracing:
         loss_or_output = tracing.forward(inputs, loss_fn, train)
         if train:
             tracing.backward(loss_or_output, optimizer)
@@ -134,8 +148,15 @@ class _Result:
 class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
     """One capture: the model on placeholders while it is entered, restored when it is left, however that is."""
 
-    def __init__(self, model: torch.nn.Module, loss_fn: Any, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Any,
+        names: tuple[str, ...],
+        labels: Callable[[Any, ModulePaths], Labels],
+    ) -> None:
         self.model = model
+        self.make_labels = labels
         self.switches = names
         self.known: dict[str, _Known] = {}
         self.results: list[_Result] = []
@@ -157,7 +178,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
                 self._replace(prefix, root)
             names = {id(k.tensor): k.name for k in self.known.values()}
             self.paths = self.stack.enter_context(ModulePaths(self.roots, names))
-            self.labels = _Labels(self.xla, self.paths)
+            self.labels = self.make_labels(self.xla, self.paths)
             debug, execution = self.xla._get_ir_debug(), self.xla._get_allow_execution()
             self.stack.callback(self.xla._set_ir_debug, debug)
             self.stack.callback(self.xla._set_allow_execution, execution)
@@ -282,12 +303,12 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         except CaptureError:
             raise
         except Exception as error:
-            where = self.labels.failed_in or self.paths.describe()
+            where = self.paths.failed()
             first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             if "nexpected execution" in first:
                 raise refusals.no_lowering(self.labels.running, where) from error
             given = f" The sample inputs were {inputs.describe()}." if inputs is not None else ""
-            raise CaptureError(f"{where} failed with {type(error).__name__}: {first}.{given}") from error
+            raise CaptureError(f"{where} failed with {type(error).__name__}: {first.rstrip('.')}.{given}") from error
 
     # The program.
 
@@ -374,10 +395,22 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         return tuple(arguments)
 
 
-class _Labels(AtenSequence):
+_TRIED: set[str] = set()
+"""Ops that torch_xla is known to compute without data."""
+
+
+def _expression(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one that is computed."""
+    if not is_xla(tensor):
+        return tensor
+    return torch.logical_not(tensor) if tensor.dtype == torch.bool else torch.add(tensor, 0)
+
+
+class Labels(AtenSequence):
     """Runs each aten op under its label, marks its outputs, records it; refuses what cannot be captured."""
 
     def __init__(self, xla: Any, paths: ModulePaths) -> None:
+        """Before the first op."""
         super().__init__()
         self.xla = xla
         self.paths = paths
@@ -385,39 +418,57 @@ class _Labels(AtenSequence):
         self.ops: list[AtenOp] = []
         self.data_ids: dict[str, int] = {}
         self.running = ""
-        self.failed_in = ""
         self.replicated = xla.OpSharding([], [], [], 0)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Know an argument, and the data that stands for it in what is lowered."""
         super().name(tensor, name)
         self.data_ids[name] = self.xla._unique_id_for_ir_and_data(tensor)
 
     def run(self, call: Call) -> Any:
+        """Run an op that torch_xla can lower, under its label."""
         refusals.refuse_values(call.name, call.tensors, call.kwargs, self.paths.describe())
         refusals.refuse(call.name, call.func, call.tensors, self.paths.describe())
         self.running = call.name
+        self._try(call)
         scope = self.xla.profiler.scope_pusher(f"op{call.index}")
         try:
             return call.func(*call.args, **call.kwargs)
-        except Exception:
-            self.failed_in = self.paths.describe()
-            raise
         finally:
             del scope
 
-    def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        types = []
+    def _try(self, call: Call) -> None:
+        """Meet an op for the first time with operands that have no data to be asked for.
+
+        Some of torch_xla's own kernels compute on the CPU after all. On an expression that is an execution, which is
+        off; on a placeholder itself it would end the process. So the first call sees expressions only.
+        """
+        if call.name in _TRIED or torch.Tag.nondeterministic_seeded in call.func.tags:
+            return
+        bare = {id(t) for t, maker in zip(call.tensors, call.inputs, strict=True) if isinstance(maker, str)}
+        if bare:
+            args, kwargs = tree_map(lambda x: _expression(x) if id(x) in bare else x, (call.args, dict(call.kwargs)))
+            call.func(*args, **kwargs)
+        _TRIED.add(call.name)
+
+    def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Mark the outputs that lowering can annotate."""
         inputs = {tensor_id(t) for t in call.tensors if is_xla(t)}
         for j, tensor in enumerate(outputs):
-            types.append(tensor_type(tensor))
             if is_xla(tensor) and tensor.is_floating_point() and tensor_id(tensor) not in inputs:
                 scope = self.xla.profiler.scope_pusher(f"op{call.index}.out{j}")
                 self.xla._xla_mark_sharding(tensor, self.replicated)
                 del scope
+
+    def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Record the op."""
+        types = [tensor_type(tensor) for tensor in outputs]
+        self.mark(call, outputs)
         path = self.paths.current()
         self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse what reads values."""
         name = str(func)
         tensors = tuple(t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         refusals.refuse_values(name, tensors, kwargs, self.paths.describe())
@@ -427,7 +478,7 @@ class _Labels(AtenSequence):
 class _Refusing(AtenSequence):
     """Only refuses."""
 
-    def __init__(self, labels: _Labels) -> None:
+    def __init__(self, labels: Labels) -> None:
         super().__init__()
         self.labels = labels
 
@@ -476,4 +527,4 @@ def _versions() -> dict[str, str]:
     return found
 
 
-__all__ = ["DTYPES", "capture", "prepare_runtime", "tensor_type"]
+__all__ = ["DTYPES", "Labels", "capture", "prepare_runtime", "tensor_type", "trace"]

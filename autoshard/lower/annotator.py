@@ -1,12 +1,7 @@
 """The dispatch mode that turns an ordinary training step into the planned one.
 
 Around aten op k it checks that the op is the planned one, gives it the annotated copies that the plan wants it to read,
-and pins its outputs. Nothing of it is visible to autograd, which works above the dispatcher.
-
-**In-place ops.** torch_xla functionalizes: `a.add_(b)` arrives as `new = add(a, b)` and a write-back
-`_propagate_xla_data(a, new)`, which records the donation of `a` and annotates `new` like `a`. For the parameters,
-buffers and states of the program that is the tie between one step and the next, and it is kept. A value inside the step
-has no next step, and its write-back would override its pin: it is left out.
+and pins its outputs (`step.StepWriter`). Nothing of it is visible to autograd, which works above the dispatcher.
 
 **Another program** is refused at the first op that differs, before it runs; the tensors of the model and the optimizer
 are then given back the values, and the gradients, that they had before the step.
@@ -18,12 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer, is_xla, tensor_id
 from autoshard.capture.torch_xla import tensor_type
 from autoshard.lower import runtime
-from autoshard.lower.schedule import Schedule, Shared, describe
+from autoshard.lower.schedule import Schedule, describe
+from autoshard.lower.step import StepWriter
 from autoshard.plan import PlanMismatchError, format_type
 
 
@@ -51,9 +47,7 @@ class Annotator(AtenSequence):
         self._arguments = arguments
         self._remember = remember
         self._restore: Callable[[Mapping[str, torch.Tensor]], None] = lambda before: None
-        self._copies: dict[Shared, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor] = {}
-        self._roots: dict[int, torch.Tensor] = {}
+        self._writer = StepWriter(schedule, self.producer)
         super().__init__()
 
     @property
@@ -72,14 +66,10 @@ class Annotator(AtenSequence):
         super().__exit__(kind, error, trace)
         if kind is None and 0 < self.next_index < len(self._schedule.ops):
             self._refuse(f"the step ended there; {self._expected(self.next_index)} should follow", self.next_index)
-        self._copies.clear()
-        self._before.clear()
-        self._roots.clear()
+        self._writer.restart()
 
     def _begin(self) -> None:
-        self._copies.clear()
-        self._before.clear()
-        self._roots.clear()
+        self._writer.restart()
         self._restore = self._remember()
         self.restart(self._arguments())
 
@@ -113,10 +103,7 @@ class Annotator(AtenSequence):
         """Check the op, give it its copies, run it."""
         self._bind_inputs(call)
         self._check(call)
-        swaps = {id(call.tensors[i]): self._copy(shared, call.tensors[i]) for i, shared in self._reads(call).items()}
-        args, kwargs = call.args, call.kwargs
-        if swaps:
-            args, kwargs = tree_map(lambda leaf: swaps.get(id(leaf), leaf), (args, kwargs))
+        args, kwargs = self._writer.before(call)
         return call.func(*args, **kwargs)
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -125,13 +112,7 @@ class Annotator(AtenSequence):
         seen = tuple(format_tensor(t) for t in outputs)
         if seen != planned:
             self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, seen)} seen", call.index)
-        for j, tensor in enumerate(outputs):
-            spec = self._schedule.pins.get((call.index, j))
-            if spec is not None:
-                runtime.pin(tensor, self._schedule.mesh, spec)
-        for shared in self._reads(call).values():
-            if self._schedule.last_read[shared] == call.index:
-                self._copies.pop(shared, None)
+        self._writer.after(call, outputs)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Write-backs keep the tie of arguments, and are left out for other values; batches arrive functionalized."""
@@ -139,30 +120,12 @@ class Annotator(AtenSequence):
             return _functional(func(*args, **kwargs))
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
             return func(*args, **kwargs)
-        old, new = args[0], args[1]
-        root = self._roots.pop(tensor_id(old), old)
-        name = self.producer(root)
-        if not isinstance(name, str):
-            return None
-        if self.steps_end and self._made_after_the_end(new):
+        name = self._writer.argument_written(args)
+        if self.steps_end and name is not None and self.producer(args[1]) is None:
             self._refuse(f"the step goes on and writes {name}", self.next_index)
-        self._before.setdefault(name, root)
-        self._roots[tensor_id(new)] = root
-        made = self.producer(new)
-        pinned = self._schedule.pins.get(made) if isinstance(made, tuple) else None
-        if pinned is not None and pinned != self._schedule.arguments[name].spec:
-            return None  # on its way to the argument's new value, which a later write-back ties to the old one
-        return func(root, new, *args[2:], **kwargs)
+        return self._writer.write_back(func, args, kwargs)
 
     # Its parts.
-
-    def _reads(self, call: Call) -> Mapping[int, Shared]:
-        return self._schedule.reads.get(call.index, {})
-
-    def _copy(self, shared: Shared, tensor: torch.Tensor) -> torch.Tensor:
-        if shared not in self._copies:
-            self._copies[shared] = runtime.annotated_copy(tensor, self._schedule.mesh, shared[1])
-        return self._copies[shared]
 
     def _bind_inputs(self, call: Call) -> None:
         """Recognize the step's inputs where they are read first, and shard them."""
@@ -199,18 +162,13 @@ class Annotator(AtenSequence):
         a, b = self._schedule.arguments[str(found)], self._schedule.arguments[str(wanted)]
         return (a.shape, a.dtype, a.spec) == (b.shape, b.dtype, b.spec)
 
-    def _made_after_the_end(self, tensor: torch.Tensor) -> bool:
-        return self.producer(tensor) is None
-
     def _expected(self, index: int) -> str:
         planned = self._schedule.ops[index]
         return _op(planned.name, planned.outputs)
 
     def _refuse(self, difference: str, index: int) -> None:
-        before = dict(self._before)
-        self._copies.clear()
-        self._before.clear()
-        self._roots.clear()
+        before = dict(self._writer.replaced)
+        self._writer.restart()
         self._restore(before)
         raise PlanMismatchError(
             f"this step is not the one the plan is for; first difference at op {index}: {difference}. "
@@ -229,8 +187,6 @@ def _op(name: str, outputs: tuple[str, ...]) -> str:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_leaves
-
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -32,8 +32,11 @@ from autoshard.capture import switches
 from autoshard.errors import LoweringError
 from autoshard.lower import place, runtime
 from autoshard.lower.annotator import Annotator
+from autoshard.lower.retrace import annotated_program
 from autoshard.lower.schedule import Schedule
 from autoshard.plan import Plan
+
+__all__ = ["annotate", "annotated_program", "apply", "input_shardings"]
 
 _PLACED: dict[int, place.Placed] = {}
 """id of a plan -> what it was applied to; an entry lives as long as its plan."""

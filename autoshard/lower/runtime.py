@@ -45,10 +45,15 @@ def check_runtime(mesh: Mesh) -> None:
 
 @lru_cache(maxsize=8)
 def xla_mesh(mesh: Mesh) -> Any:
-    """The `torch_xla.distributed.spmd.Mesh` of a mesh: device ids in row-major order."""
+    """The `torch_xla.distributed.spmd.Mesh` of a mesh: device ids in row-major order.
+
+    Its constructor insists on the devices being there; what it then writes does not need them (see `retrace`).
+    """
     import torch_xla.distributed.spmd as xs
 
-    return xs.Mesh(np.arange(mesh.size), mesh.shape, mesh.axis_names)
+    made = object.__new__(xs.Mesh)
+    made.device_ids, made.mesh_shape, made.axis_names = np.arange(mesh.size), mesh.shape, mesh.axis_names
+    return made
 
 
 def partition_spec(mesh: Mesh, spec: Spec) -> PartitionSpec:

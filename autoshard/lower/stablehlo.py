@@ -263,18 +263,53 @@ class _Writer:
             for index, output in enumerate(self.program.outputs)
             if output.updates is not None
         }
-        self.write_attribute("arg_attrs", arguments, len(self.program.arguments))
-        self.write_attribute("res_attrs", results, len(self.program.outputs))
+        write_shardings(self.function, "arg_attrs", arguments, len(self.program.arguments))
+        write_shardings(self.function, "res_attrs", results, len(self.program.outputs))
 
-    def write_attribute(self, name: str, shardings: Mapping[int, str], count: int) -> None:
-        from jaxlib.mlir import ir
 
-        entries: list[dict[str, Any]] = [{} for _ in range(count)]
-        if name in self.function.attributes:
-            attribute = ir.ArrayAttr(self.function.attributes[name])
-            entries = [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in attribute]
-        for index, entry in enumerate(entries):
-            entry.pop("mhlo.sharding", None)
-            if index in shardings:
-                entry["mhlo.sharding"] = ir.StringAttr.get(shardings[index])
-        self.function.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+def set_boundary(program: Program, arguments: Mapping[int, Spec], mesh: Mesh) -> bytes:
+    """The module of an annotated trace with its arguments' shardings, as torch_xla gives them to XLA; MLIR bytecode.
+
+    A placeholder cannot be sharded itself, so that a trace annotates each argument by a `custom_call @Sharding` that
+    all its readers read: they are replaced by the argument and its `mhlo.sharding`. A result that updates an argument
+    has that argument's sharding.
+    """
+    with mlir_context():
+        module = parse_module(program.stablehlo)
+        function = functions_of(module)["main"]
+        block = entry_block(function)
+        texts = {index: gspmd_sharding(spec, mesh) for index, spec in arguments.items()}
+        for index in texts:
+            argument = block.arguments[index]
+            users = [use.owner.operation for use in argument.uses]
+            if len(users) == 1 and _is_sharding(users[0]):
+                users[0].results[0].replace_all_uses_with(argument)
+                users[0].erase()
+        updated = {i: o.updates for i, o in enumerate(program.outputs) if o.updates is not None}
+        results = {index: texts.get(argument, "{replicated}") for index, argument in updated.items()}
+        write_shardings(function, "arg_attrs", texts, len(program.arguments))
+        write_shardings(function, "res_attrs", results, len(program.outputs))
+        if not module.operation.verify():
+            raise AnnotationError("the annotated module is not valid StableHLO")  # pragma: no cover
+        out = io.BytesIO()
+        module.operation.write_bytecode(out)
+        return out.getvalue()
+
+
+def _is_sharding(op: Any) -> bool:
+    return op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding"
+
+
+def write_shardings(function: Any, name: str, shardings: Mapping[int, str], count: int) -> None:
+    """Set `mhlo.sharding` in a function's `arg_attrs` or `res_attrs`, and take it from the entries without one."""
+    from jaxlib.mlir import ir
+
+    entries: list[dict[str, Any]] = [{} for _ in range(count)]
+    if name in function.attributes:
+        attribute = ir.ArrayAttr(function.attributes[name])
+        entries = [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in attribute]
+    for index, entry in enumerate(entries):
+        entry.pop("mhlo.sharding", None)
+        if index in shardings:
+            entry["mhlo.sharding"] = ir.StringAttr.get(shardings[index])
+    function.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])

@@ -1,0 +1,90 @@
+"""The program that lowering writes, without running it: the step traced again on placeholders, annotated as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoshard.capture.modules import ModulePaths
+from autoshard.capture.program import Program
+from autoshard.capture.sequence import WRITES_BACK, Call, is_xla
+from autoshard.capture.torch_xla import Labels, trace
+from autoshard.lower import runtime
+from autoshard.lower.schedule import Schedule
+from autoshard.lower.stablehlo import set_boundary
+from autoshard.lower.step import StepWriter
+from autoshard.plan import Plan
+
+
+def annotated_program(
+    plan: Plan,
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+) -> bytes:
+    """The program of the planned step with its annotations, as `apply` and `annotate` would give it to XLA.
+
+    Traced on placeholders by the machinery of `capture` and the writer of `annotate`: needs neither weights nor the
+    plan's devices, but a mesh's worth of nothing: torch_xla writes shardings of any size.
+
+    Returns:
+        StableHLO, MLIR bytecode; HLO ops are labelled `op<k>` as in the captured program.
+
+    Raises:
+        PlanMismatchError: the program is not the planned one; the first difference.
+        CaptureError: as `capture`.
+    """
+    schedule = Schedule.of(plan)
+    program = trace(
+        lambda xla, paths: _Annotated(xla, paths, schedule),
+        model,
+        sample_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        train=plan.program.kind == "train",
+        switches=plan.program.switches,
+    )
+    plan.check_program(program)
+    return set_boundary(program, _arguments(program, schedule), plan.mesh)
+
+
+def _arguments(program: Program, schedule: Schedule) -> dict[int, Any]:
+    return {
+        index: schedule.arguments[argument.name].spec
+        for index, argument in enumerate(program.arguments)
+        if argument.name in schedule.arguments
+    }
+
+
+class _Annotated(Labels):
+    """Labels each op as capture does, and annotates instead of marking."""
+
+    def __init__(self, xla: Any, paths: ModulePaths, schedule: Schedule) -> None:
+        self._writer = StepWriter(schedule, self.producer)
+        super().__init__(xla, paths)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Know an argument, and give it its sharding."""
+        super().name(tensor, name)
+        argument = self._writer.schedule.arguments.get(name)
+        if argument is not None:
+            runtime.pin(tensor, self._writer.schedule.mesh, argument.spec)
+
+    def run(self, call: Call) -> Any:
+        """Run the op on the copies that the plan wants it to read."""
+        args, kwargs = self._writer.before(call)
+        return super().run(Call(call.index, call.func, call.tensors, call.inputs, args, kwargs))
+
+    def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Pin what the plan pins."""
+        self._writer.after(call, outputs)
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Write-backs as in a running step."""
+        if str(func) in WRITES_BACK and is_xla(args[0]):
+            return self._writer.write_back(func, args, kwargs)
+        return super().uncounted(func, args, kwargs)

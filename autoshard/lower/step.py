@@ -1,0 +1,91 @@
+"""What lowering writes while a step is dispatched: copies before an op, pins after it, ties of arguments.
+
+The same for a running step (`annotator.Annotator`) and for a traced one (`retrace.annotated_program`).
+
+**In-place ops.** torch_xla functionalizes: `a.add_(b)` arrives as `new = add(a, b)` and a write-back
+`_propagate_xla_data(a, new)`, which records the donation of `a` and annotates `new` like `a`. For the parameters,
+buffers and states of the program that is the tie between one step and the next, and it is kept. A value inside the step
+has no next step, and its write-back would override its pin: it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from autoshard.capture.sequence import Call, Producer, is_xla, tensor_id
+from autoshard.lower import runtime
+from autoshard.lower.schedule import Schedule, Shared
+
+
+class StepWriter:
+    """Writes a schedule onto one step.
+
+    Args:
+        schedule: what to write.
+        producer: who made a tensor, as the sequence that dispatches the step knows.
+    """
+
+    def __init__(self, schedule: Schedule, producer: Callable[[torch.Tensor], Producer]) -> None:
+        """Begin with the first step."""
+        self.schedule = schedule
+        self._producer = producer
+        self._copies: dict[Shared, torch.Tensor] = {}
+        self._roots: dict[int, torch.Tensor] = {}
+        self.replaced: dict[str, torch.Tensor] = {}
+        """Argument name -> its value before the step, of those that were written since."""
+
+    def restart(self) -> None:
+        """Let go of everything of the step before."""
+        self._copies.clear()
+        self._roots.clear()
+        self.replaced.clear()
+
+    def before(self, call: Call) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments that an op is to be called with: copies in the place of what the plan wants it to read so."""
+        reads = self.schedule.reads.get(call.index)
+        if not reads:
+            return call.args, call.kwargs
+        swaps = {id(call.tensors[i]): self._copy(shared, call.tensors[i]) for i, shared in reads.items()}
+        args, kwargs = tree_map(lambda leaf: swaps.get(id(leaf), leaf), (call.args, dict(call.kwargs)))
+        return args, kwargs
+
+    def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Pin the outputs of an op that has run, and let go of copies that nobody reads any more."""
+        read = {tensor_id(tensor) for tensor in call.tensors if is_xla(tensor)}
+        for j, tensor in enumerate(outputs):
+            spec = self.schedule.pins.get((call.index, j))
+            if spec is not None and is_xla(tensor) and tensor_id(tensor) not in read:
+                runtime.pin(tensor, self.schedule.mesh, spec)
+        for shared in self.schedule.reads.get(call.index, {}).values():
+            if self.schedule.last_read[shared] == call.index:
+                self._copies.pop(shared, None)
+
+    def write_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a write-back `(old, new)` of an argument; leave out that of another value."""
+        old, new = args[0], args[1]
+        root = self._roots.pop(tensor_id(old), old)
+        name = self._producer(root)
+        if not isinstance(name, str):
+            return None
+        self.replaced.setdefault(name, root)
+        self._roots[tensor_id(new)] = root
+        made = self._producer(new)
+        pinned = self.schedule.pins.get(made) if isinstance(made, tuple) else None
+        argument = self.schedule.arguments.get(name)
+        if pinned is not None and argument is not None and pinned != argument.spec:
+            return None  # on its way to the argument's new value, which a later write-back ties to the old one
+        return func(root, new, *args[2:], **kwargs)
+
+    def argument_written(self, args: tuple[Any, ...]) -> str | None:
+        """The name of the argument that a write-back is for, or None."""
+        name = self._producer(self._roots.get(tensor_id(args[0]), args[0]))
+        return name if isinstance(name, str) else None
+
+    def _copy(self, shared: Shared, tensor: torch.Tensor) -> torch.Tensor:
+        if shared not in self._copies:
+            self._copies[shared] = runtime.annotated_copy(tensor, self.schedule.mesh, shared[1])
+        return self._copies[shared]
