@@ -11,12 +11,14 @@ A value resharded twice to the same sharding is resharded once: the partitioner 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from autoshard.cost import spmd_shape
 from autoshard.cost.collectives import Collective
 from autoshard.cost.device import Target
 from autoshard.cost.spmd_dot import DotPartitioner, Sum, dot_dims
+from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
@@ -63,11 +65,11 @@ class Partitioned:
 
 def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned:
     """What the partitioner of `target` (`cpu`, `tpu` or `gpu`) emits for `graph` under `shardings`."""
-    return _Partitioner(graph, shardings, target).run()
+    return Partitioner(graph, shardings, target).run()
 
 
 @dataclass(frozen=True)
-class _Emission:
+class Emission:
     """The collectives of one op, before it is known which of its reshards were made earlier.
 
     Attributes:
@@ -81,8 +83,11 @@ class _Emission:
     reads: tuple[Tiling, ...]
 
 
-class _Partitioner:
+class Partitioner:
+    """One run over a graph; what `spmd_shape` and `spmd_index` share of it is public."""
+
     def __init__(self, graph: Graph, shardings: Shardings, target: Target) -> None:
+        """For `graph` as `target`'s compiler partitions it."""
         self.graph = graph
         self.shardings = shardings
         self.subaxes: Subaxes = shardings.subaxes
@@ -90,11 +95,12 @@ class _Partitioner:
         self.transfers = Transfers(graph, self.subaxes)
         self.resharder = Resharder(self.subaxes, target)
         self.free = free_ops(graph)
-        self.memo: dict[Hashable, _Emission] = {}
+        self.memo: dict[Hashable, Emission] = {}
         self.made: set[Hashable] = set()
         self.collectives: list[Collective] = []
 
     def run(self) -> Partitioned:
+        """Partition every op, in program order."""
         runs = []
         copied: dict[Value, list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
@@ -135,7 +141,7 @@ class _Partitioner:
         reads = tuple(self.shardings.read(op.id, value) for value in op.operands)
         results = tuple(self.shardings.made[Value(op.id, r)] for r in range(len(op.results)))
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
-        key = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
+        key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
@@ -153,22 +159,35 @@ class _Partitioner:
 
     # ---- kinds -------------------------------------------------------------------------------------------------
 
-    def _emit(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> _Emission:
-        if not op.operands or not results:
-            return _Emission((), (), self._share(op, results), reads)
+    def _emit(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
+        if not results:
+            return Emission((), (), 1.0, reads)
+        if not op.operands:
+            return Emission((), (), self.share(op, results[0]), reads)
         kind = op.kind
         if kind == "dot_general":
             return self._dot(op, reads, results[0])
         if kind == "reshape":
-            return self._reshape(op, reads[0], results[0])
+            return spmd_shape.reshape(self, op, reads[0], results[0])
+        if kind == "slice":
+            return spmd_shape.slice_(self, op, reads[0], results[0])
+        if kind == "pad":
+            return spmd_shape.pad(self, op, reads, results[0])
+        if kind == "concatenate":
+            return spmd_shape.concatenate(self, op, reads, results[0])
+        if kind == "reverse":
+            return spmd_shape.reverse(self, op, reads[0], results[0])
         if kind == "reduce":
             return self._reduce(op, reads, results)
         if kind in ("gather", "scatter"):
-            from autoshard.cost.spmd_index import IndexPartitioner
-
             return IndexPartitioner(self, op, reads, results[0]).emit()
+        if kind in ELEMENTWISE and len(reads) > 1 and all(tiling == reads[0] for tiling in reads[1:]):
+            # Operands that agree are not moved; the result is.
+            made = op.results[0]
+            own = self.resharder.reshard(made.shape, made.dtype, reads[0], results[0])
+            return self.moved(op, reads, reads, self.share(op, reads[0]), own)
         wanted = self._wanted(op, reads, results)
-        return self._moved(op, reads, wanted, self._share(op, results))
+        return self.moved(op, reads, wanted, self.share(op, results[0]))
 
     def _wanted(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> tuple[Tiling, ...]:
         """Per operand the sharding under which the op reads it, for ops that run on aligned parts."""
@@ -191,30 +210,46 @@ class _Partitioner:
             wanted.append(tuple(asked))
         return tuple(wanted)
 
-    def _moved(
+    def moved(
         self,
         op: Op,
         reads: tuple[Tiling, ...],
         wanted: tuple[Tiling, ...],
         share: float,
         own: Sequence[Step] = (),
-    ) -> _Emission:
+    ) -> Emission:
+        """An emission that reshards the operands from `reads` to `wanted`, beside the op's own collectives."""
         moves = []
         for place, (source, target) in enumerate(zip(reads, wanted, strict=True)):
             if source != target:
                 kind = self.graph.type_of(op.operands[place])
                 steps = self.resharder.reshard(kind.shape, kind.dtype, source, target)
                 moves.append((place, ((), source, target), tuple(steps)))
-        return _Emission(tuple(moves), tuple(own), share, wanted)
+        return Emission(tuple(moves), tuple(own), share, wanted)
 
-    def _share(self, op: Op, results: tuple[Tiling, ...]) -> float:
-        if not results:
-            return 1.0
+    def share(self, op: Op, tiling: Tiling) -> float:
+        """One device's part of an op whose result is made under `tiling`, padding included."""
         shape = op.results[0].shape
         whole = math.prod(shape)
-        return math.prod(self.subaxes.shard(shape, results[0])) / whole if whole else 1.0
+        return math.prod(self.subaxes.shard(shape, tiling)) / whole if whole else 1.0
 
-    def _dot(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> _Emission:
+    @staticmethod
+    def nothing(shape: Shape) -> Tiling:
+        """The tiling that splits no dim of `shape`."""
+        return ((),) * len(shape)
+
+    def permute_axes(self, dim: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+        """The mesh axes along which shards of a dim differ from those they are sent to."""
+        moved: set[int] = set()
+        for source, target in pairs:
+            for axis in reversed(dim):
+                size = self.subaxes.sizes[axis]
+                if source % size != target % size:
+                    moved.add(axis)
+                source, target = source // size, target // size
+        return self.subaxes.axes(moved)
+
+    def _dot(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
         lhs, rhs = (self.graph.type_of(value) for value in op.operands[:2])
         out = op.results[0]
         attrs = dict(op.attrs)
@@ -226,7 +261,7 @@ class _Partitioner:
         own: list[Step] = []
         for step in plan.steps:
             if isinstance(step, Sum):
-                own.extend(self._sums(step.axes, step.elements * bytes_of(out.dtype), step.scatter))
+                own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.scatter))
             elif step.place == 2:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target))
             else:
@@ -234,9 +269,9 @@ class _Partitioner:
                 steps = tuple(self.resharder.reshard(step.shape, kind.dtype, step.source, step.target))
                 moves.append((step.place, (step.outer, step.source, step.target), steps))
         whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
-        return _Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
+        return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
 
-    def _sums(self, axes: tuple[tuple[int, ...], ...], size: int, scatter: bool) -> list[Step]:
+    def sums(self, axes: tuple[tuple[int, ...], ...], size: int, scatter: bool) -> list[Step]:
         """All-reduces of partial results: CPU writes one per contracted dim, TPU and GPU fold them into one."""
         if not axes:
             return []
@@ -247,7 +282,7 @@ class _Partitioner:
             return [("all-reduce", self.resharder.names(dim), size) for dim in axes]
         return [("all-reduce", self.resharder.names(merged), size)]
 
-    def _reduce(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> _Emission:
+    def _reduce(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
         """`HandleReduce`: the kept dims follow the result; a split reduced dim leaves partial results to sum."""
         count = len(results)
         inputs = op.operands[:count]
@@ -273,28 +308,9 @@ class _Partitioner:
                         ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
                     )
             else:
-                own.extend(self._sums(partial, elements * bytes_of(dtype), scatter))
+                own.extend(self.sums(partial, elements * bytes_of(dtype), scatter))
             if made_as != result and not scatter:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)
         share = math.prod(self.subaxes.shard(shape, base)) / whole if whole else 1.0
-        return self._moved(op, reads, tuple(wanted), share, own)
-
-    def _reshape(self, op: Op, source: Tiling, result: Tiling) -> _Emission:
-        """`HandleReshape`: through the operand sharding that the result's becomes, or the other way round."""
-        kind = self.graph.type_of(op.operands[0])
-        shape, into = kind.shape, op.results[0].shape
-        subaxes = self.subaxes
-        share = self._share(op, (result,))
-        back = subaxes.reshape(into, shape, result)
-        if subaxes.tiles(back) == subaxes.tiles(result):
-            return self._moved(op, (source,), (back,), share)
-        forth = subaxes.reshape(shape, into, source)
-        if any(forth) and subaxes.tiles(forth) == subaxes.tiles(source):
-            own = self.resharder.reshard(into, kind.dtype, forth, result)
-            return _Emission((), tuple(own), share, (source,))
-        # Dims that carry over stay split; the others are gathered.
-        kept = subaxes.reshape(into, shape, forth)
-        steps = self.resharder.reshard(shape, kind.dtype, source, kept)
-        own = self.resharder.reshard(into, kind.dtype, forth, result)
-        return _Emission(((0, ((), source, kept), tuple(steps)),), tuple(own), share, (kept,))
+        return self.moved(op, reads, tuple(wanted), share, own)

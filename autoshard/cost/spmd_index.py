@@ -19,7 +19,7 @@ from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 
 if TYPE_CHECKING:
-    from autoshard.cost.spmd import _Emission, _Partitioner
+    from autoshard.cost.spmd import Emission, Partitioner
 
 Dim = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -52,7 +52,7 @@ class _Outcome:
 class IndexPartitioner:
     """Plans one gather or scatter; `emit` is the entry."""
 
-    def __init__(self, owner: _Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> None:
+    def __init__(self, owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> None:
         """For one op, whose operands are found under `reads` and whose result is wanted under `result`."""
         self.owner = owner
         self.subaxes = owner.subaxes
@@ -94,9 +94,9 @@ class IndexPartitioner:
         kept = iter(window_dims)
         return [1 if dim in hidden else updates[next(kept)] for dim in range(len(operand))]
 
-    def emit(self) -> _Emission:
+    def emit(self) -> Emission:
         """The emission of the op."""
-        from autoshard.cost.spmd import _Emission
+        from autoshard.cost.spmd import Emission
 
         operand = _Array(0, self.types[0].shape, self.reads[0], self.types[0].dtype)
         indices = _Array(1, self.types[1].shape, self.reads[1], self.types[1].dtype)
@@ -110,7 +110,7 @@ class IndexPartitioner:
             outcome.own.extend(self.resharder.reshard(result.shape, result.dtype, self.final, self.result))
         whole = math.prod(window.shape)
         share = outcome.local / whole if whole else 1.0
-        return _Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads)
+        return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads)
 
     # ---- the ways ----------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class IndexPartitioner:
             scatter = gained == summed and all(
                 axes[: len(mine)] == mine for axes, mine in zip(final, made_as, strict=True)
             )
-            outcome.own.extend(self.owner._sums(sums, size, scatter))
+            outcome.own.extend(self.owner.sums(sums, size, scatter))
             outcome.memory += size
         if self.is_gather and made_as != window.tiling:
             outcome.own.extend(self.resharder.reshard(window.shape, window.dtype, made_as, window.tiling))

@@ -85,10 +85,12 @@ class Resharder:
         sizes = tuple(self.subaxes.ways(group) for group in groups)
         src = tuple(_places(before, place) for before, _ in pairs)
         dst = tuple(_places(after, place) for _, after in pairs)
-        steps = [
-            (kind, self._step_names(groups, axes), share)
-            for kind, axes, share in _symbolic(src, dst, sizes, self.target)
-        ]
+        steps = []
+        for kind, axes, share in _symbolic(src, dst, sizes, self.target):
+            names = self._step_names(groups, axes)
+            if kind == "collective-permute":  # a permute has no groups: it is along whole axes
+                names = tuple(name.partition("[")[0] for name in names)
+            steps.append((kind, names, share))
         self._shares[source, target] = kept, steps
         return kept, steps
 

@@ -1,0 +1,144 @@
+"""Halo exchange: what GSPMD emits where the parts of a result do not lie where the parts of the operand lie.
+
+This follows `ReshardAsWindowedInput`, `ExchangeHalo` and `ExchangeHaloCompact` of XLA (xla/service/spmd/
+spmd_partitioner.cc and spmd_partitioner_util.cc): permutes between neighbours that move the largest halo of any shard,
+or, where halos are far larger than a result's shard, permutes of the pieces that are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Window:
+    """How result positions of one dim read the operand: position i reads element `start + i * stride`.
+
+    Attributes:
+        size: the operand's extent.
+        count: the result's extent.
+        start: may be negative (padding).
+    """
+
+    size: int
+    count: int
+    start: int
+    stride: int = 1
+
+    @property
+    def trivial(self) -> bool:
+        """Whether result and operand are the same."""
+        return self.size == self.count and self.start == 0 and self.stride == 1
+
+
+@dataclass(frozen=True)
+class Permute:
+    """One collective-permute of a halo.
+
+    Attributes:
+        extent: how much of the dim it moves.
+        pairs: (source shard, target shard).
+    """
+
+    extent: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def exchange(window: Window, shards: int) -> tuple[int, tuple[Permute, ...]] | None:
+    """What each of `shards` shards of a dim receives: (extent of its part afterwards, permutes).
+
+    None where the partitioner gives up and gathers the dim.
+    """
+    per_shard = -(-window.count // shards)
+    shard = -(-window.size // shards)
+    extent = window.stride * (per_shard - 1) + 1
+    left = [shard * i - window.start - window.stride * per_shard * i for i in range(shards)]
+    right = [window.stride * per_shard * i + extent - shard * (i + 1) + window.start for i in range(shards)]
+    if window.count < shards:
+        return None
+    if max(*left, *right) > 2 * extent:
+        if extent * 2 >= shards * shard:
+            return None
+        return extent, _compact(window.size, shard, left, right)
+    permutes = _plain(shard, left, right)
+    return None if permutes is None else (extent, permutes)
+
+
+def _plain(shard: int, left: Sequence[int], right: Sequence[int]) -> tuple[Permute, ...] | None:
+    """`ExchangeHalo`: every shard gets as much from its neighbours as the neediest one."""
+    shards = len(left)
+    most_left, most_right = max(left[1:], default=0), max(right[:-1], default=0)
+    if most_left + most_right + shard >= shard * shards and (most_left > shard or most_right > shard):
+        return None
+    left_bound, right_bound = -max(left), shard + max(right)
+    if left_bound >= right_bound:
+        return None
+    permutes = []
+    for hop in reversed(range(max(0, -(-most_left // shard)))):
+        if (-hop - 1) * shard >= right_bound:
+            break
+        extent = min(most_left - shard * hop, shard) - max(-hop * shard - right_bound, 0)
+        permutes.append(Permute(extent, tuple((i - hop - 1, i) for i in range(hop + 1, shards))))
+    skipped = min(max(left_bound - shard, 0), max(most_right, 0)) // shard
+    for hop in range(skipped, max(0, -(-most_right // shard))):
+        extent = min(shard, most_right - shard * hop) - max(left_bound - (hop + 1) * shard, 0)
+        permutes.append(Permute(extent, tuple((i, i - hop - 1) for i in range(hop + 1, shards))))
+    return tuple(permute for permute in permutes if permute.extent > 0 and permute.pairs)
+
+
+@dataclass
+class _Piece:
+    target: int
+    start: int
+    limit: int
+    offset: int
+    source: int
+
+
+def _compact(size: int, shard: int, left: Sequence[int], right: Sequence[int]) -> tuple[Permute, ...]:
+    """`ExchangeHaloCompact`: each piece once, as many disjoint ones as possible in one permute."""
+    shards = len(left)
+    from_shard: list[list[_Piece]] = [[] for _ in range(shards)]
+    for target in range(shards):
+        start = target * shard - left[target]
+        limit = (target + 1) * shard + right[target]
+        at = start
+        while at < limit:
+            if at < 0:
+                at = min(limit, 0)
+                continue
+            if at >= size:
+                break
+            length = min(shard - at % shard, limit - at)
+            source = at // shard
+            if source != target:
+                begin = at % shard
+                from_shard[source].append(_Piece(target, begin, begin + length, at - start, source))
+            at += length
+    for pieces in from_shard:
+        pieces.sort(key=lambda piece: piece.offset)
+    following = [0] * shards
+    permutes: list[Permute] = []
+    while True:
+        pairs: list[tuple[int, int]] = []
+        taken: set[int] = set()
+        start, limit = shard, 0
+        for source, pieces in enumerate(from_shard):
+            if following[source] == len(pieces):
+                continue
+            piece = pieces[following[source]]
+            apart = (start > piece.limit and limit == shard and piece.start == 0) or (
+                limit < piece.start and start == 0 and piece.limit == shard
+            )
+            if pairs and (piece.target in taken or apart):
+                continue
+            following[source] += 1
+            taken.add(piece.target)
+            pairs.append((source, piece.target))
+            start, limit = min(start, piece.start), max(limit, piece.limit)
+        if not pairs:
+            return tuple(permutes)
+        permutes.append(Permute(limit - start, tuple(pairs)))

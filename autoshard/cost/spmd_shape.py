@@ -1,0 +1,137 @@
+"""What GSPMD emits for ops that move elements: reshape, slice, pad, concatenate, reverse.
+
+Each function gets the partitioner, the op, the shardings its operands are found under and the one its result is wanted
+under. They follow `HandleReshape`, `HandleSlice`, `HandlePad`, `HandleConcatenate` and `HandleReverse` of XLA
+(xla/service/spmd/spmd_partitioner.cc).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autoshard.cost.spmd_halo import Window, exchange
+from autoshard.cost.spmd_reshard import Step
+from autoshard.graph.ops import Op
+from autoshard.graph.tiling import Tiling
+from autoshard.graph.transfer import bytes_of
+
+if TYPE_CHECKING:
+    from autoshard.cost.spmd import Emission, Partitioner
+
+Shape = tuple[int, ...]
+Dim = tuple[int, ...]
+
+
+def reshape(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emission:
+    """Through the operand sharding that the result's becomes, or the result sharding that the operand's becomes."""
+    kind = owner.graph.type_of(op.operands[0])
+    shape, into = kind.shape, op.results[0].shape
+    subaxes = owner.subaxes
+    share = owner.share(op, result)
+    if not any(result):
+        return owner.moved(op, (source,), (owner.nothing(shape),), share)
+    back = subaxes.reshape(into, shape, result)
+    if subaxes.tiles(back) == subaxes.tiles(result):
+        return owner.moved(op, (source,), (back,), share)
+    forth = subaxes.reshape(shape, into, source)
+    if any(forth):
+        again = subaxes.reshape(into, shape, forth)
+        if subaxes.tiles(again) == subaxes.tiles(forth):
+            own = owner.resharder.reshard(into, kind.dtype, forth, result)
+            if subaxes.tiles(forth) == subaxes.tiles(source):
+                return owner.moved(op, (source,), (again,), share, own)
+    # Dims that carry over stay split, the others are gathered; the result is sliced from there.
+    kept = subaxes.reshape(into, shape, forth)
+    own = owner.resharder.reshard(into, kind.dtype, forth, result)
+    return owner.moved(op, (source,), (kept,), share, own)
+
+
+def slice_(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emission:
+    """Under the operand's sharding if it has more tiles, else under the result's; then resharded to the result's."""
+    attrs = op.attrs
+    shape = owner.graph.type_of(op.operands[0]).shape
+    windows = tuple(
+        Window(size, count, start, stride)
+        for size, count, start, stride in zip(shape, op.results[0].shape, attrs["start"], attrs["stride"], strict=True)
+    )
+    run_as = source if owner.subaxes.tiles(source) > owner.subaxes.tiles(result) else result
+    return _windowed(owner, op, source, result, run_as, windows)
+
+
+def pad(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
+    """Under the result's sharding; dims with interior padding are gathered where they are split."""
+    attrs = op.attrs
+    shape = owner.graph.type_of(op.operands[0]).shape
+    if any(interior and axes for interior, axes in zip(attrs["interior"], result, strict=True)):
+        whole = tuple(() if interior else axes for interior, axes in zip(attrs["interior"], result, strict=True))
+        return owner.moved(op, tuple(reads), (whole, *reads[1:]), owner.share(op, result))
+    windows = tuple(
+        Window(size, count, -low) for size, count, low in zip(shape, op.results[0].shape, attrs["low"], strict=True)
+    )
+    return _windowed(owner, op, reads[0], result, result, windows)
+
+
+def _windowed(
+    owner: Partitioner, op: Op, source: Tiling, result: Tiling, run_as: Tiling, windows: tuple[Window, ...]
+) -> Emission:
+    """`ReshardAsWindowedInput`: reshard to `run_as`, exchange halos along each dim that is split and moved."""
+    kind = owner.graph.type_of(op.operands[0])
+    subaxes = owner.subaxes
+    own: list[Step] = []
+    busy = [dim for dim, window in enumerate(windows) if run_as[dim] and not window.trivial]
+    whole = tuple(() if dim in busy else axes for dim, axes in enumerate(run_as))
+    target = run_as
+    if busy and (not any(source) or source == whole):
+        target = source  # every device pads and slices what it has
+    elif busy:
+        local = list(subaxes.shard(kind.shape, run_as))
+        for dim in busy:
+            found = exchange(windows[dim], subaxes.ways(run_as[dim]))
+            if found is None:
+                own = list(owner.resharder.reshard(kind.shape, kind.dtype, run_as, whole))
+                break
+            extent, permutes = found
+            for permute in permutes:
+                local[dim] = permute.extent
+                axes = owner.permute_axes(run_as[dim], permute.pairs)
+                own.append(("collective-permute", axes, math.prod(local) * bytes_of(kind.dtype)))
+            local[dim] = extent
+    own.extend(owner.resharder.reshard(op.results[0].shape, kind.dtype, run_as, result))
+    reads = tuple(owner.nothing(owner.graph.type_of(value).shape) for value in op.operands[1:])
+    return owner.moved(op, (source, *reads), (target, *reads), owner.share(op, run_as), own)
+
+
+def concatenate(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
+    """A split concatenated dim gives its axes to the first dim that they divide, and takes them back afterwards."""
+    dim = op.attrs["dim"]
+    into = op.results[0].shape
+    run_as = moved_off(owner, into, result, dim)
+    own = owner.resharder.reshard(into, op.results[0].dtype, run_as, result)
+    return owner.moved(op, tuple(reads), (run_as,) * len(reads), owner.share(op, run_as), own)
+
+
+def moved_off(owner: Partitioner, shape: Shape, tiling: Tiling, dim: int) -> Tiling:
+    """`tiling` with `dim` whole: its axes go to the first dim that they divide evenly, else they are dropped."""
+    axes = tiling[dim]
+    if not axes:
+        return tiling
+    result = list(tiling)
+    result[dim] = ()
+    for other, size in enumerate(shape):
+        if other != dim and size % owner.subaxes.ways((*tiling[other], *axes)) == 0:
+            result[other] = (*tiling[other], *axes)
+            break
+    return tuple(result)
+
+
+def reverse(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emission:
+    """Shards trade places along reversed dims that are split."""
+    kind = op.results[0]
+    own: list[Step] = []
+    turned = tuple(axis for dim in op.attrs["dims"] for axis in result[dim])
+    if turned:
+        size = math.prod(owner.subaxes.shard(kind.shape, result)) * bytes_of(kind.dtype)
+        own.append(("collective-permute", owner.subaxes.axes(turned), size))
+    return owner.moved(op, (source,), (result,), owner.share(op, result), own)
