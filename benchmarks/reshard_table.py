@@ -47,6 +47,10 @@ DIMS = {1: 48 * 4096, 2: 48 * 32, 3: 48 * 3, 4: 48}
 """Size of every dim by rank: divisible by the meshes, and beyond the sizes that a TPU treats in its own way."""
 
 
+Shapes = Mapping[int, tuple[int, ...]]
+"""Rank -> shape of the measured tensors."""
+
+
 @dataclass(frozen=True)
 class Found:
     """One collective: kind, axes (as `verify/hlo_text.py` names them), bytes per device as XLA prints it."""
@@ -141,13 +145,13 @@ def pairs_of(rank: int, mesh: Mesh) -> list[tuple[Spec, Spec]]:
 
 
 def measure(
-    target: str, mesh: Mesh, pairs: Sequence[tuple[Spec, Spec]], dims: Mapping[int, int], timeout: float, chunk: int
+    target: str, mesh: Mesh, pairs: Sequence[tuple[Spec, Spec]], shapes: Shapes, timeout: float, chunk: int
 ) -> Iterator[tuple[tuple[Spec, Spec], list[Found]]]:
-    """Compile `pairs` for a target on tensors of `dims[rank]` along every dim, a chunk at a time."""
+    """Compile `pairs` for a target on tensors of `shapes[rank]`, a chunk at a time."""
     for start in range(0, len(pairs), chunk):
         part = pairs[start : start + chunk]
-        shapes = [(dims[len(src)],) * len(src) for src, _ in part]
-        compiled = compile_module(module_of(part, shapes, mesh).encode(), TARGETS[target][mesh.size], timeout=timeout)
+        module = module_of(part, [shapes[len(src)] for src, _ in part], mesh)
+        compiled = compile_module(module.encode(), TARGETS[target][mesh.size], timeout=timeout)
         print(f"{target} {mesh.shape}: {len(part)} pairs in {compiled.seconds:.1f} s", file=sys.stderr, flush=True)
         yield from zip(part, read(compiled.hlo_text, mesh, len(part)), strict=True)
 
@@ -258,6 +262,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--every", type=int, default=1, help="take each n-th pair only")
     parser.add_argument("--scale", type=int, default=1, help="multiply every dim, to see that nothing depends on it")
+    parser.add_argument("--add", default="0", help="1 or 1,0,0: add to each dim, to see what becomes of uneven splits")
     parser.add_argument("--chunk", type=int, default=200, help="pairs per module")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one module")
     parser.add_argument("--table", type=Path, help="the table to update; by default rows are only compared with it")
@@ -265,31 +270,29 @@ def main() -> None:
     flags = f"--xla_disable_hlo_passes={MERGING}"
     if args.target != "tpu":  # libtpu does not know the flag, and merges nothing across these pairs
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    dims = {rank: args.scale * dim for rank, dim in DIMS.items()}
+    extra = [int(number) for number in args.add.split(",")]
+    extra = extra * 4 if len(extra) == 1 else [*extra, 0, 0, 0]
+    shapes = {rank: tuple(args.scale * dim + extra[i] for i in range(rank)) for rank, dim in DIMS.items()}
     for text in args.mesh:
         shape = tuple(int(size) for size in text.split("x"))
         mesh = Mesh(shape, tuple("xyz"[: len(shape)]))
         pairs = [pair for rank in map(int, args.ranks.split(",")) for pair in pairs_of(rank, mesh)][:: args.every]
-        measured = dict(measure(args.target, mesh, pairs, dims, args.timeout, args.chunk))
+        measured = dict(measure(args.target, mesh, pairs, shapes, args.timeout, args.chunk))
         if args.table:
-            rows = {
-                pair: row_of(found, 4 * dims[len(pair[0])] ** len(pair[0]), mesh) for pair, found in measured.items()
-            }
+            rows = {pair: row_of(each, 4 * math.prod(shapes[len(pair[0])]), mesh) for pair, each in measured.items()}
             keep = irreducible(rows, mesh) if len(shape) < 3 else exceptions(rows, mesh, args.target)
             versions = parse_target(TARGETS[args.target][mesh.size]).packages()
             update(args.table, args.target, text, keep, versions)
         else:
-            compare(measured, dims, mesh, args.target)
+            compare(measured, shapes, mesh, args.target)
 
 
-def compare(
-    measured: Mapping[tuple[Spec, Spec], list[Found]], dims: Mapping[int, int], mesh: Mesh, target: str
-) -> None:
+def compare(measured: Mapping[tuple[Spec, Spec], list[Found]], shapes: Shapes, mesh: Mesh, target: Target) -> None:
     """Say where `cost.reshard` predicts something else than was measured."""
     wrong = 0
     over = [0, 0]  # bytes predicted, bytes measured
     for (src, dst), found in measured.items():
-        predicted = reshard((dims[len(src)],) * len(src), 4, src, dst, mesh, target)  # type: ignore[arg-type]
+        predicted = reshard(shapes[len(src)], 4, src, dst, mesh, target)
         over[0] += sum(each.bytes for each in predicted)
         over[1] += sum(each.bytes for each in found)
         if sorted((p.kind, p.axes, p.bytes) for p in predicted) != sorted((f.kind, f.axes, f.bytes) for f in found):
