@@ -204,3 +204,27 @@ def test_the_model_agrees_with_the_table_where_dims_only_lose_or_gain_axes(targe
                 continue
             key = f"{'8' if len(sizes) == 1 else '2x8'} {encode(small.src, small.dst)}"
             assert modelled(small.src, small.dst, sizes, target) == decode(measured(target)[key], sizes)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_uneven_dim_that_two_axes_would_cut_is_gathered(target: Target) -> None:
+    src, dst = as_spec(["y", None]), as_spec([None, ("x", "y")])
+    assert [each.kind for each in reshard((1536, 1536), 4, src, dst, MESH, target)] == ["all-to-all"]
+    assert [each.kind for each in reshard((1537, 1536), 4, src, dst, MESH, target)] == ["all-to-all"]
+    (gather,) = reshard((1536, 1537), 4, src, dst, MESH, target)
+    assert (gather.kind, gather.axes) == ("all-gather", ("y",))
+    device = load_device({"cpu": "cpu", "tpu": "tpu-v5e", "gpu": "h100"}[target])
+    for shape in ((1536, 1536), (1536, 1537)):
+        times, _ = reshard_matrix(shape, 4, [src], [dst], MESH, device)
+        listed = reshard(shape, 4, src, dst, MESH, target)
+        assert times[0, 0] == pytest.approx(sum(seconds(c.kind, c.axes, c.bytes, MESH, device) for c in listed))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_idle_third_axis_can_be_in_the_way(target: Target) -> None:
+    """Measured on 2x2x2: with a third axis idle, an exchange over the two minor ones is a full rematerialisation."""
+    two, three = Mesh((2, 2), ("y", "z")), Mesh((2, 2, 2), ("x", "y", "z"))
+    src, dst = as_spec(["z", None]), as_spec([None, ("y", "z")])
+    assert "all-to-all" in [each.kind for each in reshard((64, 64), 4, src, dst, two, target)]
+    (gather,) = reshard((64, 64), 4, src, dst, three, target)
+    assert (gather.kind, gather.axes, gather.bytes) == ("all-gather", ("z",), 64 * 64 * 4)
