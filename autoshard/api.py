@@ -196,7 +196,8 @@ def plan_graph(
     say("solve")
     solution = solve(formulation.problem, time_limit=time_limit, seed=seed, backend=backend, fold=fold)
     if solution.status is Status.INFEASIBLE:
-        raise PlanError(f"no plan on mesh {mesh.shape} fits in {memory:,.0f} bytes per device: {solution.message}")
+        shape = "x".join(str(size) for size in mesh.shape)
+        raise PlanError(f"no plan exists on mesh {shape}: {solution.message}")
     return Decision(formulation.annotations(solution.choice), solution)
 
 

@@ -1,0 +1,203 @@
+"""`plan()` from a PyTorch module to a plan: what is asked is kept, equal calls give equal bytes, errors say what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import manual
+from autoshard.api import candidate_meshes, captured_graph, factorisations, plan_graph, predict_annotations
+from autoshard.capture.program import Program
+from autoshard.mesh import Mesh, spec_axes
+from autoshard.solver.evaluate import evaluate as evaluate_choice
+from autoshard.solver.formulate import formulate, random_annotations
+
+pytest.importorskip("torch_xla")
+
+MESH = Mesh((2, 4), device="tpu-v5e")
+
+
+class Net(torch.nn.Module):
+    """Two linear layers and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(256, 1024)
+        self.down = torch.nn.Linear(1024, 256)
+        self.norm = torch.nn.LayerNorm(256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+def net() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def loss(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+INPUTS = torch.empty(512, 256, device="meta")
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return autoshard.capture(net(), INPUTS, loss_fn=loss, optimizer=adamw)
+
+
+@pytest.fixture(scope="module")
+def plan() -> autoshard.Plan:
+    return autoshard.plan(net(), INPUTS, mesh=MESH, loss_fn=loss, optimizer=adamw)
+
+
+def test_a_training_step_is_planned_with_a_proof(plan: autoshard.Plan):
+    assert plan.program.kind == "train"
+    assert set(plan.parameters) == {f"{m}.{t}" for m in ("up", "down", "norm") for t in ("weight", "bias")}
+    assert plan.solver is not None
+    assert plan.solver.status == "optimal"
+    assert plan.solver.gap == 0
+    assert plan.replicated_ops == ()
+
+
+def test_states_have_the_sharding_of_their_parameter(plan: autoshard.Plan):
+    for name, state in plan.optimizer_state.items():
+        assert state.spec == plan.parameters[name.rpartition(".")[0]].spec
+
+
+def test_the_same_call_gives_the_same_bytes(plan: autoshard.Plan):
+    again = autoshard.plan(net(), INPUTS, mesh=MESH, loss_fn=loss, optimizer=adamw)
+    assert again.to_json() == plan.to_json()
+
+
+def test_weights_or_none_make_the_same_plan(plan: autoshard.Plan):
+    again = autoshard.plan(Net(), torch.randn(512, 256), mesh=MESH, loss_fn=loss, optimizer=adamw)
+    assert again.to_json() == plan.to_json()
+
+
+def test_a_plan_survives_its_file(plan: autoshard.Plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_evaluate_says_of_a_plan_what_plan_predicted(plan: autoshard.Plan, program: Program):
+    found = autoshard.evaluate(program, plan)
+    assert found.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
+    assert found.peak_memory_bytes == plan.predicted.peak_memory_bytes
+
+
+@pytest.mark.parametrize("name", list(manual.PLANS))
+def test_no_manual_plan_is_predicted_faster(name: str, plan: autoshard.Plan, program: Program):
+    by_hand = autoshard.manual_plan(name, program, MESH)
+    assert plan.predicted.step_time_s <= by_hand.predicted.step_time_s * (1 + 1e-9)
+
+
+def test_a_hint_is_kept(program: Program):
+    wanted = (("model",), ("data",))
+    found = autoshard.plan_program(program, MESH, hints={"up.weight": wanted})
+    assert found.parameters["up.weight"].spec == wanted
+    assert found.options.hints == {"up.weight": wanted}
+
+
+def test_a_hint_may_be_written_as_on_the_command_line(program: Program):
+    found = autoshard.plan_program(program, MESH, hints={"up.weight": "[model],[]"})
+    assert found.parameters["up.weight"].spec == (("model",), ())
+
+
+@pytest.mark.parametrize(
+    ("hints", "said"),
+    [
+        ({"up.wieght": "[model],[]"}, "did you mean up.weight"),
+        ({"up.weight": "[model],[],[]"}, "up.weight has 2 dims, but the spec .* has 3"),
+        ({"up.weight": "[tensor],[]"}, "no mesh axis is called 'tensor'; the mesh has data, model"),
+        ({"up.weight": "[model],[model]"}, "'model' appears twice"),
+        ({"up.weight": "model"}, "a spec is one bracketed axis list per dim"),
+    ],
+)
+def test_a_hint_that_fits_nothing_is_refused(program: Program, hints, said: str):
+    with pytest.raises(ValueError, match=said):
+        autoshard.plan_program(program, MESH, hints=hints)
+
+
+def test_a_memory_limit_is_kept_and_costs_time(program: Program):
+    free = autoshard.plan_program(program, MESH, memory=None)
+    graph = captured_graph(program)
+    problem = formulate(graph, MESH, _device(), memory=1e12).problem
+    unlimited = evaluate_choice(problem, plan_graph(graph, MESH, memory=1e12).solution.choice)
+    limit = unlimited.peak * 0.9
+    limited = plan_graph(graph, MESH, memory=limit)
+    kept = evaluate_choice(formulate(graph, MESH, _device(), memory=limit).problem, limited.solution.choice)
+    assert kept.peak <= limit
+    assert limited.solution.objective >= free.solver.objective
+
+
+def test_a_limit_that_nothing_meets_says_the_least_that_is_possible(program: Program):
+    with pytest.raises(autoshard.PlanError, match=r"mesh 2x4: .* 1,000 bytes per device: the least possible peak is"):
+        autoshard.plan_program(program, MESH, memory=1000)
+
+
+def test_hints_that_contradict_each_other_are_refused(program: Program):
+    """A state must have its parameter's sharding."""
+    hints = {"up.weight": "[model],[]", "up.weight.exp_avg": "[data],[]"}
+    with pytest.raises(autoshard.PlanError, match="no plan exists on mesh 2x4"):
+        autoshard.plan_program(program, MESH, hints=hints)
+
+
+def test_predictions_follow_from_the_annotations_whatever_they_are(program: Program):
+    graph = captured_graph(program)
+    for seed in range(5):
+        drawn = random_annotations(graph, MESH, seed)
+        assert random_annotations(graph, MESH, seed) == drawn
+        assert predict_annotations(graph, drawn, MESH).step_time_s > 0
+        assert all(spec_axes(spec) <= {"data", "model"} for spec in drawn.pins.values())
+
+
+def test_without_a_mesh_every_shape_is_tried(program: Program):
+    shapes = candidate_meshes(None, 4, "tpu-v5e")
+    best = autoshard.plan_program(program, shapes)
+    times = [autoshard.plan_program(program, mesh).predicted.step_time_s for mesh in shapes]
+    assert best.predicted.step_time_s == min(times)
+
+
+def test_factorisations():
+    assert factorisations(8) == [(8,), (2, 4), (2, 2, 2), (4, 2)]
+    assert factorisations(1) == [(1,)]
+    assert factorisations(7) == [(7,)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "pass a mesh such as mesh='2x4', or devices=8"),
+        ({"mesh": "2x4", "devices": 8}, "not both"),
+        ({"devices": 0}, "at least one"),
+        ({"mesh": "2by4"}, "numbers joined by x"),
+        ({"mesh": Mesh((2, 2)), "frontend": "jax"}, "only torch_xla"),
+        ({"mesh": "2x4", "device": "tpu-v9"}, "tpu-v9"),
+        ({"mesh": "2x4", "memory": -1}, "must be positive"),
+    ],
+)
+def test_bad_options_are_refused(arguments, said: str):
+    with pytest.raises(ValueError, match=said):
+        autoshard.plan(net(), INPUTS, **arguments)
+
+
+def test_importing_autoshard_imports_nothing_heavy():
+    code = "import sys, autoshard; print([m for m in ('torch', 'jax', 'numba', 'ortools') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def _device():
+    from autoshard.cost.device import load_device
+
+    return load_device(MESH.device)
