@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,7 @@ class ModulePaths:
         self._starts: list[int] = [0]
         self._owners: list[str] = [""]
         self._hooks: list[Any] = []
+        self._failed = ""
         self.backward = False
 
     def __enter__(self) -> ModulePaths:
@@ -51,11 +53,14 @@ class ModulePaths:
             hook.remove()
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        self._failed = ""
         path = self._paths.get(id(module))
         self._stack.append(path if path is not None else (self._stack[-1] if self._stack else ""))
         self._mark()
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if sys.exc_info()[0] is not None and not self._failed:
+            self._failed = self.describe()
         if self._stack:
             self._stack.pop()
         self._mark()
@@ -77,6 +82,10 @@ class ModulePaths:
         if variable is not None:
             return self._parameters.get(id(variable), "").rpartition(".")[0]
         return self._owners[max(bisect_right(self._starts, node._sequence_nr()) - 1, 0)]
+
+    def failed(self) -> str:
+        """Where the exception on its way out came from, described."""
+        return self._failed or self.describe()
 
     def describe(self) -> str:
         """The current module for an error message: `module transformer.h.0.attn (GPT2Attention)`."""

@@ -7,11 +7,12 @@ torch_xla computes on the CPU, would end the process when it asks for the data o
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.sequence import READS_VALUE, TRANSFERS, is_xla
 from autoshard.errors import CaptureError
@@ -55,21 +56,53 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) 
     """Raise CaptureError if an op's result has a shape that depends on values, or torch_xla has no lowering for it."""
     masked = name.startswith(_INDEXES) and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
     if name in _SHAPED_BY_VALUES or (masked and _mask_is_index(func, tensors)):
-        what = "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values"
-        raise CaptureError(
-            f"{where} {what} ({_short(name)}){_source()}. XLA needs every shape before it runs. "
-            "Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
+        raise _shape_by_value(
+            "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values", name, where
         )
     if _falls_back(func.name()):
-        raise _no_lowering(name, where)
+        raise no_lowering(name, where)
+
+
+class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
+    """Refuses `x[mask] = …` and `index_put` with a boolean mask: torch_xla looks for the true ones at once."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        """`where` says who is running."""
+        super().__init__()
+        self.where = where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what is written through an index."""
+        if func in _WRITES_BY_INDEX and len(args) > 1:
+            indices = args[1] if isinstance(args[1], tuple | list) else (args[1],)
+            if any(isinstance(i, torch.Tensor) and is_xla(i) and i.dtype in _MASKS and i.dim() for i in indices):
+                raise _shape_by_value("writes through a boolean mask", "aten.index_put", self.where())
+        return func(*args, **(kwargs or {}))
+
+
+_MASKS = (torch.bool, torch.uint8)
+_WRITES_BY_INDEX = frozenset(
+    {torch.Tensor.__setitem__, torch.Tensor.index_put, torch.Tensor.index_put_, torch.index_put, torch.index_put_}
+)
+
+
+def _shape_by_value(what: str, name: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"{where} {what} ({_short(name)}){_source()}. XLA needs every shape before it runs. "
+        "Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
+    )
+
+
+def execution(where: str) -> CaptureError:
+    """The error for a value that was asked for where no op was seen."""
+    return CaptureError(
+        f"{where} needs the value of a tensor{_source()}, and capture records the program without running it. "
+        "Decide with tensors instead (torch.where, a mask)."
+    )
 
 
 def no_lowering(name: str, where: str) -> CaptureError:
-    """The error for an op that was found to be computed outside XLA."""
-    return _no_lowering(name, where)
-
-
-def _no_lowering(name: str, where: str) -> CaptureError:
+    """The error for an op that torch_xla computes outside XLA."""
     return CaptureError(
         f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
         f"{_source()}. Write it with other operations, or leave that module out of the captured program."

@@ -186,6 +186,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             self.xla._set_allow_execution(False)
             self.stack.enter_context(torch.random.fork_rng(devices=[]))
             self.stack.enter_context(switches.active(self.switches, self.model))
+            self.stack.enter_context(refusals.RefuseMasks(self.paths.describe))
         except BaseException:
             self.stack.close()
             raise
@@ -306,7 +307,8 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             where = self.paths.failed()
             first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             if "nexpected execution" in first:
-                raise refusals.no_lowering(self.labels.running, where) from error
+                running = self.labels.running
+                raise (refusals.no_lowering(running, where) if running else refusals.execution(where)) from error
             given = f" The sample inputs were {inputs.describe()}." if inputs is not None else ""
             raise CaptureError(f"{where} failed with {type(error).__name__}: {first.rstrip('.')}.{given}") from error
 
@@ -433,9 +435,11 @@ class Labels(AtenSequence):
         self._try(call)
         scope = self.xla.profiler.scope_pusher(f"op{call.index}")
         try:
-            return call.func(*call.args, **call.kwargs)
+            result = call.func(*call.args, **call.kwargs)
         finally:
             del scope
+        self.running = ""
+        return result
 
     def _try(self, call: Call) -> None:
         """Meet an op for the first time with operands that have no data to be asked for.

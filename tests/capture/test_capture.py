@@ -1,0 +1,258 @@
+"""A captured program: what its arguments, results and ops are, and that capturing leaves everything as it was."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.program import Program
+from autoshard.capture.torch_xla import capture
+from tests.capture.models import Mlp, locations, mean_square, sample
+
+PARAMETERS = ["first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight", "second.bias"]
+
+
+def on_meta(**settings: Any) -> Mlp:
+    with torch.device("meta"):
+        return Mlp(**settings)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def radam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(parameters, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def adamw_step() -> Program:
+    return capture(on_meta(), sample(), loss_fn=mean_square, optimizer=adamw)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        (plain, ()),
+        (momentum, ("momentum_buffer",)),
+        (adamw, ("exp_avg", "exp_avg_sq")),
+        (foreach, ("exp_avg", "exp_avg_sq")),
+        (radam, ("exp_avg", "exp_avg_sq")),
+    ],
+)
+def test_arguments_and_results_have_roles_and_names(
+    optimizer: Callable[[Any], torch.optim.Optimizer], state: tuple[str, ...]
+) -> None:
+    program = capture(on_meta(), sample(), loss_fn=mean_square, optimizer=optimizer)
+    names: dict[str, set[str]] = {}
+    for argument in program.arguments:
+        names.setdefault(argument.role, set()).add(argument.name)
+    states = {f"{p}.{key}" for p in PARAMETERS for key in state}
+    assert names.get("optimizer_state", set()) == states
+    # Without weight decay, SGD reads a parameter only to update it: all of them are arguments all the same.
+    assert names["parameter"] == set(PARAMETERS)
+    assert names["buffer"] == {"steps"}
+    assert names["input"] == {"x", "target"}
+    assert {a.of for a in program.arguments if a.role == "optimizer_state"} == (set(PARAMETERS) if state else set())
+    assert program.outputs[0].role == "loss"
+    assert program.outputs[0].updates is None
+    assert program.outputs[0].type.shape == ()
+    updated = {o.name for o in program.outputs[1:]}
+    assert updated == set(PARAMETERS) | {"steps"} | states
+    for output in program.outputs[1:]:
+        assert output.updates is not None
+        argument = program.arguments[output.updates]
+        assert (argument.name, argument.role, argument.type) == (output.name, output.role, output.type)
+
+
+def test_an_optimizer_over_the_model_is_as_good_as_a_callable(adamw_step: Program) -> None:
+    model = on_meta()
+    program = capture(model, sample(), loss_fn=mean_square, optimizer=adamw(model.parameters()))
+    assert program.fingerprint == adamw_step.fingerprint
+
+
+def test_the_same_program_twice_and_with_weights(adamw_step: Program) -> None:
+    again = capture(on_meta(), sample(), loss_fn=mean_square, optimizer=adamw)
+    weights = capture(Mlp(), tuple(t.new_empty(t.shape, device="cpu") for t in sample()), loss_fn=mean_square,
+                      optimizer=adamw)  # fmt: skip
+    assert again == adamw_step or again.fingerprint == adamw_step.fingerprint
+    assert again.arguments == weights.arguments == adamw_step.arguments
+    assert again.ops == weights.ops == adamw_step.ops
+    assert again.fingerprint == weights.fingerprint == adamw_step.fingerprint
+
+
+def test_another_shape_is_another_program(adamw_step: Program) -> None:
+    other = capture(on_meta(width=8), sample(8), loss_fn=mean_square, optimizer=adamw)
+    assert other.fingerprint != adamw_step.fingerprint
+
+
+def test_tied_weights_are_one_argument_under_the_first_name() -> None:
+    program = capture(on_meta(tied=True), sample(), loss_fn=mean_square, optimizer=adamw)
+    names = [a.name for a in program.arguments]
+    assert "first.weight" in names
+    assert "second.weight" not in names
+    assert names.count("first.weight.exp_avg") == 1
+
+
+def test_forward_only() -> None:
+    program = capture(on_meta(), sample()[0])
+    assert program.kind == "forward"
+    assert {op.phase for op in program.ops} == {"forward"}
+    assert [(o.name, o.role, o.type.shape) for o in program.outputs] == [
+        ("output", "output", (4, 6, 16)),
+        ("steps", "buffer", (16,)),
+    ]
+
+
+def test_outputs_are_named_after_their_place() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"same": x, "parts": (x + 1, x.sum())}
+
+    program = capture(Two(), torch.empty(2, 3))
+    assert [(o.name, o.type.shape) for o in program.outputs] == [
+        ("same", (2, 3)), ("parts.0", (2, 3)), ("parts.1", ()),
+    ]  # fmt: skip
+
+
+def test_without_an_optimizer_the_gradients_are_results() -> None:
+    program = capture(on_meta(), sample(), loss_fn=mean_square)
+    grads = {o.name for o in program.outputs if o.role == "output"}
+    assert grads == {f"{name}.grad" for name in PARAMETERS}
+
+
+def test_a_frozen_parameter_is_read_and_kept() -> None:
+    model = on_meta()
+    model.first.weight.requires_grad_(False)
+    program = capture(model, sample(), loss_fn=mean_square, optimizer=momentum)
+    assert "first.weight" in {a.name for a in program.arguments}
+    assert "first.weight" not in {o.name for o in program.outputs}
+    assert "first.weight.momentum_buffer" not in {a.name for a in program.arguments}
+
+
+def test_every_op_is_labelled_and_every_float_output_is_marked(adamw_step: Program) -> None:
+    found = locations(adamw_step.stablehlo)
+    computing = [(kind, where) for kind, where, _ in found if kind != "stablehlo.constant"]
+    labelled = [where for _, where in computing if re.search(r'"op\d+[./]', where)]
+    assert len(labelled) >= 0.99 * len(computing)
+    marked = {m.group(0) for _, where, target in found if target == "Sharding"
+              for m in [re.search(r"op\d+\.out\d+", where)] if m}  # fmt: skip
+    expected = {
+        f"op{op.index}.out{j}"
+        for op in adamw_step.ops
+        for j, type_ in enumerate(op.outputs)
+        if type_.dtype.startswith(("f", "bf"))
+    }
+    # What no result depends on is not in the module (the gradient of an input, say).
+    assert marked <= expected
+    assert len(marked) >= 0.95 * len(expected)
+
+
+def test_module_paths_forward_and_backward(adamw_step: Program) -> None:
+    by_phase = {phase: Counter(o.module for o in adamw_step.ops if o.phase == phase) for phase in ("forward", "backward")}
+    for counts in by_phase.values():
+        assert {"first", "norm", "second"} <= set(counts)
+    dots = [(op.phase, op.module) for op in adamw_step.ops if op.name == "autoshard.einsum.default"]
+    assert Counter(dots) == {
+        ("forward", "first"): 1, ("forward", "second"): 1, ("backward", "second"): 2, ("backward", "first"): 1,
+    }  # fmt: skip
+    assert {op.phase for op in adamw_step.ops} == {"forward", "backward", "optimizer"}
+
+
+def test_producers_name_arguments_and_ops(adamw_step: Program) -> None:
+    first = next(op for op in adamw_step.ops if op.name == "autoshard.einsum.default")
+    assert first.inputs == ("x", "first.weight")
+    for op in adamw_step.ops:
+        for maker in op.inputs:
+            if isinstance(maker, tuple):
+                assert maker[0] < op.index
+                assert maker[1] < len(adamw_step.ops[maker[0]].outputs)
+            elif maker is not None:
+                assert maker in {a.name for a in adamw_step.arguments}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_model_and_optimizer_are_left_as_they_were(fails: bool) -> None:
+    model = Mlp()
+    optimizer = adamw(model.parameters())
+    mean_square(model(torch.ones(2, 3, 16)), torch.zeros(2, 3, 16)).backward()
+    optimizer.step()
+    tensors = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    grads = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None}
+    states = {(p, key): (t, t.clone()) for p, s in optimizer.state.items() for key, t in s.items()}
+    attributes = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    random = torch.get_rng_state()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise KeyError("broken")
+        return mean_square(output, target)
+
+    if fails:
+        with pytest.raises(ValueError, match="KeyError: 'broken'"):
+            capture(model, sample(), loss_fn=loss_fn, optimizer=optimizer)
+    else:
+        capture(model, sample(), loss_fn=loss_fn, optimizer=optimizer)
+
+    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == attributes
+    for name, t in model.state_dict(keep_vars=True).items():
+        assert t is tensors[name][0]
+        assert torch.equal(t, tensors[name][1])
+    for name, p in model.named_parameters():
+        assert p.grad is grads[name][0]
+        assert torch.equal(p.grad, grads[name][1])
+    assert {(p, key) for p, s in optimizer.state.items() for key in s} == set(states)
+    for (p, key), (t, value) in states.items():
+        assert optimizer.state[p][key] is t
+        assert torch.equal(t, value)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_loss_module_has_its_own_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return mean_square(output, target) * self.scale
+
+    program = capture(on_meta(), sample(), loss_fn=Scaled(), optimizer=momentum)
+    assert "loss_fn.scale" in {a.name for a in program.arguments if a.role == "parameter"}
+    assert "loss_fn.scale.momentum_buffer" in {a.name for a in program.arguments}
+
+
+def test_batch_norm_updates_its_running_statistics() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    program = capture(model, torch.empty(2, 3, 8, 8), loss_fn=lambda out: out.mean(), optimizer=momentum)
+    updated = {o.name for o in program.outputs if o.role == "buffer"}
+    assert updated == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def test_one_tensor_given_twice_is_one_input() -> None:
+    class Add(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + b
+
+    x = torch.empty(3)
+    assert [a.name for a in capture(Add(), {"a": x, "b": x}).arguments if a.role == "input"] == ["a"]
+    two = capture(Add(), {"a": x, "b": torch.empty(3)})
+    assert sorted(a.name for a in two.arguments if a.role == "input") == ["a", "b"]
