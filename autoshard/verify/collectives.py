@@ -80,7 +80,7 @@ def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[
     module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
     if module.num_partitions != mesh.size:
         raise ValueError(f"the module is compiled for {module.num_partitions} devices, the mesh has {mesh.size}")
-    found = list(_Reader(module, mesh, family).visit(module.entry, 1, "", False, ""))
+    found = list(Reader(module, mesh, family).visit(module.entry, 1, "", False, ""))
     return [collective for collective in found if collective.bytes]
 
 
@@ -109,10 +109,11 @@ def nearest_label(computation: Computation, instruction: Instruction) -> str:
     return ""
 
 
-class _Reader:
-    """Walks the computations that run, from the entry."""
+class Reader:
+    """Walks the computations that run; `compiled_collectives` from the entry."""
 
     def __init__(self, module: Module, mesh: Mesh, family: Family) -> None:
+        """See `compiled_collectives`."""
         self.module = module
         self.mesh = mesh
         self.family = family
@@ -130,23 +131,35 @@ class _Reader:
         if computation is None:
             return
         for instruction in computation.instructions.values():
-            opcode = instruction.opcode
-            kind = opcode.removesuffix("-start")
-            own_label = instruction.op_name or label
-            if kind in KINDS:
-                if self.is_repeated(instruction, fused_in):
-                    continue
-                for collective in self.read(computation, instruction, kind, count, own_label):
-                    yield replace(collective, kind="reduce-scatter") if scatter else collective
-            elif opcode == "while":
-                trips = self.module.trip_count(instruction)
-                for body in instruction.called:
-                    yield from self.visit(body, count * (1 if trips is None else trips), "", scatter, own_label)
-            elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
-                inside = fused_in or (name if opcode == "fusion" else "")
-                for called in instruction.called:
-                    in_scatter = scatter or called.startswith("all-reduce-scatter")
-                    yield from self.visit(called, count, inside, in_scatter, own_label)
+            yield from self.at(computation, instruction, count, fused_in, scatter, label)
+
+    def at(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        count: int = 1,
+        fused_in: str = "",
+        scatter: bool = False,
+        label: str = "",
+    ) -> Iterator[CompiledCollective]:
+        """Collectives of one instruction and of what it calls; see `visit`."""
+        opcode = instruction.opcode
+        kind = opcode.removesuffix("-start")
+        own_label = instruction.op_name or label
+        if kind in KINDS:
+            if self.is_repeated(instruction, fused_in):
+                return
+            for collective in self.read(computation, instruction, kind, count, own_label):
+                yield replace(collective, kind="reduce-scatter") if scatter else collective
+        elif opcode == "while":
+            trips = self.module.trip_count(instruction)
+            for body in instruction.called:
+                yield from self.visit(body, count * (1 if trips is None else trips), "", scatter, own_label)
+        elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
+            inside = fused_in or (computation.name if opcode == "fusion" else "")
+            for called in instruction.called:
+                in_scatter = scatter or called.startswith("all-reduce-scatter")
+                yield from self.visit(called, count, inside, in_scatter, own_label)
 
     def is_repeated(self, instruction: Instruction, fused_in: str) -> bool:
         """TPU fuses the start, the middle and the end of an async collective with other work: one channel, once."""

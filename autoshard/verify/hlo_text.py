@@ -110,6 +110,12 @@ class Instruction:
         return match[1] if match else ""
 
     @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        match = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return match[1] if match else ""
+
+    @property
     def channel(self) -> int | None:
         """Channel id of a collective."""
         match = re.search(r"\bchannel_id=(\d+)", self.rest)
@@ -177,6 +183,17 @@ class Module:
                 for name in instruction.called if "=" in instruction.rest else ():
                     found.setdefault(name, []).append((computation.name, instruction))
         return found
+
+    def async_ends(self, fusion: Instruction) -> tuple[str, int | None] | None:
+        """For a TPU fusion that starts or ends an async collective: `start` or `done`, and the collective's channel."""
+        for name in fusion.called:
+            inner = self.computations[name].instructions.values()
+            for instruction in inner:
+                if instruction.opcode == "custom-call" and instruction.target.startswith("AsyncCollective"):
+                    channels = [other.channel for other in inner if other.channel is not None]
+                    end = "done" if instruction.target.endswith("Done") else "start"
+                    return end, channels[0] if channels else None
+        return None
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How often the body of a while runs: as XLA proved it, or by its condition `i < constant`; None unknown."""

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
-from autoshard.cost.collectives import CollectiveKind, seconds
-from autoshard.cost.compute import roofline_seconds
 from autoshard.cost.device import Device, load_device
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import CompiledCollective, compiled_collectives
 from autoshard.verify.compile import Compiled
 from autoshard.verify.hlo_text import parse_hlo
-from autoshard.verify.work import CompiledWork, Kernel, compiled_work
-
-# What a kind that the device model does not know costs: as the one it resembles.
-_LIKE = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
+from autoshard.verify.schedule import collective_seconds, kernel_seconds, overlapped_seconds
+from autoshard.verify.work import CompiledWork, compiled_work
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Seconds of one step of a compiled program, all of it serial.
+    """Seconds of one step of a compiled program.
 
     Attributes:
         communication_s: its collectives.
@@ -29,6 +25,8 @@ class Judged:
         flops, bytes: per device and step, of its dots and convolutions, and of its kernels.
         collective_bytes: per device and step.
         memory_bytes: per device, what the compiler lays out.
+        overlapped_s: seconds of one step when async collectives run beside the kernels that the compiler scheduled
+            between their start and their end (see `schedule.py`); None where that was not asked for.
     """
 
     communication_s: float
@@ -37,6 +35,7 @@ class Judged:
     bytes: float
     collective_bytes: int
     memory_bytes: int | None = None
+    overlapped_s: float | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -47,6 +46,7 @@ class Judged:
         """For `--json`."""
         return {
             "step_time_s": self.step_time_s,
+            "overlapped_s": self.overlapped_s,
             "communication_s": self.communication_s,
             "compute_s": self.compute_s,
             "flops": self.flops,
@@ -61,9 +61,10 @@ def judge(compiled: Compiled, mesh: Mesh, device: Device | None = None) -> Judge
     kind = device or load_device(compiled.target.device)
     module = parse_hlo(compiled.hlo_text)
     family = compiled.target.family
-    return judged(
+    found = judged(
         compiled_collectives(module, mesh, family), compiled_work(module, family), mesh, kind, compiled.memory.peak
     )
+    return replace(found, overlapped_s=overlapped_seconds(module, mesh, kind, family))
 
 
 def judged(
@@ -83,23 +84,3 @@ def judged(
         collective_bytes=sum(each.total_bytes for each in collectives),
         memory_bytes=memory_bytes,
     )
-
-
-def collective_seconds(collective: CompiledCollective, mesh: Mesh, device: Device) -> float:
-    """Seconds per step of one compiled collective.
-
-    Groups along a part of an axis, or along no grid of the mesh, are taken to run over all of the axes they touch: an
-    upper bound.
-    """
-    touched = {name for axis in collective.axes for name in axis.partition("[")[0].split("~")}
-    kind = cast(CollectiveKind, _LIKE.get(collective.kind, collective.kind))
-    return collective.count * seconds(kind, mesh.in_order(touched), collective.bytes, mesh, device)
-
-
-def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """Seconds of one execution of a kernel: the roofline of its products and its bytes, and its launch."""
-    if not kernel.flops:
-        return roofline_seconds(0.0, kernel.bytes, "f32", device, kernels=kernel.launches)
-    compute = sum(roofline_seconds(flops, 0.0, dtype, device, kernels=0) for dtype, flops in kernel.flops.items())
-    memory = roofline_seconds(0.0, kernel.bytes, "f32", device, kernels=0)
-    return max(compute, memory) + kernel.launches * device.kernel_overhead

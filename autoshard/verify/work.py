@@ -80,52 +80,55 @@ def compiled_work(hlo: str | Module, family: Family) -> CompiledWork:
         family: whose compiler wrote it; on `tpu` arrays in memory space 1 (VMEM) cost no bytes of device memory.
     """
     module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
-    return CompiledWork(tuple(_Work(module, family == "tpu").kernels(module.entry, 1)))
+    return CompiledWork(tuple(Work(module, family == "tpu").kernels(module.entry, 1)))
 
 
-class _Work:
-    """Walks the computations that run; state of one `compiled_work` call."""
+class Work:
+    """Walks the computations that run; `compiled_work` from the entry."""
 
     def __init__(self, module: Module, on_chip_is_free: bool) -> None:
+        """See `compiled_work`; `on_chip_is_free`: arrays in memory space 1 cost no bytes."""
         self.module = module
         self.on_chip_is_free = on_chip_is_free
         self.flops_of: dict[str, dict[str, float]] = {}
 
     def kernels(self, name: str, count: int) -> Iterator[Kernel]:
+        """Kernels of a computation that runs `count` times."""
         computation = self.module.computations[name]
         for instruction in computation.instructions.values():
-            opcode = instruction.opcode
-            if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COLLECTIVE.match(opcode):
-                continue
-            if opcode == "while":
-                trips = self.module.trip_count(instruction)
-                for called in instruction.called:
-                    yield from self.kernels(called, count * (1 if trips is None else trips))
-            elif opcode in ("call", "conditional") or (opcode == "async-start" and instruction.called):
-                for called in instruction.called:
-                    yield from self.kernels(called, count)
-            elif not self.is_free(instruction):
-                yield Kernel(
-                    instruction.name,
-                    self.flops(computation, instruction),
-                    self.bytes(computation, instruction),
-                    count,
-                    0 if opcode in _ASYNC_COPIES else 1,
-                    aten_index(instruction.op_name),
-                )
+            yield from self.at(computation, instruction, count)
+
+    def at(self, computation: Computation, instruction: Instruction, count: int = 1) -> Iterator[Kernel]:
+        """Kernels of one top-level instruction and of the computations that it runs."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COLLECTIVE.match(opcode):
+            return
+        if opcode == "while":
+            trips = self.module.trip_count(instruction)
+            for called in instruction.called:
+                yield from self.kernels(called, count * (1 if trips is None else trips))
+        elif opcode in ("call", "conditional") or (opcode == "async-start" and instruction.called):
+            for called in instruction.called:
+                yield from self.kernels(called, count)
+        elif not self.is_free(instruction):
+            yield Kernel(
+                instruction.name,
+                self.flops(computation, instruction),
+                self.bytes(computation, instruction),
+                count,
+                0 if opcode in _ASYNC_COPIES else 1,
+                aten_index(instruction.op_name),
+            )
 
     def is_free(self, instruction: Instruction) -> bool:
-        """Whether a call or fusion takes no time of its own."""
+        """Whether a call or fusion takes no time of its own: a collective in a wrapper is no kernel."""
         if instruction.opcode == "custom-call":
-            return _target(instruction) in _FREE_CALLS
-        return instruction.opcode == "fusion" and self.only_communicates(instruction)
-
-    def only_communicates(self, fusion: Instruction) -> bool:
-        """Whether a fusion is a collective in a wrapper (TPU's reduce-scatters and ends of async collectives)."""
-        for name in fusion.called:
-            if any(_COLLECTIVE.match(inner.opcode) for inner in self.module.computations[name].instructions.values()):
-                return not self.computation_flops(name)
-        return False
+            return instruction.target in _FREE_CALLS
+        if instruction.opcode != "fusion":
+            return False
+        return any(name.startswith("all-reduce-scatter") for name in instruction.called) or bool(
+            self.module.async_ends(instruction)
+        )
 
     # ---- FLOPs
 
@@ -150,6 +153,7 @@ class _Work:
         return found
 
     def computation_flops(self, name: str) -> dict[str, float]:
+        """dtype -> FLOPs of a whole computation."""
         if name not in self.flops_of:
             found: dict[str, float] = {}
             computation = self.module.computations[name]
@@ -162,6 +166,7 @@ class _Work:
     # ---- bytes
 
     def bytes(self, computation: Computation, instruction: Instruction) -> float:
+        """Bytes of device memory that one top-level instruction reads and writes."""
         opcode = instruction.opcode
         operands = [computation.instructions.get(name) for name in instruction.operands]
         known = [operand for operand in operands if operand is not None]
@@ -184,9 +189,11 @@ class _Work:
         return self.size(instruction) + sum(map(self.size, known))
 
     def size(self, instruction: Instruction) -> float:
+        """Bytes of an instruction's result that lie in device memory."""
         return float(sum(map(self.array_bytes, instruction.shapes)))
 
     def array_bytes(self, shape: ArrayShape) -> int:
+        """Bytes of an array if it lies in device memory, else 0."""
         return 0 if self.on_chip_is_free and shape.on_chip else shape.bytes
 
     def copy_bytes(self, instruction: Instruction, operands: list[Instruction]) -> float:
@@ -217,6 +224,8 @@ class _Work:
                     read += user.bytes
                 elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
                     continue  # updated in place: what is not overwritten stays
+                elif _COLLECTIVE.match(user.opcode) or (user.opcode == "tuple" and user is inner.root):
+                    continue  # what a collective moves beside the fusion's work, and what is only passed on
                 else:
                     return self.size(operand)
         return read
@@ -231,6 +240,8 @@ class _Work:
         for one, shape in zip(roots, fusion.shapes, strict=True):
             while one is not None and one.opcode == "bitcast":
                 one = inner.instructions.get(one.operands[0])
+            if one is not None and (one.opcode == "parameter" or _COLLECTIVE.match(one.opcode)):
+                continue
             update = None
             if one is not None and one.opcode == "dynamic-update-slice":
                 update = inner.instructions.get(one.operands[1])
@@ -247,11 +258,6 @@ def _add(totals: dict[str, float], found: tuple[str, float]) -> dict[str, float]
 
 def _shapes(computation: Computation, instruction: Instruction) -> list[ArrayShape]:
     return list(computation.operand_shapes(instruction))
-
-
-def _target(instruction: Instruction) -> str:
-    match = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
-    return match[1] if match else ""
 
 
 def _dot_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
@@ -311,7 +317,7 @@ def _meeting(
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
     """FLOPs of calls into cuBLAS and cuDNN."""
-    target = _target(instruction)
+    target = instruction.target
     shapes = _shapes(computation, instruction)
     if target.startswith(("__cublas$", "__onednn$matmul")) and len(shapes) > 1:
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)

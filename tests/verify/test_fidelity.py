@@ -9,7 +9,8 @@ from autoshard.cost.device import load_device
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import CompiledCollective
 from autoshard.verify.fidelity import fidelity
-from autoshard.verify.judge import collective_seconds, judged, kernel_seconds
+from autoshard.verify.judge import judged
+from autoshard.verify.schedule import collective_seconds, kernel_seconds
 from autoshard.verify.work import CompiledWork, Kernel
 
 MODEL, DATA, BOTH = ("model",), ("data",), ("data", "model")
