@@ -52,15 +52,16 @@ NEGATE = roofline_seconds(0, 2 * SIZE, "f32", H100)
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ((START.format(1), DONE.format(1), WORK.format(1)), REDUCE + NEGATE),
-        ((START.format(1), WORK.format(1), DONE.format(1)), max(REDUCE, NEGATE)),
+        ("s1 d1 w1", REDUCE + NEGATE),
+        ("s1 w1 d1", max(REDUCE, NEGATE)),
         # Collectives share the links: the second waits for the first.
-        ((START.format(1), START.format(2), WORK.format(1), DONE.format(1), DONE.format(2)), max(2 * REDUCE, NEGATE)),
-        ((WORK.format(1), START.format(1), WORK.format(2), WORK.format(3), DONE.format(1)), NEGATE + max(REDUCE, 2 * NEGATE)),
+        ("s1 s2 w1 d1 d2", max(2 * REDUCE, NEGATE)),
+        ("w1 s1 w2 w3 d1", NEGATE + max(REDUCE, 2 * NEGATE)),
     ],
-)  # fmt: skip
+)
 def test_what_stands_between_start_and_done_runs_beside_it(lines, expected):
-    assert played("".join(lines)) == pytest.approx(expected)
+    printed = {"s": START, "d": DONE, "w": WORK}
+    assert played("".join(printed[line[0]].format(line[1]) for line in lines.split())) == pytest.approx(expected)
 
 
 def test_loops_take_every_turn():
