@@ -267,8 +267,10 @@ def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: 
         partial: tuple[str, ...] = ()
         value = len(group.inputs)
         for position, op_id in enumerate(group.ops):
-            axes = mesh.in_order(a for f in shape.reduces[position] for a in assignment[f])
             for _ in graph.ops[op_id].results:
+                mentioned = {f for dim in shape.value_dims[value] for f in dim}
+                summed = shape.reduces[position] - mentioned  # batch_norm: the mean is partial, y is not
+                axes = mesh.in_order(a for f in summed for a in assignment[f])
                 if axes:
                     size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
                     collectives.append(Collective("all-reduce", axes, size, op=position))
