@@ -150,8 +150,10 @@ def test_a_frozen_parameter_is_read_and_kept() -> None:
 
 def test_every_op_is_labelled_and_every_float_output_is_marked(adamw_step: Program) -> None:
     found = locations(adamw_step.stablehlo)
-    computing = [(kind, where) for kind, where, _ in found if kind != "stablehlo.constant"]
-    labelled = [where for _, where in computing if re.search(r'"op\d+[./]', where)]
+    # An in-place update repeats the mark of what it replaces, without a label; it computes nothing.
+    computing = [where for kind, where, target in found if kind != "stablehlo.constant" and target != "Sharding"]
+    labelled = [where for where in computing if re.search(r'"op\d+[./]', where)]
+    assert len(computing) > 100
     assert len(labelled) >= 0.99 * len(computing)
     marked = {m.group(0) for _, where, target in found if target == "Sharding"
               for m in [re.search(r"op\d+\.out\d+", where)] if m}  # fmt: skip
@@ -167,9 +169,8 @@ def test_every_op_is_labelled_and_every_float_output_is_marked(adamw_step: Progr
 
 
 def test_module_paths_forward_and_backward(adamw_step: Program) -> None:
-    by_phase = {phase: Counter(o.module for o in adamw_step.ops if o.phase == phase) for phase in ("forward", "backward")}
-    for counts in by_phase.values():
-        assert {"first", "norm", "second"} <= set(counts)
+    for phase in ("forward", "backward"):
+        assert {"first", "norm", "second"} <= {op.module for op in adamw_step.ops if op.phase == phase}
     dots = [(op.phase, op.module) for op in adamw_step.ops if op.name == "autoshard.einsum.default"]
     assert Counter(dots) == {
         ("forward", "first"): 1, ("forward", "second"): 1, ("backward", "second"): 2, ("backward", "first"): 1,

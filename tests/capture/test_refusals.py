@@ -1,0 +1,155 @@
+"""What cannot be captured is refused with one clear error that says where and what to do; the process lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from autoshard.capture.torch_xla import capture
+from autoshard.errors import CaptureError
+from tests.capture.models import Mlp, mean_square, sample
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+class Outer(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.block = Block(function)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.block(x)
+
+
+def refusal(function: Callable[[torch.Tensor], Any]) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture(Outer(function), torch.empty(3, 4))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "module block (Block)" in text
+    return text
+
+
+def set_where(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[y > 0] = 0.0
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x * x[0, 0].item(),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x.tolist(),
+        lambda x: (x * 2).cpu(),
+        lambda x: float(x.mean()),
+    ],
+)
+def test_values_are_not_read(function: Callable[[torch.Tensor], Any]) -> None:
+    text = refusal(function)
+    assert "reads the value of a tensor" in text
+    assert "torch.where" in text
+    assert "test_refusals.py" in text  # the line that did it
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda x: x.nonzero(), "aten.nonzero"),
+        (lambda x: x[x > 0], "aten.index.Tensor"),
+        (lambda x: x.unique(), "aten._unique2"),
+        (lambda x: torch.masked_select(x, x > 0), "aten.masked_select"),
+        (set_where, "aten.index_put"),
+    ],
+)
+def test_shapes_do_not_depend_on_values(function: Callable[[torch.Tensor], Any], op: str) -> None:
+    text = refusal(function)
+    assert op in text
+    assert "mask" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda x: torch.linalg.solve_triangular(x[:3, :3], x[:3], upper=True), "aten.linalg_solve_triangular"),
+        (lambda x: torch.fft.rfft(x).real, "aten._fft_r2c"),
+        (lambda x: F.unfold(x[None, None], (2, 2)), "aten.im2col"),
+        (lambda x: torch.polar(x, x).real, "aten.polar"),
+    ],
+)
+def test_ops_that_torch_xla_cannot_lower_are_named(function: Callable[[torch.Tensor], Any], op: str) -> None:
+    text = refusal(function)
+    assert op in text
+    assert "torch_xla cannot lower" in text
+
+
+def test_a_kernel_that_computes_on_the_cpu_given_placeholders_only() -> None:
+    backward = torch.ops.aten.upsample_bilinear2d_backward
+    with pytest.raises(CaptureError, match=r"module block.*upsample_bilinear2d_backward"):
+        capture(
+            Outer(lambda x: backward(x, [8, 8], [1, 2, 4, 4], False, None, None)), torch.empty(1, 2, 8, 8)
+        )  # fmt: skip
+
+
+def test_shape_errors_name_module_and_inputs() -> None:
+    with pytest.raises(CaptureError, match=r"module first \(Linear\).*16 input features.*input0: float32\[2, 8\]"):
+        capture(Mlp(), torch.empty(2, 8))
+
+
+@pytest.mark.parametrize("nothing", [None, (), {}])
+def test_no_inputs(nothing: Any) -> None:
+    with pytest.raises(CaptureError, match=r"no sample inputs.*Mlp\.forward\(x\)"):
+        capture(Mlp(), nothing)
+
+
+def test_inputs_that_do_not_fit_say_what_the_model_wants() -> None:
+    with pytest.raises(CaptureError, match=r"input1: float32\[2\].*Mlp\.forward\(x\)"):
+        capture(Mlp(), (torch.empty(2, 16), torch.empty(2)))
+    with pytest.raises(CaptureError, match=r"input_ids.*Mlp\.forward\(x\)"):
+        capture(Mlp(), {"input_ids": torch.empty(2, 16)})
+    with pytest.raises(CaptureError, match="hold no tensor"):
+        capture(Mlp(), (3,))
+    with pytest.raises(CaptureError, match="not int"):
+        capture(Mlp(), 3)
+
+
+def test_a_training_step_needs_a_loss() -> None:
+    with pytest.raises(CaptureError, match=r"needs a loss.*shape \(4, 6, 16\)"):
+        capture(Mlp(), sample()[0], train=True)
+    with pytest.raises(CaptureError, match="loss_fn returned"):
+        capture(Mlp(), sample()[0], loss_fn=lambda out: out.detach().sum())
+
+
+def test_optimizers_that_do_not_fit() -> None:
+    with pytest.raises(CaptureError, match="no parameter of the model"):
+        capture(Mlp(), sample(), loss_fn=mean_square, optimizer=torch.optim.SGD(Mlp().parameters(), lr=0.1))
+    with pytest.raises(CaptureError, match="callable from parameters"):
+        capture(Mlp(), sample(), loss_fn=mean_square, optimizer="adamw")
+    with pytest.raises(CaptureError, match="LBFGS"):
+        capture(Mlp(), sample(), loss_fn=mean_square, optimizer=lambda p: torch.optim.LBFGS(list(p)))
+    with pytest.raises(CaptureError, match="train=False"):
+        capture(Mlp(), sample(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train=False)
+
+
+def test_an_unknown_switch() -> None:
+    with pytest.raises(ValueError, match="no capture switch is called 'linears'"):
+        capture(Mlp(), sample()[0], switches=("linears",))
+
+
+def test_the_process_captures_on_after_a_refusal() -> None:
+    refusal(lambda x: x.sum().item())
+    assert capture(Mlp(), sample()[0]).ops
