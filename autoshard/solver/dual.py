@@ -21,6 +21,8 @@ from autoshard.solver.problem import Array
 
 LARGEST_PAIRS = 20_000_000
 """Pairs are fixed only when there are at most this many of them: memory."""
+REPAIRS = 400
+"""Moves of one repair at most: a choice that needs more is better rounded anew."""
 SMOOTHING, SHRINK, PATIENCE = 0.6, 0.7, 25
 """Share of the old direction in a step; factor on the step length after this many steps without a better bound."""
 
@@ -194,7 +196,7 @@ class Dual:
     def improved(self, choice: list[int] | None = None) -> list[int] | None:
         """The rounded (or given) choice, brought within the memory rows and improved by local moves, or None."""
         x = self.x.copy() if choice is None else np.array([choice[int(v)] for v in self.nodes], np.int64)
-        if not self._kernels.repair(x, *self._memory(), *self._costs(), 4 * len(x) + 16):
+        if not self._kernels.repair(x, *self._memory(), *self._costs(), min(2 * len(x) + 16, REPAIRS)):
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
         self._kernels.descend(x, *self._memory(), *self._costs(), smallest, 200)
@@ -203,7 +205,7 @@ class Dual:
     def repaired(self) -> list[int]:
         """The rounded choice with the overflow of the memory rows brought down as far as single moves do."""
         x = self.x.copy()
-        self._kernels.repair(x, *self._memory(), *self._costs(), 4 * len(x) + 16)
+        self._kernels.repair(x, *self._memory(), *self._costs(), min(2 * len(x) + 16, REPAIRS))
         return self._named(x)
 
     def _costs(self) -> tuple[Any, ...]:

@@ -207,6 +207,13 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
     return IlpResult(choice, net.offset + bound / scale, infeasible, finished)
 
 
+def nonzeros(net: Network) -> int:
+    """Entries of the program's matrix, about."""
+    pairs = sum(m.size for i in net.alive for j, m in net.adj[i].items() if j > i)
+    terms = (*(net.node_terms[i] for i in net.alive), *net.edge_terms.values())
+    return 2 * pairs + sum((last - first) * a.size for t in terms for (first, last), a in t.items())
+
+
 def solve_least_overflow(
     net: Network, *, backend: str, time_limit: float, most: float, seed: int = 0
 ) -> tuple[list[int] | None, float, bool]:

@@ -396,14 +396,28 @@ def repair(
     mine = np.empty(widest)
     rows = len(room)
     used = usage_of(x, rows, node_items, edge_items, noff, low, high)
+    banned = np.zeros(len(noff) - 1, np.bool_)
+    overflow = np.maximum(used - room, 0.0).sum()
     for _ in range(steps):
-        if np.all(used <= room):
+        if overflow == 0.0:
             return True
         weight = np.zeros(rows + 1)
         for r in range(rows):
             weight[r + 1] = weight[r] + (1.0 if used[r] > room[r] else 0.0)
         best_i, best_a, best_ratio = -1, -1, np.inf
         for i in range(len(noff) - 1):
+            if banned[i]:
+                continue
+            touches = False  # most nodes use nothing where it overflows: their labels need no look
+            ifirst, start, stop, aoff, amount = node_items
+            for t in range(ifirst[i], ifirst[i + 1]):
+                touches = touches or weight[stop[t]] > weight[start[t]]
+            ifirst, start, stop, aoff, amount = edge_items
+            for q in range(first[i], first[i + 1]):
+                for t in range(ifirst[edge[q]], ifirst[edge[q] + 1]):
+                    touches = touches or weight[stop[t]] > weight[start[t]]
+            if not touches:
+                continue
             k = noff[i + 1] - noff[i]
             _label_costs(i, -1, x, noff, unary, low, high, eoff, pairwise, first, edge, mine)
             for a in range(k):
@@ -429,7 +443,15 @@ def repair(
                         best_i, best_a, best_ratio = i, a, ratio
         if best_i < 0:
             return False
-        _shift(best_i, x[best_i], -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+        old = x[best_i]
+        _shift(best_i, old, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
         _shift(best_i, best_a, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-        x[best_i] = best_a
+        now = np.maximum(used - room, 0.0).sum()
+        if now < overflow:
+            x[best_i] = best_a
+            overflow = now
+        else:  # it only moves the overflow elsewhere
+            _shift(best_i, best_a, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+            _shift(best_i, old, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+            banned[best_i] = True
     return bool(np.all(used <= room))

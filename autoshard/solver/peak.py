@@ -20,6 +20,8 @@ from autoshard.solver.reduce import (
     remove_dominated,
 )
 
+LARGEST_PROGRAM = 500_000
+"""Entries of the integer program's matrix up to which it is tried: a solver's time limit does not hold in presolve."""
 NAMES_SHOWN = 5
 """How many of the largest users of memory a message names."""
 
@@ -78,12 +80,11 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
         name = ilp.require(backend)
         name = next((b for b in ilp.available() if b != "cp-sat"), name) if name == "cp-sat" else name
         left = max(0.1, deadline - time.perf_counter())
-        if most > 0.0 and name != "cp-sat":
-            choice, overflow, exact = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)
+        if most > 0.0 and name != "cp-sat" and ilp.nonzeros(net) <= LARGEST_PROGRAM:
+            choice, overflow, _ = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)
             if choice is not None:
                 best = _better(usage_only, best, net.expand(choice))
             bound += overflow if math.isfinite(overflow) else 0.0
-            del exact
     if best is None:
         return LeastPeak(LeastUsage(bound, math.inf), None, first)
     result = evaluate(usage_only, best)

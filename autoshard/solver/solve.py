@@ -11,6 +11,7 @@ Every choice handed out is re-evaluated by `evaluate.py`, which shares no code w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import numpy as np
 from autoshard.solver import ilp
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.evaluate import evaluate
+from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.peak import explain, least_peak
 from autoshard.solver.problem import Problem, Solution, Status
@@ -37,6 +39,14 @@ ROUNDS = 6
 """Times that the problem is bounded, fixed and reduced again before the integer program."""
 SWEEPS = (20, 50, 100, 150, 200, 300, 400)
 """Sweeps of the dual in each part of a round; after each part a choice is rounded and improved."""
+
+FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
+"""A fold is solved when the gap is larger, it has at most this share of the nodes, for this share of the time left."""
+
+LARGEST_PROGRAM = 5_000_000
+"""Entries of the integer program's matrix up to which it is tried when a choice is known: presolve ignores limits."""
+PEAK_TIME = 8.0
+"""Seconds at most for the least reachable peak, which goes into the message when no choice fits."""
 
 
 class SolverError(AssertionError):
@@ -148,7 +158,7 @@ class _Run:
     def solution(self) -> Solution:
         """Search, and say what came of it."""
         try:
-            self._search()
+            self.search()
         except ImpossibleError as error:
             if self.choice is not None:
                 raise SolverError(f"a choice exists, but the search proved there is none: {error}") from error
@@ -165,7 +175,8 @@ class _Run:
             self.bound = self.objective
         return Solution(self.choice, status, self.objective, self.bound, self.backend)
 
-    def _search(self) -> None:
+    def search(self) -> None:
+        """Find choices and bounds until one meets the other or time is over."""
         net = Network.of(self.problem)
         reduce(net, deadline=self.deadline)
         if math.isinf(net.offset):
@@ -209,6 +220,7 @@ class _Run:
             self.report("dual")
             if self.optimal or self.late:
                 return
+            self._folded()
             multipliers = {int(t): m / dual.unit for t, m in zip(net.times, dual.multipliers, strict=True)}
             if math.isinf(self.objective):
                 break
@@ -229,7 +241,26 @@ class _Run:
                 break
         return self._integer(net)
 
+    def _folded(self) -> None:
+        """Once: a choice from the problem in which repeated parts decide together."""
+        if not self.fold or self.objective - self.bound <= FOLD_GAP * abs(self.objective):
+            return
+        self.fold = False
+        classes = classes_of(self.problem)
+        if max(classes) + 1 > FOLDED_SHARE * len(classes):
+            return
+        small, expand = fold(self.problem, classes)
+        left = FOLD_TIME * (self.deadline - time.perf_counter())
+        part = _Run(small, time.perf_counter() + left, self.seed, self.asked_backend, False, None)
+        with contextlib.suppress(ImpossibleError):
+            part.search()
+        if part.choice is not None:
+            self.offer(expand(part.choice), f"fold, {part.backend}")
+            self.report("fold")
+
     def _integer(self, net: Network) -> None:
+        if self.choice is not None and ilp.nonzeros(net) > LARGEST_PROGRAM:
+            return None
         backend = ilp.require(self.asked_backend)
         left = self.deadline - time.perf_counter()
         span = self.objective - self.bound
@@ -255,7 +286,7 @@ class _Run:
         return time.perf_counter() > self.deadline
 
     def _infeasible(self, error: ImpossibleError) -> Solution:
-        problem, left = self.problem, max(1.0, self.deadline - time.perf_counter())
+        problem, left = self.problem, min(PEAK_TIME, max(1.0, self.deadline - time.perf_counter()))
         least = None
         try:
             found = least_peak(problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
@@ -273,7 +304,7 @@ class _Run:
         return self.problem.names[node] if self.problem.names else f"node {node}"
 
     def _unknown(self) -> Solution:
-        left = max(1.0, self.deadline - time.perf_counter())
+        left = min(PEAK_TIME, max(1.0, self.deadline - time.perf_counter()))
         found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
         if found.choice is not None and self.offer(found.choice, "least peak"):
             return self._found()
