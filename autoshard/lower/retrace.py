@@ -29,7 +29,7 @@ def annotated_program(
     """The program of the planned step with its annotations, as `apply` and `annotate` would give it to XLA.
 
     Traced on placeholders by the machinery of `capture` and the writer of `annotate`: needs neither weights nor the
-    plan's devices, but a mesh's worth of nothing: torch_xla writes shardings of any size.
+    plan's devices.
 
     Returns:
         StableHLO, MLIR bytecode; HLO ops are labelled `op<k>` as in the captured program.
@@ -65,6 +65,7 @@ class _Annotated(Labels):
 
     def __init__(self, xla: Any, paths: ModulePaths, schedule: Schedule) -> None:
         self._writer = StepWriter(schedule, self.producer)
+        self._planned = True
         super().__init__(xla, paths)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
@@ -75,13 +76,19 @@ class _Annotated(Labels):
             runtime.pin(tensor, self._writer.schedule.mesh, argument.spec)
 
     def run(self, call: Call) -> Any:
-        """Run the op on the copies that the plan wants it to read."""
+        """Run the op on the copies that the plan wants it to read; from the first other op on, nothing is written."""
+        ops = self._writer.schedule.ops
+        planned = self._planned and call.index < len(ops)
+        self._planned = planned and (ops[call.index].name, ops[call.index].inputs) == (call.name, call.inputs)
+        if not self._planned:
+            return super().run(call)
         args, kwargs = self._writer.before(call)
         return super().run(Call(call.index, call.func, call.tensors, call.inputs, args, kwargs))
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Pin what the plan pins."""
-        self._writer.after(call, outputs)
+        if self._planned:
+            self._writer.after(call, outputs)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Write-backs as in a running step."""

@@ -21,8 +21,10 @@ def check_runtime(mesh: Mesh) -> None:
     """Turn SPMD on, and refuse a runtime that has not exactly the devices of `mesh`.
 
     Raises:
-        LoweringError: when the number of devices is not the mesh's; torch_xla partitions over all of them or none.
+        LoweringError: when the number of devices is not the mesh's (torch_xla partitions over all of them or none), or
+            when tensors are on a device already and SPMD was off.
     """
+    import torch_xla
     import torch_xla.runtime as xr
 
     devices = xr.global_runtime_device_count()
@@ -40,6 +42,11 @@ def check_runtime(mesh: Mesh) -> None:
             f"{mesh.size}; torch_xla partitions over every device it sees, so plan for {devices} or show it fewer"
         )
     if not xr.is_spmd():
+        if torch_xla._XLAC._xla_get_spmd_config_is_locked():
+            raise LoweringError(
+                "tensors were put on an XLA device before SPMD was on, where they cannot be partitioned; call "
+                "torch_xla.runtime.use_spmd() at the start of the program"
+            )
         xr.use_spmd()
 
 

@@ -297,7 +297,7 @@ def set_boundary(program: Program, arguments: Mapping[int, Spec], mesh: Mesh) ->
 
 
 def _is_sharding(op: Any) -> bool:
-    return op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding"
+    return bool(op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding")
 
 
 def write_shardings(function: Any, name: str, shardings: Mapping[int, str], count: int) -> None:

@@ -202,7 +202,7 @@ def _random_like(
 
 def _classes(model: torch.nn.Module, images: bool) -> int:
     """Below what integer inputs stay: the vocabulary, or the labels of a classifier."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "num_labels", None) if images else getattr(text, "vocab_size", None)
     if found is None:
@@ -241,7 +241,7 @@ def _largest(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, relative: bool
 ) -> dict[str, Any]:
     """The largest difference, `relative` to the largest element of its tensor, and where; nan counts as infinite."""
-    worst = {"value": 0.0, "where": ""}
+    worst, where = 0.0, ""
     for name in expected.keys() | found.keys():
         if name not in found or name not in expected:
             return {"value": math.inf, "where": f"{name}, in one run only"}
@@ -253,9 +253,9 @@ def _largest(
         difference = float((a - b).abs().max())
         value = 0.0 if difference == 0 else difference / scale if scale > 0 else math.inf
         value = math.inf if math.isnan(value) else value
-        if value > worst["value"]:
-            worst = {"value": value, "where": name}
-    return worst
+        if value > worst:
+            worst, where = value, name
+    return {"value": worst, "where": where}
 
 
 def _compiles() -> int:
