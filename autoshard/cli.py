@@ -201,6 +201,7 @@ def _source(
     source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
 ) -> Source:
     stages.begin("import")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
     from autoshard.capture.sources import load_source
 
     stages.begin("source")
@@ -254,6 +255,10 @@ def verify(
         report = verify_plan(found, loaded, target, run=run, progress=stages.begin)
     passed = report.passes(max_fidelity)
     click.echo(str(report))
+    if report.fidelity.value > max_fidelity:
+        click.echo(f"not verified: fidelity {report.fidelity.value:.1%} is above the limit of {max_fidelity:.1%}")
+    if report.run is not None and not report.run.equal:
+        click.echo("not verified: the numbers under the plan are not those of one device")
     if as_json:
         said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
         _json({**said, **report.as_dict(), **stages.spent()})
