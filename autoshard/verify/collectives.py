@@ -48,6 +48,7 @@ class CompiledCollective:
         aten: index of the aten op that the compiler says it came from, or None.
         name: the instruction.
         label: its `op_name`.
+        parts: of one that combines several values, (aten op that made the value, bytes) for each.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class CompiledCollective:
     aten: int | None = None
     name: str = ""
     label: str = ""
+    parts: tuple[tuple[int | None, int], ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -192,7 +194,7 @@ class Reader:
                 return
             axes = group_axes(groups, self.mesh)
         label = label or nearest_label(computation, instruction)
-        payloads: dict[str, int] = {}
+        payloads: dict[str, list[tuple[int | None, int]]] = {}
         for position, operand in enumerate(operands):
             element = position if len(operands) > 1 else None
             size = operand.bytes * (len(groups[0]) if kind == "all-gather" else 1)
@@ -202,17 +204,19 @@ class Reader:
                     as_kind = "reduce-scatter"
                 if self.was_bf16(computation, instruction, operand, element):
                     size //= 2
-            payloads[as_kind] = payloads.get(as_kind, 0) + size
-        for as_kind, size in payloads.items():
+            own = aten_index(operand.op_name or nearest_label(computation, operand)) if len(operands) > 1 else None
+            payloads.setdefault(as_kind, []).append((aten_index(label) if own is None else own, size))
+        for as_kind, parts in payloads.items():
             yield CompiledCollective(
                 kind=as_kind,
                 axes=axes,
-                bytes=size,
+                bytes=sum(size for _, size in parts),
                 count=count,
                 dtype="+".join(sorted({shape.dtype for operand in operands for shape in operand.shapes})),
                 aten=aten_index(label),
                 name=instruction.name,
                 label=label,
+                parts=tuple(parts) if len(parts) > 1 else (),
             )
 
     def was_bf16(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.cost.collectives import Collective
@@ -11,6 +11,9 @@ from autoshard.verify.collectives import CompiledCollective
 
 Key = tuple[str, tuple[str, ...]]
 """(kind, mesh axes in mesh order)."""
+
+_WORTH_NAMING = 1e-3
+"""Kinds and axes whose totals agree to this part of all bytes have no culprits: labels say less than totals do."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Fidelity:
     Attributes:
         target: what it was compiled for.
         rows: per kind and axes, in a fixed order.
-        culprits: aten ops where they differ, largest difference first.
+        culprits: aten ops where they differ in a kind and axes whose totals differ, largest difference first.
     """
 
     target: str
@@ -189,31 +192,43 @@ def fidelity(
         )
         for key in sorted({*before, *after})
     )
-    culprits = _culprits(predicted, compiled, aten_of, names or {}) if aten_of is not None else ()
-    return Fidelity(target, rows, culprits)
+    found = Fidelity(target, rows)
+    if aten_of is None:
+        return found
+    total = max(found.predicted_bytes, found.compiled_bytes)
+    wrong = {(row.kind, row.axes) for row in rows if row.difference > _WORTH_NAMING * total}
+    return replace(found, culprits=_culprits(wrong, predicted, compiled, aten_of, names or {}))
 
 
 def _culprits(
+    wrong: Collection[Key],
     predicted: list[Collective],
     compiled: list[CompiledCollective],
     aten_of: Callable[[int], int | None],
     names: Mapping[int, tuple[str, str]],
 ) -> tuple[Culprit, ...]:
+    """The aten ops behind the kinds and axes in `wrong`."""
     sides: dict[int | None, tuple[dict[Key, int], dict[Key, int]]] = {}
+
+    def add(aten: int | None, side: int, key: Key, size: int) -> None:
+        if key in wrong:
+            totals = sides.setdefault(aten, ({}, {}))[side]
+            totals[key] = totals.get(key, 0) + size
+
     for one in predicted:
         aten = aten_of(one.op) if one.op is not None else None
-        side = sides.setdefault(aten, ({}, {}))[0]
-        key: Key = (one.kind, tuple(one.axes))
-        side[key] = side.get(key, 0) + one.bytes * one.count
+        add(aten, 0, (one.kind, tuple(one.axes)), one.bytes * one.count)
     for other in compiled:
-        side = sides.setdefault(other.aten, ({}, {}))[1]
-        side[other.kind, other.axes] = side.get((other.kind, other.axes), 0) + other.total_bytes
+        for aten, size in other.parts or ((other.aten, other.bytes),):
+            add(aten, 1, (other.kind, other.axes), size * other.count)
     found = [
         Culprit(aten, *(names.get(aten, ("", "")) if aten is not None else ("", "")), before, after)
         for aten, (before, after) in sides.items()
     ]
-    wrong = [culprit for culprit in found if culprit.difference]
-    return tuple(sorted(wrong, key=lambda culprit: (-culprit.difference, -1 if culprit.aten is None else culprit.aten)))
+    differing = [culprit for culprit in found if culprit.difference]
+    return tuple(
+        sorted(differing, key=lambda culprit: (-culprit.difference, -1 if culprit.aten is None else culprit.aten))
+    )
 
 
 def _count(totals: dict[Key, tuple[int, int]], key: Key, size: int, count: int) -> None:

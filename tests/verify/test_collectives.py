@@ -42,6 +42,18 @@ def test_labels_point_at_the_ops():
     assert all(c.count == 3 for c in gathers)
 
 
+def test_a_combined_collective_knows_where_each_part_comes_from():
+    body = """  %a = f32[64,32] negate(%p), metadata={op_name="op4.1/aten__mm"}
+  %b = f32[64,32] copy(%p), metadata={op_name="op5"}
+  %c = f32[64,32] copy(%b)
+  %x = (f32[64,32], f32[64,32], f32[16]) all-reduce(%a, %c, %q), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %y = f32[64,32] all-reduce(%c), replica_groups=[2,4]<=[8], to_apply=%add"""
+    combined, single = compiled_collectives(module(body), MESH, "gpu")
+    assert combined.parts == ((4, 8192), (5, 8192), (4, 64)), "what has no label counts to the whole's"
+    assert (combined.aten, combined.bytes) == (4, 2 * 8192 + 64)
+    assert (single.aten, single.parts) == (5, ())
+
+
 def test_tpu_fuses_parts_of_one_async_collective_with_other_work():
     text = recorded("tpu")
     assert text.count("AsyncCollectiveStart") == text.count("AsyncCollectiveDone") > 0

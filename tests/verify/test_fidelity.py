@@ -52,16 +52,21 @@ def test_the_ops_that_differ_most_come_first():
     compiled = [
         CompiledCollective("all-reduce", MODEL, 1000, aten=40),
         CompiledCollective("all-gather", DATA, 9_000_000, aten=50),
-        CompiledCollective("all-to-all", DATA, 20_000),
+        CompiledCollective("all-to-all", DATA, 20_000, 2, parts=((None, 15_000), (60, 5_000))),
+        CompiledCollective("all-reduce", DATA, 8, aten=70),
     ]
     names = {50: ("aten.mm.default", "h.0.mlp")}
     found = fidelity(predicted, compiled, target="h100:8", aten_of=lambda op: op * 10, names=names)
-    assert [(culprit.aten, culprit.difference) for culprit in found.culprits] == [(50, 8_999_990), (None, 20_000)]
+    assert [(culprit.aten, culprit.difference) for culprit in found.culprits] == [
+        (50, 8_999_990),
+        (None, 30_000),
+        (60, 10_000),
+    ]
     text = str(found)
     assert (
         "op 50 aten.mm.default in h.0.mlp: predicted all-gather data 0.000010 MB; compiled all-gather data 9.00" in text
     )
-    assert "ops without a label: predicted none; compiled all-to-all data 0.02 MB" in text
+    assert "ops without a label: predicted none; compiled all-to-all data 0.03 MB" in text
     assert "fidelity on h100:8: 100.0% of the compiled bytes differ" in text
     listed = found.as_dict()["differences"][0]
     assert listed["compiled"] == [{"kind": "all-gather", "axes": ["data"], "bytes": 9_000_000}]
