@@ -89,7 +89,7 @@ class Dual:
         finite = [float(np.abs(c[np.isfinite(c)]).max(initial=0.0)) for c in chunks]
         # Anything above what a whole choice can cost acts as forbidden; infinities themselves would make NaNs.
         unary = float(np.abs(self.unary[np.isfinite(self.unary)]).sum())
-        self.forbidden = 4.0 * (unary + len(self._edges) * max(finite, default=0.0)) + 1e-300
+        self.forbidden = 4.0 * (unary + len(self._edges) * max(finite, default=0.0)) or 1e9
         self.unary = np.minimum(self.unary, self.forbidden)
         np.minimum(self.pairwise, self.forbidden, out=self.pairwise)
 

@@ -22,6 +22,8 @@ from autoshard.solver.reduce import (
 
 LARGEST_PROGRAM = 500_000
 """Entries of the integer program's matrix up to which it is tried: a solver's time limit does not hold in presolve."""
+PASSES = 20
+"""Sweeps of messages before the choice is rounded."""
 NAMES_SHOWN = 5
 """How many of the largest users of memory a message names."""
 
@@ -101,7 +103,11 @@ def _repaired(problem: Problem, net: Network) -> list[int] | None:
         from autoshard.solver.dual import Dual
 
         dual = Dual(net)
-        dual.ascend(60, math.inf)
+        dual.multipliers[:] = (
+            1.0  # there are no costs: every row weighs the same, and the choice uses little everywhere
+        )
+        for _ in range(PASSES):
+            dual.sweep()
         choice = dual.repaired()
     full = net.expand(choice)
     return full if math.isfinite(evaluate(replace(problem, limit=None), full).objective) else None
