@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.collectives import seconds
-from autoshard.cost.compute import dtype_bytes, op_flops, roofline_seconds
+from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.graph.annotations import Annotations
@@ -26,9 +26,23 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules import rule_for
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.solver.problem import Problem, Usage
-from autoshard.solver.strategies import Specs, Strategies, argument_specs, op_specs, signature, strategies
+from autoshard.solver.strategies import (
+    Partial,
+    Sharded,
+    Specs,
+    Strategies,
+    Sum,
+    argument_specs,
+    op_specs,
+    plain,
+    signature,
+    strategies,
+    sum_of_partials,
+)
 
 Matrix = npt.NDArray[np.float64]
+SUMMED = CONTRACTIONS | {"scatter"}
+"""Kinds that leave a partial result when what they sum over is split."""
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
 
 
@@ -61,7 +75,7 @@ class Formulation:
         graph, first_group = self.graph, len(self.argument_values)
         pins: dict[Value, Spec] = {}
         for node, value in enumerate(self.argument_values):
-            pins[value] = self.argument_specs[node][choice[node]]
+            pins[value] = plain(self.argument_specs[node][choice[node]])
         annotatable = _annotatable(graph)
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
@@ -73,7 +87,7 @@ class Formulation:
             for value, specs in zip(group.inputs, ways.inputs, strict=True):
                 if value not in pins or graph.type_of(value).dtype not in FLOATS:
                     continue
-                wanted = specs[chosen]
+                wanted = plain(specs[chosen])
                 if wanted == pins[value]:
                     continue
                 for op_id in group.ops:
@@ -112,6 +126,9 @@ class _Builder:
         self.edge_usages: list[Usage] = []
         self.names: list[str] = []
         self.made: dict[Value, tuple[int, Specs]] = {}  # value -> node that makes it, shardings handed to consumers
+        self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
+        self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
+        self._find_sums()
         self._matrices: dict[tuple[object, ...], Matrix] = {}
         self._by_shape: dict[object, tuple[Strategies, Matrix]] = {}
 
@@ -121,7 +138,7 @@ class _Builder:
         copies = self._edges(ways)
         self._ties()
         if memory is not None:
-            self._usages(copies)
+            self._usages(ways, copies)
         problem = Problem(
             node_costs=self.node_costs,
             edges=self.edges,
@@ -155,9 +172,13 @@ class _Builder:
         found = []
         for group in self.groups.groups:
             scatter = all(value in self.annotatable for value in group.outputs)
-            key = (signature(group, self.groups, self.graph), scatter)
+            defer = any(value in self.deferrable for value in group.outputs)
+            sums = self.sums.get(group.id)
+            key = (signature(group, self.groups, self.graph), scatter, defer, sums)
             if key not in self._by_shape:
-                ways = strategies(group, self.groups, self.graph, self.mesh, rule_for, scatter=scatter)
+                ways = strategies(
+                    group, self.groups, self.graph, self.mesh, rule_for, scatter=scatter, defer=defer, sums=sums
+                )
                 self._by_shape[key] = (ways, self._group_costs(group, ways))
             ways, costs = self._by_shape[key]
             found.append(ways)
@@ -203,11 +224,33 @@ class _Builder:
             )
         return costs
 
-    def _bytes(self, value: Value, specs: Sequence[Spec]) -> Matrix:
-        kind = self.graph.type_of(value)
-        return np.array(
-            [float(math.prod(self.mesh.shard_shape(kind.shape, spec)) * dtype_bytes(kind.dtype)) for spec in specs]
-        )
+    def _bytes(self, value: Value, specs: Sequence[Sharded]) -> Matrix:
+        kind, mesh = self.graph.type_of(value), self.mesh
+        item = dtype_bytes(kind.dtype)
+        return np.array([float(math.prod(mesh.shard_shape(kind.shape, plain(spec))) * item) for spec in specs])
+
+    def _find_sums(self) -> None:
+        """Which groups sum values that may stay partial until then; CPU's partitioner reduces each term."""
+        graph = self.graph
+        if self.device.target == "cpu":
+            return
+        uses: dict[Value, int] = {}
+        for op in graph.ops:
+            for value in op.operands:
+                uses[value] = uses.get(value, 0) + 1
+        returned = set(graph.outputs)
+        contracted = {
+            value
+            for group in self.groups.groups
+            for value in group.outputs
+            if len(group.ops) == 1 and graph.ops[value.op].kind in SUMMED
+            if uses.get(value) == 1 and value not in returned
+        }
+        for group in self.groups.groups:
+            found = sum_of_partials(group, graph, uses, contracted)
+            if found is not None:
+                self.sums[group.id] = found
+                self.deferrable.update(group.inputs[leaf] for leaf in found.leaves)
 
     def _edges(self, ways: Sequence[Strategies]) -> list[Copy]:
         readers: dict[Value, list[tuple[int, Specs]]] = {}
@@ -260,13 +303,19 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
-    def _choice_matrix(self, value: Value, sources: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> Matrix:
+    def _choice_matrix(self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...]) -> Matrix:
         kind = self.graph.type_of(value)
         key = ("reshard", kind, sources, wanted)
         if key not in self._matrices:
-            self._matrices[key] = reshard_matrix(
-                kind.shape, dtype_bytes(kind.dtype), sources, wanted, self.mesh, self.device
-            )[0]
+            whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
+            rows, columns = (
+                [plain(side[i]) for i in kept] for side, kept in zip((sources, wanted), whole, strict=True)
+            )
+            matrix = np.array([[0.0 if left == right else np.inf for right in wanted] for left in sources])
+            if rows and columns:
+                shape, item = kind.shape, dtype_bytes(kind.dtype)
+                matrix[np.ix_(*whole)] = reshard_matrix(shape, item, rows, columns, self.mesh, self.device)[0]
+            self._matrices[key] = matrix
         return self._matrices[key]
 
     def _reshard(self, value: Value, sources: Specs, wanted: Specs) -> Matrix:
@@ -298,7 +347,7 @@ class _Builder:
                 )
             self._edge(node, other, self._expand(key, self._matrices[key], specs, kept))
 
-    def _usages(self, copies: Sequence[Copy]) -> None:
+    def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy]) -> None:
         """What each choice keeps in memory, over group ids as time."""
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
@@ -329,20 +378,15 @@ class _Builder:
         shared = {copy.value for copy in copies}
         position = {edge: index for index, edge in enumerate(self.edges)}
         for group in groups.groups:
-            ways = self._by_shape_of(group)
-            for value, wanted in zip(group.inputs, ways.inputs, strict=True):
+            for value, wanted in zip(group.inputs, ways[group.id].inputs, strict=True):
                 if value in shared or value not in self.made:
                     continue
                 node, specs = self.made[value]
                 edge = position[node, first_group + group.id]
                 size = self._bytes(value, wanted.choices)[wanted.index]
-                differs = np.array([[a != b for b in wanted.choices] for a in specs.choices])
+                differs = np.array([[plain(a) != plain(b) for b in wanted.choices] for a in specs.choices])
                 amount = differs[np.ix_(specs.index, wanted.index)] * size[None, :]
                 self.edge_usages.append(Usage(edge, group.id, group.id + 1, amount))
-
-    def _by_shape_of(self, group: Group) -> Strategies:
-        scatter = all(value in self.annotatable for value in group.outputs)
-        return self._by_shape[(signature(group, self.groups, self.graph), scatter)][0]
 
     def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
         self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))

@@ -3,15 +3,17 @@
 A group's factors are those of its ops, unified along the values that flow inside it. A strategy gives each mesh axis
 to one factor or to none; the sharding of every value of the group follows by reading the rules. A factor that an op
 reduces over leaves that op's result partial: it is all-reduced there, or, when the group makes one value only,
-reduce-scattered onto dims of it.
+reduce-scattered onto dims of it, or left partial for a reader that sums several such values (the partitioners of TPU
+and GPU reduce a sum of partial values once).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +22,21 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import dtype_bytes
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
-from autoshard.mesh import Mesh, Spec, replicated
+from autoshard.mesh import Mesh, Spec, replicated, spec_axes
 
 MAX_PADDING = 1.02
 """An uneven split is considered when padding adds at most this factor (a vocabulary of 50257); never in merged dims."""
 
+
+@dataclass(frozen=True)
+class Partial:
+    """A sharding under which every device along `axes` holds a term of a sum that is still to be taken."""
+
+    spec: Spec
+    axes: tuple[str, ...]
+
+
+Sharded = Spec | Partial
 RuleOf = Callable[[Op, Graph], Rule | None]
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
 
@@ -33,17 +45,17 @@ Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes th
 class Specs:
     """One value's sharding under every strategy: `choices[index[s]]`."""
 
-    choices: tuple[Spec, ...]
+    choices: tuple[Sharded, ...]
     index: npt.NDArray[np.int32]
 
-    def __getitem__(self, strategy: int) -> Spec:
-        """The spec under a strategy."""
-        return self.choices[self.index[strategy]]
+    def __getitem__(self, strategy: int) -> Sharded:
+        """The sharding under a strategy."""
+        return self.choices[int(self.index[strategy])]
 
     @classmethod
-    def of(cls, specs: Sequence[Spec]) -> Specs:
-        """Collect equal specs."""
-        position: dict[Spec, int] = {}
+    def of(cls, specs: Sequence[Sharded]) -> Specs:
+        """Collect equal shardings."""
+        position: dict[Sharded, int] = {}
         index = np.array([position.setdefault(spec, len(position)) for spec in specs], dtype=np.int32)
         return cls(tuple(position), index)
 
@@ -251,8 +263,69 @@ def _nested(dim: tuple[int, ...], axes: Sequence[tuple[str, ...]], shape: GroupS
     )
 
 
-def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: RuleOf, *, scatter: bool) -> Strategies:
-    """All strategies of a group; `scatter` allows reduce-scattered variants of its one output."""
+def plain(sharded: Sharded) -> Spec:
+    """The sharding as it is annotated."""
+    return sharded.spec if isinstance(sharded, Partial) else sharded
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Adds of a group that sum nothing but values which other groups may leave partial.
+
+    Attributes:
+        leaves: positions of those values among the group's inputs; at least two.
+        root: position, among the group's values (inputs first), of the sum.
+    """
+
+    leaves: tuple[int, ...]
+    root: int
+
+
+def sum_of_partials(
+    group: Group, graph: Graph, readers: Mapping[Value, int], deferrable: Container[Value]
+) -> Sum | None:
+    """The largest sum in the group whose terms are all in `deferrable`; None when no two of them meet.
+
+    Args:
+        readers: value -> how many operands of ops it is.
+        deferrable: values that may stay partial until they are summed: made by one op that contracts, read once.
+    """
+    leaves: dict[Value, tuple[Value, ...]] = {value: (value,) for value in group.inputs if value in deferrable}
+    best: Value | None = None
+    local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
+    for op_id in group.ops:
+        op = graph.ops[op_id]
+        made = Value(op_id)
+        for result in range(len(op.results)):
+            local[Value(op_id, result)] = len(local)
+        terms = set(op.operands)
+        if op.kind == "add" and len(terms) == 2 and all(v in leaves and readers[v] == 1 for v in terms):
+            leaves[made] = tuple(leaf for value in op.operands for leaf in leaves[value])
+            if best is None or len(leaves[made]) > len(leaves[best]):
+                best = made
+    if best is None:
+        return None
+    return Sum(tuple(local[leaf] for leaf in leaves[best]), local[best])
+
+
+def strategies(
+    group: Group,
+    groups: Groups,
+    graph: Graph,
+    mesh: Mesh,
+    rule_of: RuleOf,
+    *,
+    scatter: bool,
+    defer: bool = False,
+    sums: Sum | None = None,
+) -> Strategies:
+    """All strategies of a group.
+
+    Args:
+        scatter: allow variants that reduce-scatter its one output.
+        defer: allow variants that leave its one output partial, for its reader to sum.
+        sums: allow variants that take partial values and all-reduce their sum once.
+    """
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
     for op_id in group.ops:
@@ -260,7 +333,7 @@ def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: 
             local[Value(op_id, result)] = len(local)
     outputs = [local[value] for value in group.outputs]
     item = [dtype_bytes(graph.type_of(value).dtype) for value in local]
-    rows: list[tuple[Assignment, list[Spec], list[Spec], list[Spec], tuple[Collective, ...]]] = []
+    rows: list[_Row] = []
     for assignment in assignments(shape, mesh):
         specs = [_spec(dims, assignment) for dims in shape.value_dims]
         collectives: list[Collective] = []
@@ -276,23 +349,53 @@ def strategies(group: Group, groups: Groups, graph: Graph, mesh: Mesh, rule_of: 
                     collectives.append(Collective("all-reduce", axes, size, op=position))
                     partial = axes if value in outputs else partial
                 value += 1
-        inputs = specs[: len(group.inputs)]
+        inputs: list[Sharded] = [*specs[: len(group.inputs)]]
         pinned = [specs[index] for index in outputs]
-        rows.append((assignment, inputs, pinned, pinned, tuple(collectives)))
-        if scatter and len(outputs) == 1 and partial and len(collectives) == 1:
-            for spec in scattered(pinned[0], shape.value_shapes[outputs[0]], partial, mesh):
+        rows.append(_Row(assignment, inputs, pinned, [*pinned], tuple(collectives)))
+        if len(outputs) == 1 and partial and len(collectives) == 1:
+            if scatter:
                 moved = Collective("reduce-scatter", partial, collectives[0].bytes, op=collectives[0].op)
-                rows.append((assignment, inputs, pinned, [spec], (moved,)))
-    ways = np.array([[mesh.ways(a for f in own for a in row[0][f]) for own in shape.op_factors] for row in rows], float)
+                for spec in scattered(pinned[0], shape.value_shapes[outputs[0]], partial, mesh):
+                    rows.append(_Row(assignment, inputs, pinned, [spec], (moved,)))
+            if defer:
+                rows.append(_Row(assignment, inputs, pinned, [Partial(pinned[0], partial)], ()))
+        if sums is not None:
+            root = specs[sums.root]
+            size = math.prod(mesh.shard_shape(shape.value_shapes[sums.root], root)) * item[sums.root]
+            for axes in _subsets([a for a in mesh.axis_names if mesh.axis_size(a) > 1 and a not in spec_axes(root)]):
+                terms = [Partial(plain(s), axes) if i in sums.leaves else s for i, s in enumerate(inputs)]
+                once = Collective("all-reduce", axes, size, op=len(group.ops) - 1)
+                rows.append(_Row(assignment, terms, pinned, [*pinned], (*collectives, once)))
+                if scatter and outputs == [sums.root] and not collectives:
+                    moved = Collective("reduce-scatter", axes, size, op=once.op)
+                    for spec in scattered(root, shape.value_shapes[sums.root], axes, mesh):
+                        rows.append(_Row(assignment, terms, pinned, [spec], (moved,)))
+    ways = np.array(
+        [[mesh.ways(a for f in own for a in row.assignment[f]) for own in shape.op_factors] for row in rows], float
+    )
     return Strategies(
         shape=shape,
-        assignments=tuple(row[0] for row in rows),
-        inputs=tuple(Specs.of([row[1][i] for row in rows]) for i in range(len(group.inputs))),
-        outputs=tuple(Specs.of([row[3][i] for row in rows]) for i in range(len(outputs))),
-        pinned=tuple(Specs.of([row[2][i] for row in rows]) for i in range(len(outputs))),
+        assignments=tuple(row.assignment for row in rows),
+        inputs=tuple(Specs.of([row.inputs[i] for row in rows]) for i in range(len(group.inputs))),
+        outputs=tuple(Specs.of([row.outputs[i] for row in rows]) for i in range(len(outputs))),
+        pinned=tuple(Specs.of([row.pinned[i] for row in rows]) for i in range(len(outputs))),
         flop_ways=ways,
-        collectives=tuple(row[4] for row in rows),
+        collectives=tuple(row.collectives for row in rows),
     )
+
+
+class _Row(NamedTuple):
+    """One strategy."""
+
+    assignment: Assignment
+    inputs: list[Sharded]
+    pinned: list[Spec]
+    outputs: list[Sharded]
+    collectives: tuple[Collective, ...]
+
+
+def _subsets(axes: Sequence[str]) -> Iterable[tuple[str, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(1, len(axes) + 1))
 
 
 def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:

@@ -12,7 +12,16 @@ from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph
 from autoshard.graph.rules import rule_for
 from autoshard.mesh import Mesh, spec_axes
-from autoshard.solver.strategies import Strategies, argument_specs, fits, scattered, strategies
+from autoshard.solver.strategies import (
+    Partial,
+    Strategies,
+    Sum,
+    argument_specs,
+    fits,
+    scattered,
+    strategies,
+    sum_of_partials,
+)
 from tests.graph.helpers import graph_of
 
 jax = pytest.importorskip("jax")
@@ -100,3 +109,33 @@ def test_argument_specs_are_distinct_and_fit():
 
 def test_scattering_needs_dims_that_divide():
     assert set(scattered(((), ("x",)), (6, 8), ("y",), MESH)) == {((), ("x", "y"))}
+
+
+def two_products(x, y, first, second):
+    """A sum of two products, as the gradient of a value that two linear layers read."""
+    return x @ first + y @ second
+
+
+def test_terms_of_a_sum_may_stay_partial_until_it_is_taken():
+    graph = graph_of(two_products, array(16, 32), array(16, 32), array(32, 64), array(32, 64))
+    groups = fusion_groups(graph)
+    products, total = groups.groups[:2], groups.groups[2]
+    terms = {value for group in products for value in group.outputs}
+    found = sum_of_partials(total, graph, dict.fromkeys(total.inputs, 1), terms)
+    assert found == Sum((0, 1), 2)
+    product = strategies(products[0], groups, graph, MESH, rule_for, scatter=False, defer=True)
+    left = [s for s in range(len(product)) if product.outputs[0][s] == Partial((("x",), ()), ("y",))]
+    assert left
+    assert all(product.collectives[s] == () for s in left)
+    summed = strategies(total, groups, graph, MESH, rule_for, scatter=False, sums=found)
+    (once,) = [s for s in range(len(summed)) if summed.inputs[0][s] == Partial((("x",), ()), ("y",))]
+    assert summed.inputs[1][once] == summed.inputs[0][once]
+    assert [(c.kind, c.axes, c.bytes) for c in summed.collectives[once]] == [("all-reduce", ("y",), 16 // 2 * 64 * 4)]
+
+
+def test_a_term_that_something_else_reads_is_no_partial_term():
+    graph = graph_of(two_products, array(16, 32), array(16, 32), array(32, 64), array(32, 64))
+    groups = fusion_groups(graph)
+    total = groups.groups[2]
+    assert sum_of_partials(total, graph, dict.fromkeys(total.inputs, 2), set(total.inputs)) is None
+    assert sum_of_partials(total, graph, dict.fromkeys(total.inputs, 1), set(total.inputs[:1])) is None
