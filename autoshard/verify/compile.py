@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -24,7 +25,7 @@ from autoshard.verify.targets import Target, parse_target
 WORKER_VERSION = 1
 """Raised whenever the worker compiles the same module differently: old cache entries no longer count."""
 
-WORKER = (sys.executable, "-m", "autoshard.verify.worker")
+WORKER = (sys.executable, "-P", "-m", "autoshard.verify.worker")
 """The command that compiles what the request file, its last argument, describes."""
 
 DEFAULT_TIMEOUT_S = 1200.0
@@ -175,7 +176,10 @@ def _run_worker(work: Path, stablehlo: bytes, target: Target, donate: Mapping[in
     request = {"module": "module.mlir", "target": asdict(target), "donate": donate}
     (work / "request.json").write_text(json.dumps(request))
     command = [*WORKER, str(work / "request.json")]
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": "0"}
+    # With -P nothing in the current directory shadows a module; this package is found wherever it was found here.
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": "", "PYTHONPATH": path}
     with open(work / "stderr.txt", "wb") as errors:
         process = subprocess.Popen(
             command,
@@ -188,7 +192,8 @@ def _run_worker(work: Path, stablehlo: bytes, target: Target, donate: Mapping[in
         try:
             status = process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise CompileError(

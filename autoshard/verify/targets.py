@@ -19,6 +19,7 @@ FORMS = "cpu, tpu-v5e:2x4, tpu-v5e:4x4:2slices (a topology per slice), h100:8, h
 
 # jax devices per chip: v4 counts two cores, the later ones one device a chip (measured with libtpu 0.0.51).
 _TPU_DEVICES_PER_CHIP = {"v4": 2, "v5e": 1, "v5p": 1, "v6e": 1}
+_TPU_TORUS_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
 _GPU_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
 
 
@@ -140,8 +141,10 @@ def _tpu(text: str, kind: str, rest: list[str]) -> Target:
             raise _malformed(text, "after the topology comes nothing, or the number of slices such as 2slices")
         slices = int(match[1])
     topology = tuple(int(size) for size in rest[0].split("x"))
-    if generation == "v4" and len(topology) == 2:
-        topology = (*topology, 1)
+    dims = _TPU_TORUS_DIMS[generation]
+    if len(topology) > dims:
+        raise _malformed(text, f"{kind} is a torus of {dims} dims")
+    topology += (1,) * (dims - len(topology))
     devices = math.prod(topology) * _TPU_DEVICES_PER_CHIP[generation] * slices
     name = f"{kind}:{'x'.join(map(str, topology))}" + (f":{slices}slices" if slices > 1 else "")
     return Target(name, "tpu", kind, devices, topology, slices)
