@@ -54,11 +54,9 @@ class Placed:
         counters = [(each, each.clone()) for each in states_now if each.device.type == "cpu"]
 
         def restore(before: Mapping[str, torch.Tensor]) -> None:
-            import torch_xla
-
             current = self.arguments()
             for name, value in before.items():
-                torch_xla._XLAC._replace_xla_tensor(current[name], value)
+                runtime.replace_value(current[name], value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():

@@ -110,3 +110,19 @@ def annotated_copy(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> torch.Tensor
     copy = plain(tensor).clone()
     pin(copy, mesh, spec)
     return copy
+
+
+def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Have `tensor` hold what `value` holds (a value that a write-back replaced), and nothing hold what it held.
+
+    A wrapper that functionalizes keeps its value twice. Were one of them left, the next sync would compute it, and give
+    it the buffer of `value`, which it was to replace.
+    """
+    import torch_xla
+
+    if torch._is_functional_tensor(tensor):
+        torch._functionalize_replace(tensor, value)
+        torch._functionalize_commit_update(tensor)
+        torch._functionalize_sync(tensor)
+    else:
+        torch_xla._XLAC._replace_xla_tensor(tensor, value)
