@@ -7,6 +7,7 @@ one line on standard error that says what to do; nothing was written. 70: a bug 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -255,7 +256,9 @@ def verify(
         report = verify_plan(found, loaded, target, run=run, progress=stages.begin)
     passed = report.passes(max_fidelity)
     click.echo(str(report))
-    if report.fidelity.value > max_fidelity:
+    if math.isinf(report.fidelity.value):
+        click.echo("not verified: collectives were predicted, but none are compiled")
+    elif report.fidelity.value > max_fidelity:
         click.echo(f"not verified: fidelity {report.fidelity.value:.1%} is above the limit of {max_fidelity:.1%}")
     if report.run is not None and not report.run.equal:
         click.echo("not verified: the numbers under the plan are not those of one device")

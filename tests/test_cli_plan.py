@@ -2,13 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 from autoshard import cli
-from autoshard.plan import Plan
+from autoshard.plan import Plan, TensorPlan
+from autoshard.verify.check import VerifyReport
+from tests import plans
 
 NETS = """
 import torch
@@ -126,3 +130,70 @@ def test_a_plan_of_another_program_is_refused(run, tmp_path):
     status, out, err = run("verify", "plan.json", "nets.py:mlp", "--set", "width=32", "--target", "cpu")
     assert (status, out) == (2, "")
     assert err == "autoshard: this plan is for another program: parameter 2.bias is f32[32], the plan has f32[64]\n"
+
+
+# --- verify ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_held_against_what_is_compiled(run):
+    assert run("plan", "nets.py:step", "--mesh", "2x2", "-o", "plan.json")[0] == 0
+    status, out, err = run("verify", "plan.json", "nets.py:step", "--target", "cpu", "--json")
+    said = json.loads(out.splitlines()[-1])
+    assert err == ""
+    assert (said["target"], said["max_fidelity"]) == ("cpu", 0.15)
+    assert said["passed"] == (said["fidelity"] is not None and said["fidelity"] <= 0.15) == (status == 0)
+    assert said["compiled_bytes"] == sum(row["compiled_bytes"] for row in said["collectives"])
+    assert said["memory"]["compiled_bytes"] > 0
+    assert "fidelity on cpu: " in out
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "equal", "status", "why"),
+    [
+        (0.15, None, 0, ""),
+        (0.15, True, 0, ""),
+        (0.16, True, 1, "not verified: fidelity 16.0% is above the limit of 15.0%\n"),
+        (float("inf"), None, 1, "not verified: collectives were predicted, but none are compiled\n"),
+        (0.0, False, 1, "not verified: the numbers under the plan are not those of one device\n"),
+    ],
+)
+def test_the_exit_status_says_whether_the_plan_holds(run, tmp_path, monkeypatch, fidelity, equal, status, why):
+    plans.saved(tmp_path / "plan.json")
+    numbers = None if equal is None else SimpleNamespace(equal=equal)
+
+    class Report:
+        def __init__(self):
+            self.fidelity, self.run = SimpleNamespace(value=fidelity), numbers
+            self.passes = lambda limit: VerifyReport.passes(self, limit)
+
+        def as_dict(self):
+            return {"fidelity": None}
+
+        def __str__(self):
+            return "the report"
+
+    monkeypatch.setattr("autoshard.verify.check.verify_plan", lambda *_, **__: Report())
+    found, out, err = run("verify", "plan.json", "nets.py:step")
+    assert (found, out, err) == (status, f"the report\n{why}", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("abacus", "abacus"), ("tpu-v5e:2x2", "4"), ("h100:4", "4"), ("h100:two", "h100:two")],
+)
+def test_a_target_that_does_not_fit_is_refused(run, tmp_path, target, message):
+    plans.saved(tmp_path / "plan.json")  # for 8 devices
+    status, out, err = run("verify", "plan.json", "nets.py:step", "--target", target)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"autoshard: [^\n]*\n", err)
+    assert message in err
+
+
+def test_what_a_plan_was_planned_with():
+    tokens = {"input_ids": TensorPlan((8, 512), "i64", ((), ()))}
+    adamw = {"w.exp_avg": TensorPlan((2,), "f32", ((),))}
+    plan = plans.plan()
+    assert cli.planned_with(replace(plan, inputs=tokens, optimizer_state=adamw)) == (8, 512, "adamw")
+    assert cli.planned_with(replace(plan, inputs=tokens)) == (8, 512, "sgd")
+    assert cli.planned_with(plan) == (8, None, "sgd")
+    assert cli.planned_with(plans.plan(plans.program(kind="forward"))) == (8, None, None)
