@@ -105,10 +105,7 @@ def _transformers(
         raise SourceError(f"transformers has no model type {model_type!r}{_close(model_type, CONFIG_MAPPING_NAMES)}")
     settings = dict(settings)
     attention = settings.pop("attn_implementation", "eager")
-    config = CONFIG_MAPPING[model_type]()
-    _no_dropout(config)
-    for name, text in settings.items():
-        _set(config, model_type, name, text)
+    config = _configured(CONFIG_MAPPING[model_type], model_type, settings)
     auto = _auto_class(model_type, config)
     inputs = _inputs(model_type, auto.__name__, config, batch or DEFAULT_BATCH, seq, train is not None)
     try:
@@ -165,6 +162,22 @@ def _inputs(model_type: str, task: str, config: Any, batch: int, seq: int | None
     if getattr(config, "is_encoder_decoder", False) and not train:
         inputs["decoder_input_ids"] = tokens(batch, seq)
     return inputs | ({"labels": tokens(batch, seq)} if train else {})
+
+
+def _configured(kind: Any, model_type: str, settings: Mapping[str, str]) -> Any:
+    """The default configuration with these fields; what a type derives from a field follows it (Llama's head_dim)."""
+    config = kind()
+    for name, text in settings.items():
+        _set(config, model_type, name, text)
+    direct = {name: getattr(config, name) for name in settings if "." not in name}
+    try:
+        config = kind(**direct)
+    except Exception as error:
+        raise SourceError(f"{model_type}'s configuration refuses these fields: {_first_line(error)}") from error
+    _no_dropout(config)
+    for name, text in settings.items():
+        _set(config, model_type, name, text)
+    return config
 
 
 def _no_dropout(config: Any) -> None:
