@@ -19,9 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import FORWARD_LEVEL, PASS_THROUGH, Transfers
 from autoshard.mesh import Mesh, Spec
@@ -109,20 +111,23 @@ class _Propagation:
         self.pins: dict[Value, int] = {}
         self._add_copies(annotations)
         total = self.value_count + len(self.copies)
+        self.folded = fold(graph)
+        self.constants: dict[tuple[str, TensorType], int] = {}
+        self.constant: set[int] = set()
         self.op_of: list[Op | None] = [op for op in graph.ops for _ in op.results]
         self.op_of += [None] * len(self.copies)
         self.shape: list[tuple[int, ...]] = [result.shape for op in graph.ops for result in op.results]
         self.shape += [graph.type_of(copy.value).shape for copy in self.copies]
         self.operands: list[tuple[int, ...]] = []
         self._wire()
+        self.order = self._post_order()
         self.users: list[list[int]] = [[] for _ in range(total)]
-        for node, operands in enumerate(self.operands):
-            for operand in dict.fromkeys(operands):
+        for node in sorted(self.order):
+            for operand in dict.fromkeys(self.operands[node]):
                 self.users[operand].append(node)
         self.single = [self._single_user(node) for node in range(total)]
         self.tiling: list[Tiling | None] = [None] * total
         self.fixed = bytearray(total)
-        self.order = self._post_order()
         self._seed(annotations)
 
     # ---- the program as XLA has it -----------------------------------------------------------------------------
@@ -158,17 +163,33 @@ class _Propagation:
 
     def _wire(self) -> None:
         for op in self.graph.ops:
-            nodes = []
-            for value in op.operands:
-                copy = self.reads.get((op.id, value), self.pins.get(value))
-                nodes.append(self._node(value) if copy is None else self.value_count + copy)
+            nodes = [self._read(op.id, value) for value in op.operands]
+            if len(op.results) == 1 and Value(op.id) in self.folded.splat:
+                nodes = []
             self.operands.extend([tuple(nodes)] * len(op.results))
         for made in self.copies:
             source = self._node(made.value) if made.source is None else self.value_count + made.source
             self.operands.append((source,))
 
+    def _read(self, op: int, value: Value) -> int:
+        """The node that an op reads `value` from: its own copy, the pin, or the value (or what it is equal to)."""
+        copy = self.reads.get((op, value), self.pins.get(value))
+        if copy is not None:
+            return self.value_count + copy
+        if value in self.folded.same:
+            return self._read(value.op, self.folded.same[value])
+        return self._node(value)
+
     def _node(self, value: Value) -> int:
-        return self.first[value.op] + value.result
+        """The node of a value as its op makes it; equal constants share one."""
+        if value in self.folded.same:
+            return self._read(value.op, self.folded.same[value])
+        node = self.first[value.op] + value.result
+        number = self.folded.splat.get(value)
+        if number is not None:
+            node = self.constants.setdefault((repr(number), self.graph.type_of(value)), node)
+            self.constant.add(node)
+        return node
 
     def _single_user(self, node: int) -> bool:
         users = self.users[node]
@@ -205,7 +226,6 @@ class _Propagation:
                 continue
             seen[node] = 1
             stack.extend(operand for operand in reversed(self.operands[node]) if not seen[operand])
-        order.extend(node for node in range(len(seen)) if not seen[node])
         return order
 
     def _seed(self, annotations: Annotations) -> None:
@@ -234,7 +254,7 @@ class _Propagation:
         made = {}
         for op in self.graph.ops:
             for result, kind in enumerate(op.results):
-                tiling = self.tiling[self.first[op.id] + result]
+                tiling = self.tiling[self._node(Value(op.id, result))]
                 made[Value(op.id, result)] = ((),) * len(kind.shape) if tiling is None else tiling
         copied = tuple(tiling for tiling in self.tiling[self.value_count :] if tiling is not None)
         return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins)
@@ -284,6 +304,8 @@ class _Propagation:
     def _from_operands(self, node: int, level: int) -> bool:
         op = self.op_of[node]
         assert op is not None  # copies are fixed
+        if node in self.constant:
+            return False
         if level < FORWARD_LEVEL.get(op.kind, 1):
             return False
         if op.kind in ("dot_general", "dot") or (op.kind == "convolution" and self.transfers.is_dot(op)):
@@ -399,7 +421,11 @@ class _Propagation:
 
     def _from_users(self, node: int, level: int) -> bool:
         op = self.op_of[node]
-        if op is not None and level < 2 and op.kind == "broadcast_in_dim":
+        if (
+            op is not None
+            and level < 2
+            and (op.kind == "broadcast_in_dim" or (node in self.constant and op.results[0].shape))
+        ):
             return False
         if op is not None and op.kind not in PASS_THROUGH and op.kind not in ELEMENTWISE:
             return False

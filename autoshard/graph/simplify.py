@@ -1,0 +1,117 @@
+"""What the way from StableHLO to HLO folds away before shardings are propagated.
+
+MLIR's canonicalization folds ops on splat constants, merges equal splat constants into one, and drops ops that change
+nothing. Propagation through the merged constants ties together ops that have nothing else to do with each other, so
+predicting it needs to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoshard.graph.ops import Graph, Op, Value
+
+Number = float | int | bool
+
+_FOLDS: dict[str, Callable[[Number, Number], Number]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "maximum": max,
+    "minimum": min,
+}
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "transpose", "slice"})
+_COMPARES: dict[str, Callable[[Number, Number], bool]] = {
+    "EQ": lambda a, b: a == b,
+    "NE": lambda a, b: a != b,
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+}
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What remains of a graph's values.
+
+    Attributes:
+        same: value -> the value that it is equal to, where its op changes nothing.
+        splat: value -> its number, where every element is that constant.
+    """
+
+    same: dict[Value, Value]
+    splat: dict[Value, Number]
+
+    def resolve(self, value: Value) -> Value:
+        """The value that stands for `value`."""
+        while value in self.same:
+            value = self.same[value]
+        return value
+
+
+def fold(graph: Graph) -> Folded:
+    """Splat constants, and ops that change nothing (x * 1, x / 1, conversions and reshapes to the same type)."""
+    same: dict[Value, Value] = {}
+    splat: dict[Value, Number] = {}
+    for op in graph.ops:
+        if len(op.results) != 1:
+            continue
+        value = Value(op.id)
+        number = _number(op, graph, splat)
+        if number is not None:
+            splat[value] = number
+            continue
+        operand = _unchanged(op, graph, splat)
+        if operand is not None:
+            same[value] = operand
+    return Folded(same, splat)
+
+
+def _number(op: Op, graph: Graph, splat: dict[Value, Number]) -> Number | None:
+    """The constant that every element of the result is."""
+    if op.kind == "constant":
+        number = op.attrs["value"]
+        return number if isinstance(number, int | float) else None
+    if not op.operands or any(value not in splat for value in op.operands):
+        return None
+    read = [splat[value] for value in op.operands]
+    if op.kind in _MOVES:
+        return read[0]
+    if op.kind == "convert":
+        dtype = op.results[0].dtype
+        if dtype == "i1":
+            return bool(read[0])
+        return float(read[0]) if dtype.startswith(("f", "bf")) else int(read[0])
+    if op.kind in _FOLDS:
+        return _FOLDS[op.kind](read[0], read[1])
+    if op.kind == "divide":
+        if not read[1]:
+            return None
+        return read[0] / read[1] if op.results[0].dtype.startswith(("f", "bf")) else int(read[0] / read[1])
+    if op.kind == "compare":
+        return _COMPARES[op.attrs["direction"]](read[0], read[1])
+    if op.kind == "select":
+        return read[1] if read[0] else read[2]
+    return None
+
+
+def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None:
+    """The operand that the result is equal to."""
+    if op.kind in ("multiply", "divide"):
+        left, right = op.operands
+        if splat.get(right) == 1:
+            return left
+        if op.kind == "multiply" and splat.get(left) == 1:
+            return right
+        return None
+    if op.kind in ("convert", "reshape") and graph.type_of(op.operands[0]) == op.results[0]:
+        return op.operands[0]
+    if op.kind == "broadcast_in_dim" and graph.type_of(op.operands[0]).shape == op.results[0].shape:
+        return op.operands[0] if op.attrs["dims"] == tuple(range(len(op.results[0].shape))) else None
+    if op.kind == "transpose" and op.attrs["permutation"] == tuple(range(len(op.results[0].shape))):
+        return op.operands[0]
+    if op.kind == "select" and op.operands[0] in splat:
+        return op.operands[1 if splat[op.operands[0]] else 2]
+    return None
