@@ -13,8 +13,10 @@ except those that a training loop adds around the step, or that compute nothing:
   (`_propagate_xla_data`);
 - transfers between host and device (a loader's `.to(device)`, logging's `.cpu()`), and reads of a value (`.item()`);
 - clearing (`zero`, as `zero_grad(set_to_none=False)` does), what reads cleared tensors only, and `add` of a term to a
-  cleared tensor: autograd adds where, with gradients None, it would have handed the term over. The sum is who the
-  term was.
+  cleared tensor: autograd adds where, with gradients None, it would have handed the term over. The sum, and views of
+  it, are who the term was;
+- a view made a second time of the same tensor: torch makes views of a tensor anew once that has been written, as a
+  parameter has from the second step on. The view that was made first, annotation included, is used again.
 
 Ops on CPU tensors alone (step counters of optimizers, schedulers, a loader's collate) are never counted.
 
@@ -34,7 +36,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.weak import TensorWeakRef
 
 Producer = tuple[int, int] | str | None
 """Who made a tensor: `(k, j)` for output j of op k, the name of an argument, or None when nobody here knows."""
@@ -93,13 +96,19 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._producers: dict[int, Producer] = {}
         self._cleared: set[int] = set()
+        self._cleared_before: set[int] = set()
+        self._accumulated: set[int] = set()
+        self._views: dict[str, _Made] = {}
         self.next_index = 0
         self.restart(arguments or {})
 
     def restart(self, arguments: Mapping[str, torch.Tensor]) -> None:
         """Begin a new step: count from 0, forget who produced what, and know these tensors as arguments."""
         self._producers.clear()
-        self._cleared.clear()
+        self._accumulated.clear()
+        self._views.clear()
+        # A loop may clear gradients before or after it begins the step in which autograd adds to them.
+        self._cleared_before, self._cleared = self._cleared, set()
         self.next_index = 0
         for name, tensor in arguments.items():
             self.name(tensor, name)
@@ -138,10 +147,17 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         tensors = tuple(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         name = str(func)
-        if not counts(name, tensors, kwargs) or self._only_clears(name, tensors):
+        if not counts(name, tensors, kwargs) or self._only_clears(func, name, tensors):
             result = self.uncounted(func, args, kwargs)
+            if name in TRANSFERS:
+                result = _functionalized(result)
             self._follow(name, tensors, result)
             return result
+        view = self._view_key(func, args, kwargs)
+        if view in self._views:
+            again = self._views[view].again()
+            if again is not None:
+                return again
         inputs = tuple(self.producer(t) for t in tensors)
         if self.skip(func, inputs, args, kwargs):
             return self.uncounted(func, args, kwargs)
@@ -153,14 +169,30 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         for j, tensor in enumerate(outputs):
             if is_xla(tensor):
                 self._producers[tensor_id(tensor)] = (call.index, j)
+        if view is not None:
+            self._views[view] = _Made(result)
         return result
 
-    def _is_cleared(self, tensor: torch.Tensor) -> bool:
-        return bool(self._cleared) and is_xla(tensor) and tensor_id(tensor) in self._cleared
+    def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """Tells a view of a tensor from every other, or None if the op is no view."""
+        if torch.Tag.view_copy not in func.tags:
+            return None
+        what = tree_map(lambda a: f"%{tensor_id(a)}" if isinstance(a, torch.Tensor) else a, (args, dict(kwargs)))
+        return f"{func}{what!r}"
 
-    def _only_clears(self, name: str, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the op reads cleared tensors only, or accumulates into one."""
-        if not self._cleared or not tensors or not self._is_cleared(tensors[0]):
+    def _is_cleared(self, tensor: torch.Tensor) -> bool:
+        if not (self._cleared or self._cleared_before) or not is_xla(tensor):
+            return False
+        known = tensor_id(tensor)
+        return known in self._cleared or known in self._cleared_before
+
+    def _only_clears(self, func: Any, name: str, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the op reads cleared tensors only, accumulates into one, or views what was accumulated."""
+        if not tensors or not is_xla(tensors[0]):
+            return False
+        if self._accumulated and torch.Tag.view_copy in func.tags:
+            return tensor_id(tensors[0]) in self._accumulated or self._is_cleared(tensors[0])
+        if not self._is_cleared(tensors[0]):
             return False
         return name in ACCUMULATES or all(self._is_cleared(t) for t in tensors)
 
@@ -169,10 +201,41 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and is_xla(t)]
         if name in CLEARS or (tensors and all(self._is_cleared(t) for t in tensors)):
             self._cleared.update(tensor_id(t) for t in made)
-        elif made and tensors and (name in ALIASES or name in ACCUMULATES):
-            producer = self.producer(tensors[0] if name in ALIASES else tensors[-1])
+            return
+        if not made or not tensors or not is_xla(tensors[0]):
+            return
+        accumulates = name in ACCUMULATES and self._is_cleared(tensors[0])
+        of_accumulated = tensor_id(tensors[0]) in self._accumulated
+        if accumulates or of_accumulated:
+            self._accumulated.update(tensor_id(t) for t in made)
+        if accumulates or of_accumulated or name in ALIASES:
+            producer = self.producer(tensors[-1] if accumulates else tensors[0])
             if producer is not None:
                 self._producers.setdefault(tensor_id(made[0]), producer)
+
+
+class _Made:
+    """What a view op returned, held weakly: a tensor kept alive here would be one more result of the step."""
+
+    def __init__(self, result: Any) -> None:
+        self.leaves, self.structure = tree_flatten(result)
+        self.refs = [TensorWeakRef(leaf) for leaf in self.leaves]
+        del self.leaves
+
+    def again(self) -> Any:
+        """The same, or None when some of it is gone."""
+        leaves = [ref() for ref in self.refs]
+        return None if any(leaf is None for leaf in leaves) else tree_unflatten(leaves, self.structure)
+
+
+def _functionalized(result: Any) -> Any:
+    """A tensor that came to the device, in the wrapper of functionalization that it has outside a dispatch mode.
+
+    Without it, ops on the tensor would be other ones than those on a parameter or a placeholder.
+    """
+    if isinstance(result, torch.Tensor) and is_xla(result) and not torch._is_functional_tensor(result):
+        return torch._to_functional_tensor(result)
+    return result
 
 
 def is_xla(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,18 +36,37 @@ def sample(width: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(4, 6, width, device="meta"), torch.empty(4, 6, width, device="meta")
 
 
-def locations(stablehlo: bytes) -> list[tuple[str, str, str]]:
-    """(kind, location, custom call target) of each op of main that computes something."""
+def main_ops(stablehlo: bytes) -> Iterator[Any]:
+    """The ops of the main function, while its context is open."""
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
 
-    found = []
     with mlir.make_ir_context():
         module = ir.Module.parse(stablehlo)
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
         for op in main.regions[0].blocks[0].operations:
-            attributes: Any = op.attributes
-            target = attributes["call_target_name"].value if "call_target_name" in attributes else ""
             if op.operation.name != "func.return":
-                found.append((op.operation.name, str(op.operation.location), target))
+                yield op
+
+
+def locations(stablehlo: bytes) -> list[tuple[str, str, str]]:
+    """(kind, location, custom call target) of each op of main."""
+    return [
+        (op.operation.name, str(op.operation.location),
+         op.attributes["call_target_name"].value if "call_target_name" in op.attributes else "")
+        for op in main_ops(stablehlo)
+    ]  # fmt: skip
+
+
+def float_reshapes(stablehlo: bytes) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(shape before, shape after) of reshapes of float32 tensors, dims of size 1 left out, that change something."""
+    from jaxlib.mlir import ir
+
+    found = set()
+    for op in main_ops(stablehlo):
+        if op.operation.name == "stablehlo.reshape":
+            types = [ir.RankedTensorType(value.type) for value in (op.operands[0], op.results[0])]
+            before, after = (tuple(size for size in type_.shape if size != 1) for type_ in types)
+            if before != after and str(types[0].element_type) == "f32":
+                found.add((before, after))
     return found

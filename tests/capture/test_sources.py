@@ -1,0 +1,131 @@
+"""SOURCE on the command line: `hf:TYPE` and `file.py:function`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autoshard.capture.sources import load_source
+from autoshard.errors import SourceError
+
+FILE = """
+import torch
+from torch import nn
+
+def mlp(width=8, batch=2):
+    return nn.Linear(width, width), torch.empty(batch, width)
+
+def training():
+    return {"model": nn.Linear(4, 4), "inputs": (torch.empty(2, 4), torch.empty(2, 4)),
+            "loss_fn": lambda out, y: (out - y).sum(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+
+def alone():
+    return nn.Linear(4, 4)
+
+def number():
+    return 4
+
+def misspelled():
+    return {"model": nn.Linear(4, 4), "inputs": torch.empty(2, 4), "loss": None}
+
+def broken():
+    raise RuntimeError("out of luck")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "models.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_a_function_returns_model_and_inputs(file: str) -> None:
+    source = load_source(f"{file}:mlp", batch=3, settings={"width": "6"})
+    assert source.model.weight.shape == (6, 6)
+    assert source.inputs.shape == (3, 6)
+    assert source.optimizer is None
+    assert not source.train
+
+
+def test_a_function_returns_a_training_step(file: str) -> None:
+    source = load_source(f"{file}:training")
+    assert source.loss_fn is not None
+    assert isinstance(source.optimizer(source.model.parameters()), torch.optim.SGD)
+    assert source.train
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        ("mpl", {}, "no function 'mpl'; did you mean mlp"),
+        ("mlp", {"widht": "3"}, "no parameter 'widht'; did you mean width"),
+        ("alone", {}, "returned no sample inputs"),
+        ("number", {}, "must return a torch.nn.Module.*not int"),
+        ("misspelled", {}, "a dict with 'loss'; it may have model, inputs, loss_fn, optimizer"),
+        ("broken", {}, "failed: RuntimeError: out of luck"),
+    ],
+)
+def test_functions_that_give_no_program(file: str, function: str, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        load_source(f"{file}:{function}", settings=settings)
+
+
+def test_what_names_nothing() -> None:
+    with pytest.raises(SourceError, match="there is no file nowhere.py"):
+        load_source("nowhere.py:model")
+    with pytest.raises(SourceError, match="write hf:MODEL_TYPE"):
+        load_source("gpt2")
+    with pytest.raises(SourceError, match="unknown optimizer 'adam'"):
+        load_source("hf:gpt2", train="adam")
+    with pytest.raises(SourceError, match="batch must be at least 1"):
+        load_source("hf:gpt2", batch=0)
+
+
+def test_a_transformers_type_with_settings() -> None:
+    pytest.importorskip("transformers")
+    small = {"n_layer": "1", "n_embd": "16", "n_head": "2", "vocab_size": "50"}
+    source = load_source("hf:gpt2", batch=2, seq=6, settings=small, train="sgd")
+    config = source.model.config
+    assert (config.n_layer, config.hidden_size, config._attn_implementation) == (1, 16, "eager")
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0, 0, 0)
+    assert {p.device.type for p in source.model.parameters()} == {"meta"}
+    assert {name: tuple(t.shape) for name, t in source.inputs.items()} == {"input_ids": (2, 6), "labels": (2, 6)}
+    assert source.model.training
+    kept = load_source("hf:gpt2", settings={**small, "resid_pdrop": "0.1"})
+    assert kept.model.config.resid_pdrop == 0.1
+    assert not kept.model.training
+    assert kept.inputs["input_ids"].shape == (8, 512)
+    assert set(kept.inputs) == {"input_ids"}
+
+
+def test_the_task_of_a_type() -> None:
+    pytest.importorskip("transformers")
+    small = {"num_hidden_layers": "1", "hidden_size": "16", "num_attention_heads": "2", "intermediate_size": "8"}
+    assert type(load_source("hf:bert", settings=small).model).__name__ == "BertForMaskedLM"
+    small["num_key_value_heads"] = "1"
+    assert type(load_source("hf:llama", settings=small).model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        ("hf:gpt22", {}, "no model type 'gpt22'; did you mean gpt2"),
+        ("hf:gpt2", {"n_layers": "2"}, "no field 'n_layers'; did you mean .*n_layer"),
+        ("hf:gpt2", {"n_layer": "two"}, "n_layer is of type int.*not 'two'"),
+        ("hf:gpt2", {"n_layer": "1.5"}, "n_layer is of type int.*not '1.5'"),
+        ("hf:gpt2", {"scale_attn_weights": "maybe"}, "of type bool"),
+    ],
+)
+def test_unknown_types_and_fields(source: str, settings: dict[str, str], message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SourceError, match=message):
+        load_source(source, settings=settings)
+
+
+def test_more_tokens_than_positions() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SourceError, match="1024 positions, fewer than --seq 2000"):
+        load_source("hf:gpt2", seq=2000)

@@ -1,0 +1,188 @@
+"""Switches compute the numbers that torch computes, forward and backward, and merge no dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.capture import ops
+from autoshard.capture.switches import DEFAULT, active
+from autoshard.capture.torch_xla import capture, prepare_runtime
+from tests.capture.models import float_reshapes
+
+B, S, H, D, V = 2, 6, 4, 8, 11
+IDS = torch.arange(B * S).reshape(B, S) % V
+LABELS = torch.where(IDS % 5 == 0, -100, (IDS * 3) % V)
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+
+
+x, w, b = random(B, S, D), random(3 * D, D), random(3 * D)
+q, k, v, kv = random(B, H, S, D), random(B, H, S, D), random(B, H, S, D), random(B, 1, S, D)
+image, scale, shift = random(3, D, 5, 5), random(D), random(D)
+logits, table = random(B, S, V), random(V, D)
+
+Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+CASES: dict[str, Case] = {
+    "linear": (lambda x, w, b: F.linear(x, w, b), (x, w, b)),
+    "linear of a matrix": (lambda x, w: F.linear(x[0], w), (x, w)),
+    "matmul 4-d": (lambda q, k: q @ k.transpose(-1, -2), (q, k)),
+    "matmul broadcasts one operand": (lambda q, k: torch.matmul(q, k.transpose(-1, -2)), (q, kv)),
+    "matmul broadcasts the other": (lambda q, k: k @ q.mT, (q, kv)),
+    "matmul of 4-d and 3-d": (lambda q, x: q @ x.transpose(-1, -2)[0], (q, x)),
+    "matmul of 2-d and 3-d": (lambda w, x: w.matmul(x.transpose(-1, -2)), (w, x)),
+    "einsum": (lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k), (q, k)),
+    "einsum with its operands the other way": (lambda x, w: torch.einsum("oi,bsi->bso", w, x), (x, w)),
+    "einsum to be transposed": (lambda x, w: torch.einsum("bsi,oi->obs", x, w), (x, w)),
+    "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (q, k, v)),
+    "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)),
+    "masked attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=CAUSAL.to(q.device), scale=0.3), (q, k, v),
+    ),
+    "grouped attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True), (q, k, v),
+    ),
+    "layer norm": (lambda x, s, t: F.layer_norm(x, (D,), s, t), (x, scale, shift)),
+    "layer norm over two dims": (lambda x: F.layer_norm(x, (S, D), eps=1e-3), (x,)),
+    "rms norm": (lambda x, s: F.rms_norm(x, (D,), s), (x, scale)),
+    "group norm": (lambda i, s, t: F.group_norm(i, 4, s, t), (image, scale, shift)),
+    "instance norm": (lambda i, s, t: F.instance_norm(i, weight=s, bias=t), (image, scale, shift)),
+    "batch norm": (lambda i, s, t: F.batch_norm(i, None, None, s, t, training=True), (image, scale, shift)),
+    "batch norm in eval": (
+        lambda i, s: F.batch_norm(i, torch.ones(D).to(i.device), torch.full((D,), 2.0).to(i.device), s), (image, scale),
+    ),
+    "cross entropy": (lambda z: F.cross_entropy(z.view(-1, V), LABELS.to(z.device).view(-1)), (logits,)),
+    "cross entropy, summed": (
+        lambda z: F.cross_entropy(z.reshape(-1, V), LABELS.to(z.device).reshape(-1), reduction="sum"), (logits,),
+    ),
+    "cross entropy of each": (
+        lambda z: F.cross_entropy(z.flatten(0, 1), LABELS.to(z.device).flatten(), reduction="none"), (logits,),
+    ),
+    "cross entropy ignoring a class": (
+        lambda z: F.cross_entropy(z[0], IDS[0].to(z.device), ignore_index=3), (logits,),
+    ),
+    "smoothed cross entropy": (
+        lambda z: F.cross_entropy(z.view(-1, V), LABELS.to(z.device).view(-1), label_smoothing=0.1), (logits,),
+    ),
+    "embedding": (lambda t: F.embedding(IDS.to(t.device), t), (table,)),
+    "embedding with padding": (lambda t: F.embedding(IDS.to(t.device), t, padding_idx=-2), (table,)),
+}  # fmt: skip
+
+
+def results(case: Case, device: Any) -> list[torch.Tensor]:
+    """Output and gradients of a weighted sum of it."""
+    function, operands = case
+    moved = [t.detach().to(device).requires_grad_() for t in operands]
+    out = function(*moved)
+    weights = torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape).to(device)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), moved)]
+
+
+@pytest.fixture(scope="module")
+def on_xla() -> dict[str, list[torch.Tensor]]:
+    """Every case under all switches, compiled as one program."""
+    prepare_runtime()
+    import torch_xla
+
+    with active(DEFAULT):
+        found = {name: results(case, torch_xla.device()) for name, case in CASES.items()}
+    torch_xla.sync()
+    return {name: [t.cpu() for t in tensors] for name, tensors in found.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_switch_computes_what_torch_computes(name: str, on_xla: dict[str, list[torch.Tensor]]) -> None:
+    for ours, theirs in zip(on_xla[name], results(CASES[name], "cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_cpu_tensors_are_left_to_torch() -> None:
+    with active(DEFAULT):
+        assert torch.equal(F.linear(x, w, b), torch._C._nn.linear(x, w, b))
+
+
+def aten_names(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> list[str]:
+    return [op.name for op in capture(model, inputs, **options).ops]
+
+
+def test_multi_head_attention_is_made_of_einsums() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(D, H, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    names = aten_names(Attend(), torch.empty(B, S, D))
+    assert names.count("autoshard.einsum.default") == 4
+    assert not {"aten.bmm.default", "aten.mm.default", "aten.addmm.default"} & set(names)
+
+
+def test_without_switches_torch_merges_dims() -> None:
+    names = aten_names(nn.Linear(D, D), torch.empty(B, S, D), switches=())
+    assert "autoshard.einsum.default" not in names
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "bert"])
+def test_language_models_merge_no_two_dims_that_can_be_split(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"gpt2": {"n_layer": 1, "n_embd": 16, "n_head": 2}}.get(
+        model_type, {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    )
+    if model_type == "llama":
+        sizes["num_key_value_heads"] = 1
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=50, bos_token_id=1, eos_token_id=1, **sizes)
+    with torch.device("meta"):
+        auto = transformers.AutoModelForMaskedLM if model_type == "bert" else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation="eager").train()
+        ids = torch.empty(3, 7, dtype=torch.int64)
+    program = capture(
+        model,
+        {"input_ids": ids, "labels": ids.clone()},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    )
+    assert getattr(config, "use_cache", True) is True  # off for the capture only
+    # Features into heads and back: a dim and its own parts. Batch 3 and sequence 7 stay apart everywhere.
+    heads = {((3, 7, 16), (3, 7, 2, 8)), ((3, 7, 2, 8), (3, 7, 16)), ((3, 7, 8), (3, 7, 8))}
+    assert float_reshapes(program.stablehlo) <= heads
+    assert not {op.name for op in program.ops} & {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
+
+
+@given(st.data())
+def test_einsum_on_any_device_is_torchs(data: st.DataObject) -> None:
+    """Random two-operand einsums in which every index is in two of the three tensors."""
+    kinds = data.draw(st.lists(st.sampled_from(["batch", "a", "b", "sum"]), min_size=1, max_size=5))
+    letters = "abcde"[: len(kinds)]
+    has = {"batch": (1, 1, 1), "a": (1, 0, 1), "b": (0, 1, 1), "sum": (1, 1, 0)}
+    parts = []
+    for operand in range(3):
+        part = [i for i, kind in zip(letters, kinds, strict=True) if has[kind][operand]]
+        parts.append("".join(data.draw(st.permutations(part))))
+    equation = f"{parts[0]},{parts[1]}->{parts[2]}"
+    sizes = dict(zip(letters, (2, 3, 4, 5, 6), strict=False))
+    left, right = (torch.randn([sizes[i] for i in part], dtype=torch.float64).requires_grad_() for part in parts[:2])
+    ours, theirs = ops.einsum(equation, left, right), torch.einsum(equation, left, right)
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(
+        torch.autograd.grad((ours * ours).sum(), (left, right)),
+        torch.autograd.grad((theirs * theirs).sum(), (left, right)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_dot_dims_need_no_transpose_for_linear_and_its_gradients() -> None:
+    assert ops.dot_dims("bsi,oi->bso") == ((([2], [1]), ([], [])), None)
+    assert ops.dot_dims("bhqd,bhkd->bhqk") == ((([3], [3]), ([0, 1], [0, 1])), None)
+    assert ops.dot_dims("bsi,bso->oi")[1] == [1, 0]
