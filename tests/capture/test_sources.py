@@ -74,7 +74,7 @@ def test_functions_that_give_no_program(file: str, function: str, settings: dict
 
 
 def test_what_names_nothing() -> None:
-    with pytest.raises(SourceError, match="there is no file nowhere.py"):
+    with pytest.raises(SourceError, match="there is no file nowhere"):
         load_source("nowhere.py:model")
     with pytest.raises(SourceError, match="write hf:MODEL_TYPE"):
         load_source("gpt2")
