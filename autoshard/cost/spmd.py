@@ -11,7 +11,7 @@ A value resharded twice to the same sharding is resharded once: the partitioner 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost import spmd_shape
@@ -234,6 +234,13 @@ class Partitioner:
         return math.prod(self.subaxes.shard(shape, tiling)) / whole if whole else 1.0
 
     @staticmethod
+    def gained(before: Tiling, after: Tiling) -> frozenset[int]:
+        """The axes that every device slices along to get from `before` to `after`; none where it takes more."""
+        if any(new[: len(old)] != old for old, new in zip(before, after, strict=True)):
+            return frozenset()
+        return frozenset(axis for old, new in zip(before, after, strict=True) for axis in new[len(old) :])
+
+    @staticmethod
     def nothing(shape: Shape) -> Tiling:
         """The tiling that splits no dim of `shape`."""
         return ((),) * len(shape)
@@ -261,7 +268,7 @@ class Partitioner:
         own: list[Step] = []
         for step in plan.steps:
             if isinstance(step, Sum):
-                own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.scatter))
+                own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.kept))
             elif step.place == 2:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target))
             else:
@@ -271,16 +278,21 @@ class Partitioner:
         whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
 
-    def sums(self, axes: tuple[tuple[int, ...], ...], size: int, scatter: bool) -> list[Step]:
-        """All-reduces of partial results: CPU writes one per contracted dim, TPU and GPU fold them into one."""
+    def sums(self, axes: tuple[tuple[int, ...], ...], size: int, kept: Collection[int]) -> list[Step]:
+        """All-reduces of `size` bytes of partial results, each device going on with the part that `kept` names.
+
+        TPU and GPU fold those along several dims into one. An all-reduce of which every device of a group keeps a part
+        of its own is a reduce-scatter: on TPU and GPU in fact, on CPU by the rule that compiled programs are read by.
+        """
         if not axes:
             return []
-        merged = tuple(axis for dim in axes for axis in dim)
-        if scatter and len(axes) == 1:
-            return [("reduce-scatter", self.resharder.names(merged), size)]
-        if self.target == "cpu":
-            return [("all-reduce", self.resharder.names(dim), size) for dim in axes]
-        return [("all-reduce", self.resharder.names(merged), size)]
+        if self.target != "cpu":
+            axes = (tuple(axis for dim in axes for axis in dim),)
+        *first, last = axes
+        scatter = set(last) <= set(kept) if self.target == "cpu" else len(set(kept)) > 0 and set(last) == set(kept)
+        steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
+        steps.append(("reduce-scatter" if scatter else "all-reduce", self.resharder.names(last), size))
+        return steps
 
     def _reduce(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
         """`HandleReduce`: the kept dims follow the result; a split reduced dim leaves partial results to sum."""
@@ -299,17 +311,15 @@ class Partitioner:
         for number, result in enumerate(results):
             dtype = op.results[number].dtype
             elements = math.prod(self.subaxes.shard(kept, made_as))
-            gained = {axis for dim in result for axis in dim} - {axis for dim in made_as for axis in dim}
-            reduce_axes = {axis for dim in partial for axis in dim}
-            scatter = bool(partial) and gained == reduce_axes and self.subaxes.refines(kept, result, made_as)
+            gained = self.gained(made_as, result)
             if count > 1 and partial:
                 for axes in partial:
                     own.append(
                         ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
                     )
             else:
-                own.extend(self.sums(partial, elements * bytes_of(dtype), scatter))
-            if made_as != result and not scatter:
+                own.extend(self.sums(partial[::-1], elements * bytes_of(dtype), gained))
+            if made_as != result:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)
         share = math.prod(self.subaxes.shard(shape, base)) / whole if whole else 1.0

@@ -33,14 +33,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce of `elements` elements over `axes`; a reduce-scatter where each device keeps a part.
+    """An all-reduce of `elements` elements over `axes`, of which each device goes on with the part that `kept` names.
 
-    `axes` has one entry per all-reduce that XLA writes: it reduces along one contracted dim at a time.
+    `axes` has one entry per all-reduce that XLA writes, in its order: it reduces along one dim at a time.
     """
 
     axes: tuple[Dim, ...]
     elements: int
-    scatter: bool = False
+    kept: Dim = ()
 
 
 @dataclass
@@ -175,15 +175,14 @@ class DotPartitioner:
                     other = self._moved(other, want, outer)
                     return self._make(*((side, other) if side is lhs else (other, side)), create)
         if lhs_k == rhs_k == count:
-            replicated_out = not any(out)
-            if not move and not replicated_out and self.subaxes.tiles(out) != count:
+            if not move and any(out):
                 return None
             if math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width:
                 lhs = self._moved(lhs, self._rhs_as_lhs(lhs, rhs), outer)
             else:
                 rhs = self._moved(rhs, self._lhs_as_rhs(lhs, rhs), outer)
             made = self._make(lhs, rhs, create)
-            axes = tuple(lhs.tiling[k[0]] for k in d.contract if lhs.tiling[k[0]])
+            axes = tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]])
             self._sum(axes, made, _flat(out))
             return self._sliced(shape, out)
         if lhs_free == out_left == count and self._operand_as_out(0, lhs, len(out)) == out:
@@ -204,7 +203,7 @@ class DotPartitioner:
         else:
             return None
         made = self._make(lhs, rhs, create)
-        self._sum(tuple(lhs.tiling[k[0]] for k in d.contract if lhs.tiling[k[0]]), made, ())
+        self._sum(tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]]), made, ())
         return made
 
     def _group_batch(
@@ -443,18 +442,21 @@ class DotPartitioner:
             lhs = self._moved(lhs, want, outer)
         per_dim = tuple(lhs.tiling[dim] for dim in lhs_dims if lhs.tiling[dim])
         group = tuple(axis for dim in per_dim for axis in dim)
-        wanted, made_as, inner_out, slices = self._contract_output(lhs, rhs, shape, out, group, devices)
-        inner_shape = self._cut(shape, wanted, slices) if slices else shape
+        made_as, inner_out, slices, rest = self._contract_output(lhs, rhs, shape, out, group, devices)
+        inner_shape = self._cut(shape, made_as, slices) if slices else shape
 
         def reduced(left: Shape, right: Shape) -> Shape:
             made = create(left, right)
-            if slices:
-                self._sum(per_dim, made, tuple(axis for dim in slices for axis in made_as[dim]))
-                return tuple(
-                    -(-size // self.subaxes.ways(made_as[dim])) if dim in slices else size
-                    for dim, size in enumerate(made)
-                )
-            self._sum(per_dim, made, ())
+            if not slices:
+                self._sum(tuple(reversed(per_dim)), made, ())
+                return made
+            kept = tuple(axis for dim in slices for axis in made_as[dim])
+            self._sum(tuple(made_as[dim] for dim in reversed(slices)), made, kept)
+            made = tuple(
+                -(-size // self.subaxes.ways(made_as[dim])) if dim in slices else size for dim, size in enumerate(made)
+            )
+            if rest:
+                self._sum((rest,), made, ())
             return made
 
         made = self._dot(
@@ -470,8 +472,8 @@ class DotPartitioner:
 
     def _contract_output(
         self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, group: Dim, devices: Dim
-    ) -> tuple[Tiling, Tiling, Tiling, Dim]:
-        """(the result's sharding aimed at, the one it is made under, the one within a group, dims scattered)."""
+    ) -> tuple[Tiling, Tiling, Dim, Dim]:
+        """(the sharding the result is made under, the one within a group, dims scattered, axes summed after that)."""
         subaxes = self.subaxes
         count = subaxes.ways(group)
         idle = _without(devices, _flat(out))
@@ -485,10 +487,12 @@ class DotPartitioner:
                     idle = _without(devices, _flat(out))
         if any(out) and idle and subaxes.ways(idle) % count == 0:
             made_as = self._renamed(out, group, idle)
-            return out, made_as, made_as, ()
-        matched = self._matching_dims(out, group)
-        if matched is not None:
-            return out, out, _dropped(out, group), matched
+            return made_as, made_as, (), ()
+        matched = tuple(dim for dim, axes in enumerate(out) if axes and set(axes) <= set(group))
+        covered = {axis for dim in matched for axis in out[dim]}
+        rest = idle if idle and any(out) and set(idle) <= set(group) else ()
+        if matched and covered | set(rest) == set(group):
+            return out, _dropped(out, group), matched, rest
         for dims in (
             tuple(m[1] for m in self.dims.left),
             tuple(n[1] for n in self.dims.right),
@@ -496,9 +500,9 @@ class DotPartitioner:
         ):
             if self._ways(out, dims) == count:
                 made_as = self._with_group(out, dims, group, devices)
-                return out, made_as, _dropped(made_as, group), dims
+                return made_as, _dropped(made_as, group), tuple(dim for dim in dims if made_as[dim]), ()
         nothing: Tiling = ((),) * len(out)
-        return out, nothing, nothing, ()
+        return nothing, nothing, (), ()
 
     # ---- leaves ------------------------------------------------------------------------------------------------
 
@@ -522,9 +526,8 @@ class DotPartitioner:
         self.result.locals = (left, right, tuple(out))
         return tuple(out)
 
-    def _sum(self, axes: tuple[Dim, ...], made: Shape, sliced: Dim) -> None:
-        scatter = bool(sliced) and set(sliced) == {axis for dim in axes for axis in dim}
-        self.result.steps.append(Sum(axes, math.prod(made), scatter))
+    def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: Dim) -> None:
+        self.result.steps.append(Sum(axes, math.prod(made), kept))
 
     def _moved(self, side: _Side, want: Tiling, outer: Dim) -> _Side:
         if want != side.tiling:

@@ -299,13 +299,8 @@ class IndexPartitioner:
         made_as = window_as if self.is_gather else operand_as
         size = self._bytes(target.shape, made_as, target.dtype)
         if sums:
-            summed = {axis for axes in sums for axis in axes}
             final = window.tiling if self.is_gather else self.result if not outer else made_as
-            gained = {axis for dim in final for axis in dim} - {axis for dim in made_as for axis in dim}
-            scatter = gained == summed and all(
-                axes[: len(mine)] == mine for axes, mine in zip(final, made_as, strict=True)
-            )
-            outcome.own.extend(self.owner.sums(sums, size, scatter))
+            outcome.own.extend(self.owner.sums(sums[::-1], size, self.owner.gained(made_as, final)))
             outcome.memory += size
         if self.is_gather and made_as != window.tiling:
             outcome.own.extend(self.resharder.reshard(window.shape, window.dtype, made_as, window.tiling))
