@@ -1,0 +1,131 @@
+"""Runs under a plan on virtual devices against one device; the plans split neighbours differently, on purpose."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+pytest.importorskip("torch_xla")
+
+import torch
+
+from autoshard.capture.sources import Source, load_source
+from autoshard.capture.torch_xla import capture
+from autoshard.mesh import Mesh
+from autoshard.plan import OpSignature
+from autoshard.verify import run_worker
+from autoshard.verify.run import Difference, RunError, RunReport, run_equal
+from tests.lower.alternating import alternating
+
+MESH = Mesh((2, 2), ("data", "model"))
+FILE = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
+    return {"model": model, "inputs": (torch.zeros(4, 8),)}
+"""
+
+
+def planned(source, **options):
+    program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
+    return alternating(program, MESH, **options)
+
+
+def test_a_gpt2_trains_with_equal_numbers():
+    pytest.importorskip("transformers")
+    settings = {"n_layer": "2", "n_embd": "16", "n_head": "2", "vocab_size": "50"}
+    source = load_source("hf:gpt2", batch=4, seq=8, settings=settings, train="sgd")
+    plan = planned(source, pins=0.15, copies=0.05)
+    report = run_equal(plan, source)
+    assert report.equal, str(report)
+    assert (report.devices, report.optimizer, len(report.losses)) == (4, "SGD", 3)
+    assert report.compiled_once
+    assert 0 < report.gradients.value < 1e-5
+    assert report.losses[0] == pytest.approx(math.log(50), rel=0.05)  # untrained: every token is as likely
+    assert json.loads(json.dumps(report.as_dict()))["equal"] is True
+
+
+def test_a_forward_pass_from_a_file_gives_equal_outputs(tmp_path):
+    (tmp_path / "net.py").write_text(FILE)
+    source = load_source(f"{tmp_path}/net.py:build")
+    report = run_equal(planned(source), source, steps=2)
+    assert report.equal, str(report)
+    assert report.losses == ()
+    assert report.outputs.value < 1e-5
+    assert "outputs" in str(report)
+
+
+def test_a_plan_for_another_program_is_not_run(tmp_path):
+    (tmp_path / "net.py").write_text(FILE)
+    source = load_source(f"{tmp_path}/net.py:build")
+    plan = planned(source)
+    (tmp_path / "net.py").write_text(FILE.replace("Tanh", "ReLU"))
+    with pytest.raises(RunError, match=r"first difference at op 2: aten.tanh.default -> f32\[4,12\] expected"):
+        run_equal(plan, source, steps=1)
+
+
+def test_random_programs_are_refused(tmp_path):
+    (tmp_path / "net.py").write_text(FILE)
+    source = load_source(f"{tmp_path}/net.py:build")
+    plan = planned(source)
+    drawn = (*plan.program.ops, OpSignature("aten.native_dropout.default", ("f32[4,12]",), ((2, 0),)))
+    plan = dataclasses.replace(plan, program=dataclasses.replace(plan.program, ops=drawn))
+    with pytest.raises(RunError, match=r"draws random numbers \(aten.native_dropout.default\)"):
+        run_equal(plan, source)
+
+
+def test_what_cannot_be_sent_to_another_process_is_refused():
+    model = torch.nn.Linear(8, 8)
+    source = Source(model, (torch.zeros(4, 8),), loss_fn=lambda output: output.sum(), train=True)
+    with pytest.raises(RunError, match=r"name it FILE\.py:FUNCTION"):
+        run_equal(planned(source), source)
+
+
+def test_the_judgement():
+    none = Difference(0.0)
+    report = RunReport(8, "SGD", (1.0,), (1.0,), 1e-6, Difference(2e-6, "w"), Difference(3e-6, "w"), none, 1e-5, True)
+    assert report.equal
+    assert not dataclasses.replace(report, loss=2e-5).equal
+    assert not dataclasses.replace(report, loss=math.nan).equal
+    assert not dataclasses.replace(report, gradients=Difference(2e-5, "w")).equal
+    moved = dataclasses.replace(report, parameters=Difference(1e-4, "w"))
+    assert not moved.equal
+    assert dataclasses.replace(moved, optimizer="AdamW").equal
+    assert "NUMBERS DIFFER" in str(moved)
+
+
+def test_differences_are_relative_to_the_largest_element_and_never_hidden():
+    a, b = {"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([1.0, 5.0])}
+    assert run_worker._largest(a, b, relative=True) == {"value": 0.2, "where": "w"}
+    assert run_worker._largest(a, b, relative=False) == {"value": 1.0, "where": "w"}
+    assert (
+        run_worker._largest({"w": torch.tensor([math.nan])}, {"w": torch.ones(1)}, relative=True)["value"] == math.inf
+    )
+    assert run_worker._largest({}, b, relative=True)["value"] == math.inf
+
+
+def test_batches_are_new_each_step_and_the_same_each_time():
+    with torch.device("meta"):
+        model = torch.nn.Embedding(7, 3)
+    tokens = torch.empty(4, 5, dtype=torch.int64, device="meta")
+    source = Source(model, {"input": tokens, "again": tokens, "attention_mask": torch.empty_like(tokens)})
+    first, same, second = (run_worker.random_batch(source, model, step) for step in (0, 0, 1))
+    assert first["input"].equal(same["input"])
+    assert not first["input"].equal(second["input"])
+    assert first["again"] is first["input"]
+    assert 0 <= int(first["input"].min()) <= int(first["input"].max()) < 7
+    assert bool(first["attention_mask"].all())
+
+
+def test_weights_are_made_for_a_model_on_meta_and_kept_otherwise():
+    with torch.device("meta"):
+        bare = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    made = run_worker.with_weights(bare)
+    assert made[0].weight.abs().max() > 0
+    assert made[1].weight.equal(torch.ones(4))
+    assert run_worker.with_weights(made)[0].weight.equal(made[0].weight)
+    bare.register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(RunError, match="buffer table"):
+        run_worker.with_weights(bare)
