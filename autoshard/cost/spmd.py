@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.cost import spmd_shape
 from autoshard.cost.collectives import Collective
@@ -27,6 +27,9 @@ from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import Transfers, bytes_of
 
 Shape = tuple[int, ...]
+
+_MOVES = frozenset({"reshape", "transpose", "convert"})
+"""Kinds through which the reader of a sum is looked for."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,49 @@ class Partitioner:
             for result in range(len(op.results)):
                 for number in copied.get(Value(op.id, result), ()):
                     copies.extend(self._copy(op, number))
+        self._scatter_later(runs)
         return Partitioned(tuple(runs), tuple(copies))
+
+    def _scatter_later(self, runs: list[OpRun]) -> None:
+        """An all-reduce whose every reader goes on with a slice is a reduce-scatter too (see `sums`)."""
+        readers: dict[Value, list[tuple[Op, int]]] = {}
+        sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
+        for op in self.graph.ops:
+            for place, value in enumerate(op.operands):
+                if sums[value.op] or self.graph.ops[value.op].kind in _MOVES:
+                    readers.setdefault(value, []).append((op, place))
+        results = set(self.graph.outputs)
+        copied: dict[Value, list[int]] = {}
+        for number, copy in enumerate(self.shardings.copies):
+            copied.setdefault(copy.value, []).append(number)
+
+        def kept(value: Value, depth: int = 8) -> frozenset[int]:
+            """Axes that all readers of the value slice along."""
+            made = self.shardings.made[value]
+            found: list[frozenset[int]] = []
+            if value in copied:
+                found += [self.gained(made, self.shardings.copied[number]) for number in copied[value]]
+            if value not in self.shardings.pins:
+                if value in results and not any(self.shardings.copies[n].result for n in copied.get(value, ())):
+                    return frozenset()
+                for op, place in readers.get(value, ()):
+                    if self.shardings.copy_read(op.id, value) is not None:
+                        continue
+                    gained = self.gained(made, runs[op.id].reads[place])
+                    if not gained and op.kind in _MOVES and depth and made == runs[op.id].reads[place]:
+                        gained = kept(Value(op.id), depth - 1)
+                    found.append(gained)
+            return frozenset.intersection(*found) if found else frozenset()
+
+        for op in self.graph.ops:
+            if not sums[op.id] or len(op.results) != 1:
+                continue
+            *first, last = runs[op.id].collectives
+            axes = {axis for name in last.axes for axis in self.subaxes.of_axis.get(name, ())}
+            part = kept(Value(op.id))
+            if axes and (axes <= part if self.target == "cpu" else axes == part):
+                scattered = replace(last, kind="reduce-scatter")
+                runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
 
     def _copy(self, op: Op, number: int) -> list[Collective]:
         copy = self.shardings.copies[number]

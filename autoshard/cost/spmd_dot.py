@@ -448,7 +448,7 @@ class DotPartitioner:
         def reduced(left: Shape, right: Shape) -> Shape:
             made = create(left, right)
             if not slices:
-                self._sum(tuple(reversed(per_dim)), made, ())
+                self._sum(tuple(reversed(per_dim)), made, () if any(made_as) else _flat(out))
                 return made
             kept = tuple(axis for dim in slices for axis in made_as[dim])
             self._sum(tuple(made_as[dim] for dim in reversed(slices)), made, kept)
