@@ -95,20 +95,47 @@ def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, tupl
     return dict(sorted(totals.items()))
 
 
-def nearest_label(computation: Computation, instruction: Instruction) -> str:
-    """The `op_name` of the nearest instruction that it reads from: compilers drop it when they combine or move."""
-    todo, seen = list(instruction.operands), {instruction.name}
-    for name in todo:
-        source = computation.instructions.get(name)
-        if source is None or name in seen:
-            continue
-        seen.add(name)
-        if aten_index(source.op_name) is not None:
-            return source.op_name
-        if len(seen) > _LABEL_SEARCH:
-            break
-        todo.extend(source.operands)
+def nearest_label(module: Module, computation: Computation, instruction: Instruction) -> str:
+    """The `op_name` of the nearest instruction that it reads from, else of the nearest that reads it.
+
+    Compilers drop names when they combine or move collectives. Looks through the boundaries of fusions.
+    """
+    for neighbours in (_sources, _readers):
+        todo = [(computation, instruction)]
+        seen = {(computation.name, instruction.name)}
+        for where, one in todo:
+            for near, other in neighbours(module, where, one):
+                if (near.name, other.name) in seen:
+                    continue
+                seen.add((near.name, other.name))
+                if aten_index(other.op_name) is not None:
+                    return other.op_name
+                todo.append((near, other))
+            if len(seen) > _LABEL_SEARCH:
+                break
     return ""
+
+
+def _callers(module: Module, computation: Computation) -> list[tuple[Computation, Instruction]]:
+    """The fusions that run a computation, and where they stand."""
+    found = module.callers.get(computation.name, ())
+    return [(module.computations[name], caller) for name, caller in found if caller.opcode == "fusion"]
+
+
+def _sources(module: Module, where: Computation, one: Instruction) -> list[tuple[Computation, Instruction]]:
+    if one.opcode == "parameter":
+        number = int(one.arguments)
+        return [
+            (outer, outer.instructions[caller.operands[number]])
+            for outer, caller in _callers(module, where)
+            if caller.operands[number] in outer.instructions
+        ]
+    return [(where, where.instructions[name]) for name in one.operands if name in where.instructions]
+
+
+def _readers(module: Module, where: Computation, one: Instruction) -> list[tuple[Computation, Instruction]]:
+    found = [(where, user) for user in where.users.get(one.name, ())]
+    return found + (_callers(module, where) if one is where.root else [])
 
 
 class Reader:
@@ -119,7 +146,7 @@ class Reader:
         self.module = module
         self.mesh = mesh
         self.family = family
-        self.fused_channels: set[tuple[str, int]] = set()
+        self.started: set[tuple[str, str, int | None]] = set()
 
     def visit(self, name: str, count: int, fused_in: str, scatter: bool, label: str) -> Iterator[CompiledCollective]:
         """Collectives of a computation that runs `count` times.
@@ -149,7 +176,7 @@ class Reader:
         kind = opcode.removesuffix("-start")
         own_label = instruction.op_name or label
         if kind in KINDS:
-            if self.is_repeated(instruction, fused_in):
+            if not scatter and (fused_in, kind, instruction.channel) in self.started:
                 return
             for collective in self.read(computation, instruction, kind, count, own_label):
                 yield replace(collective, kind="reduce-scatter") if scatter else collective
@@ -158,19 +185,18 @@ class Reader:
             for body in instruction.called:
                 yield from self.visit(body, count * (1 if trips is None else trips), "", scatter, own_label)
         elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
+            # TPU fuses the start, the middle and the end of an async collective with other work: count it at its start.
+            # Channels alone do not tell: combined collectives share one.
+            end = self.module.async_ends(instruction) if opcode == "fusion" else None
+            if end is not None and end[0] == "done":
+                return
             inside = fused_in or (computation.name if opcode == "fusion" else "")
             for called in instruction.called:
                 in_scatter = scatter or called.startswith("all-reduce-scatter")
-                yield from self.visit(called, count, inside, in_scatter, own_label)
-
-    def is_repeated(self, instruction: Instruction, fused_in: str) -> bool:
-        """TPU fuses the start, the middle and the end of an async collective with other work: one channel, once."""
-        channel = instruction.channel
-        if not fused_in or channel is None:
-            return False
-        known = (fused_in, channel) in self.fused_channels
-        self.fused_channels.add((fused_in, channel))
-        return known
+                for collective in self.visit(called, count, "" if end else inside, in_scatter, own_label):
+                    if end is not None:
+                        self.started.add((inside, collective.kind, end[1]))
+                    yield collective
 
     def read(
         self, computation: Computation, instruction: Instruction, kind: str, count: int, label: str
@@ -193,7 +219,7 @@ class Reader:
             if len(groups[0]) == 1:
                 return
             axes = group_axes(groups, self.mesh)
-        label = label or nearest_label(computation, instruction)
+        label = label if aten_index(label) is not None else nearest_label(self.module, computation, instruction)
         payloads: dict[str, list[tuple[int | None, int]]] = {}
         for position, operand in enumerate(operands):
             element = position if len(operands) > 1 else None
@@ -204,7 +230,11 @@ class Reader:
                     as_kind = "reduce-scatter"
                 if self.was_bf16(computation, instruction, operand, element):
                     size //= 2
-            own = aten_index(operand.op_name or nearest_label(computation, operand)) if len(operands) > 1 else None
+            own = (
+                aten_index(operand.op_name or nearest_label(self.module, computation, operand))
+                if len(operands) > 1
+                else None
+            )
             payloads.setdefault(as_kind, []).append((aten_index(label) if own is None else own, size))
         for as_kind, parts in payloads.items():
             yield CompiledCollective(

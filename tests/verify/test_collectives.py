@@ -61,6 +61,40 @@ def test_tpu_fuses_parts_of_one_async_collective_with_other_work():
     assert len(channels) == 4, "two weights forwards, two backwards, each printed up to three times"
 
 
+def test_tpu_reduce_scatters_that_share_a_channel_are_two():
+    more = """
+%all-reduce-scatter (w: f32[64,32]) -> f32[8,32] {
+  %w = f32[64,32]{1,0} parameter(0)
+  %sum = f32[64,32]{1,0} all-reduce(%w), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %at = s32[] constant(0)
+  ROOT %part = f32[8,32]{1,0} dynamic-slice(%sum, %at, %at), dynamic_slice_sizes={8,32}
+}
+
+%all-reduce-scatter.1 (v: f32[64,32]) -> f32[8,32] {
+  %v = f32[64,32]{1,0} parameter(0)
+  %total = f32[64,32]{1,0} all-reduce(%v), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %from = s32[] constant(0)
+  ROOT %mine = f32[8,32]{1,0} dynamic-slice(%total, %from, %from), dynamic_slice_sizes={8,32}
+}
+"""
+    body = """  %x = f32[8,32] fusion(%p), kind=kCustom, calls=%all-reduce-scatter
+  ROOT %y = f32[8,32] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"""
+    assert read(body, "tpu", more) == [("reduce-scatter", ("data", "model"), 8192, 1)] * 2
+
+
+def test_a_label_is_looked_for_on_both_sides_and_through_fusions():
+    more = """
+%start (w: f32[64,32]) -> f32[256,32] {
+  %w = f32[64,32]{1,0} parameter(0)
+  ROOT %all = f32[256,32]{1,0} all-gather(%w), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
+}
+"""
+    gather = "  %x = f32[256,32] fusion(%p), kind=kCustom, calls=%start\n  %y = f32[256,32] copy(%x)\n"
+    reader = '  ROOT %z = f32[256,32] negate(%y), metadata={op_name="op9.1/aten__mm"}'
+    (found,) = compiled_collectives(module(gather + reader, more), MESH, "tpu")
+    assert found.aten == 9
+
+
 def test_another_mesh_is_refused():
     with pytest.raises(ValueError, match="compiled for 8 devices, the mesh has 4"):
         compiled_collectives(recorded("cpu"), Mesh((4,)), "cpu")
