@@ -318,7 +318,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         """Lower what was traced."""
         results = self._results(loss_or_output, train)
         first = {k.first: k.name for k in self.known.values()}
-        tensors = [self._own(r.tensor) for r in results]
+        tensors = [self._own(r.tensor, first) for r in results]
         with self._explained(None):
             proto = self.xla._get_xla_tensors_hlo_proto(tensors)
             _, data = self.xla._get_tensors_xla_device_data_node(tensors)
@@ -376,11 +376,9 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
                     return now
         return known.tensor
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _own(self, tensor: torch.Tensor, arguments: Mapping[int, str]) -> torch.Tensor:
         """A tensor that is an argument as it is (the model returned its input) becomes a value of its own."""
-        if any(tensor_id(tensor) == k.first for k in self.known.values()):
-            return tensor.detach().clone()
-        return tensor
+        return tensor.detach().clone() if tensor_id(tensor) in arguments else tensor
 
     def _arguments(self, data: list[torch.Tensor], types: tuple[TensorType, ...]) -> tuple[Argument, ...]:
         by_data = {self.labels.data_ids[k.name]: k for k in self.known.values() if k.name in self.labels.data_ids}
