@@ -318,7 +318,9 @@ class Partitioner:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target))
             else:
                 kind = lhs if step.place == 0 else rhs
-                steps = tuple(self.resharder.reshard(step.shape, kind.dtype, step.source, step.target))
+                # A TPU multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
+                dtype = "bf16" if self.target == "tpu" and kind.dtype == "f32" else kind.dtype
+                steps = tuple(self.resharder.reshard(step.shape, dtype, step.source, step.target))
                 moves.append((step.place, (step.outer, step.source, step.target), steps))
         whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
