@@ -12,6 +12,7 @@ from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.fidelity import Fidelity, fidelity
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.judge import Judged, judged
+from autoshard.verify.schedule import overlapped_seconds
 from autoshard.verify.targets import Target, parse_target
 from autoshard.verify.work import compiled_work
 
@@ -114,7 +115,10 @@ def compare_compiled(
             names=names,
         ),
         prediction=prediction,
-        judged=judged(collectives, compiled_work(parsed, target.family), targeted, kind, compiled.memory.peak),
+        judged=dataclasses.replace(
+            judged(collectives, compiled_work(parsed, target.family), targeted, kind, compiled.memory.peak),
+            overlapped_s=overlapped_seconds(parsed, targeted, kind, target.family),
+        ),
         memory_bytes=compiled.memory.peak,
         rematerializations=compiled.rematerializations,
     )
