@@ -5,6 +5,9 @@ the largest element of its tensor, and parameters after the last step to 1e-5 wh
 by tiny second moments, so that a correct plan can move single parameters by 1e-4: reported, not judged). A program that
 computes in half precision has 2e-2. A forward-only plan has its outputs compared, each to 1e-5 of its largest element.
 
+A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise on one device too: it is told
+by the same step in float64, named in the report, and not judged.
+
 The two runs share weights, batches and the code of the model, nothing else: the reference is PyTorch's own CPU kernels
 in eager mode, without torch_xla, capture switches, or shardings. Both happen in one new process, which has as many
 virtual devices as the plan's mesh.
@@ -63,6 +66,8 @@ class RunReport:
         outputs: of a forward-only plan, relative to the largest element of each tensor.
         tolerance: what the judged ones may reach.
         compiled_once: whether the steps after the first found their program compiled.
+        rounding: parameters whose first gradient is not judged: it is rounding noise on one device too, by more than
+            the tolerance, as the same step in float64 shows (gradients that are zero in exact arithmetic).
     """
 
     devices: int
@@ -75,6 +80,7 @@ class RunReport:
     outputs: Difference
     tolerance: float
     compiled_once: bool
+    rounding: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -99,6 +105,8 @@ class RunReport:
             lines.append(f"  losses of {steps} steps: {', '.join(f'{each:.6f}' for each in self.losses)}")
             lines.append(f"  losses differ by at most {self.loss:.1e} relative")
             lines.append(f"  gradients of step 1: {self.gradients.value:.1e} of the largest{_at(self.gradients)}")
+            if self.rounding:
+                lines.append(f"    not judged, rounding noise on one device too: {', '.join(self.rounding)}")
             if self.optimizer is not None:
                 note = "" if self.optimizer == "SGD" else f" (not judged under {self.optimizer})"
                 lines.append(
@@ -186,5 +194,5 @@ def _report(found: Mapping[str, Any]) -> RunReport:
     if "error" in found:
         raise RunError(str(found["error"]))
     differences = {key: Difference(**found[key]) for key in ("gradients", "parameters", "outputs")}
-    losses = {key: tuple(found[key]) for key in ("losses", "reference_losses")}
+    losses = {key: tuple(found[key]) for key in ("losses", "reference_losses", "rounding")}
     return RunReport(**{**found, **differences, **losses})

@@ -129,3 +129,34 @@ def test_weights_are_made_for_a_model_on_meta_and_kept_otherwise():
     bare.register_buffer("table", torch.empty(3, device="meta"))
     with pytest.raises(RunError, match="buffer table"):
         run_worker.with_weights(bare)
+
+
+class Cancels(torch.nn.Module):
+    """The gradient of `shift` is zero in exact arithmetic: softmax does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.randn(50))
+        self.shift = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return (torch.softmax(x * self.scale + self.shift, -1) * x).sum()
+
+
+def test_a_gradient_that_is_rounding_noise_on_one_device_is_told_apart_from_a_wrong_one():
+    x = torch.randn(64, 50, generator=torch.Generator().manual_seed(1))
+    source = Source(Cancels(), (x,), train=True)
+    one_device = run_worker._Run(Cancels(), source).steps([(x,)], lambda batch: batch, None)
+    noise = one_device.gradients["shift"]
+    assert 0 < float(noise.abs()) < 1e-5
+    planned = run_worker._Run(Cancels(), source)
+
+    def excused(**gradients):
+        planned.gradients = {**one_device.gradients, **gradients}
+        names = ["scale", "shift"]
+        return run_worker._rounding(names, planned, one_device, Cancels(), source, (x,), 1e-5)
+
+    assert excused(shift=-2 * noise) == ["shift"]
+    assert excused(shift=noise + 1e-3) == []
+    assert excused(scale=one_device.gradients["scale"] * 1.001, shift=noise) == ["shift"]
