@@ -179,11 +179,11 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
                 if kind == "column":
                     dims[len(output) - 1] = (model,)
                 pins[layer.output] = _split(len(output), dims)
-    embeddings = _embeddings(graph, model, specs)
-    specs.update(embeddings)
+    tables = _token_tables(graph)
+    specs.update({name: _split(2, {0: (model,)}) for name in tables})
     specs.update(_biases(graph, layers, style, specs, model))
     outputs = module_outputs(graph)
-    for name in embeddings:
+    for name in tables:
         module = name.rpartition(".")[0]
         if module in outputs and len(graph.type_of(outputs[module]).shape) == 3:
             pins.update(_batch_split(graph, mesh, data, [module]))
@@ -211,9 +211,9 @@ def _styles(layers: Sequence[Linear]) -> dict[str, str]:
     return style
 
 
-def _embeddings(graph: Graph, model: str, known: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Token embeddings split by vocabulary: tables that a gather reads and that are not positions."""
-    found = {}
+def _token_tables(graph: Graph) -> list[str]:
+    """Token embeddings, split by vocabulary: tables that a gather reads and that are not positions."""
+    found: dict[str, None] = {}
     arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
     for op in graph.ops:
         if op.kind == "gather" and _is_forward(graph, op.aten):
@@ -221,9 +221,9 @@ def _embeddings(graph: Graph, model: str, known: Mapping[str, Spec]) -> dict[str
             argument = arguments.get(source.op)
             if argument is None or argument.role != "parameter" or len(argument.type.shape) != 2:
                 continue
-            if argument.name not in known and not re.search(r"wpe|position|token_type", argument.name):
-                found[argument.name] = _split(2, {0: (model,)})
-    return found
+            if not re.search(r"wpe|position|token_type", argument.name):
+                found.setdefault(argument.name)
+    return list(found)
 
 
 def _biases(

@@ -1,0 +1,140 @@
+"""The plans people write by hand: which weights are split how, which activations are annotated, for models they fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import manual
+from autoshard.api import captured_graph, predict_annotations
+from autoshard.capture.sources import load_source
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec
+
+pytest.importorskip("torch_xla")
+pytest.importorskip("transformers")
+
+MESH = Mesh((2, 4), device="tpu-v5e")
+NONE: Spec = ((), ())
+
+GPT2 = {"n_layer": "2", "n_embd": "64", "n_head": "4", "vocab_size": "256", "n_positions": "32"}
+LLAMA = {
+    "num_hidden_layers": "2",
+    "hidden_size": "64",
+    "intermediate_size": "128",
+    "num_attention_heads": "4",
+    "vocab_size": "256",
+    "max_position_embeddings": "32",
+}
+
+
+def hf(model_type: str, settings: dict[str, str]) -> Graph:
+    source = load_source(f"hf:{model_type}", batch=8, seq=16, settings=settings, train="adamw")
+    return captured_graph(autoshard.capture(source.model, source.inputs, optimizer=source.optimizer))
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Graph:
+    return hf("gpt2", GPT2)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Graph:
+    return hf("llama", LLAMA)
+
+
+def named(graph: Graph, annotations) -> dict[str, Spec]:
+    return {
+        argument.name: annotations.pins[Value(op)]
+        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
+        if Value(op) in annotations.pins
+    }
+
+
+def test_data_parallel_splits_the_batch_over_every_axis_and_nothing_else(gpt2: Graph):
+    annotations = manual.data_parallel(gpt2, MESH)
+    specs = named(gpt2, annotations)
+    assert specs["input_ids"] == (("data", "model"), ())
+    assert specs["transformer.h.0.attn.c_attn.weight"] == NONE
+    assert {value for value in annotations.pins if gpt2.ops[value.op].kind != "argument"} == set()
+
+
+def test_fsdp_splits_every_parameter_and_its_states_and_the_output_of_each_block(gpt2: Graph):
+    annotations = manual.fsdp(gpt2, MESH)
+    specs = named(gpt2, annotations)
+    assert specs["transformer.h.0.attn.c_attn.weight"] == (("data", "model"), ())
+    assert specs["transformer.h.0.attn.c_attn.weight.exp_avg"] == (("data", "model"), ())
+    assert specs["transformer.h.1.ln_1.bias"] == (("data", "model"),)
+    activations = {
+        gpt2.ops[value.op].module: spec
+        for value, spec in annotations.pins.items()
+        if gpt2.ops[value.op].kind != "argument"
+    }
+    assert activations == {f"transformer.h.{i}": (("data", "model"), (), ()) for i in range(2)}
+
+
+def test_fsdp_takes_the_next_dim_where_the_first_does_not_divide():
+    with torch.device("meta"):
+        model = torch.nn.Linear(64, 6)
+    program = autoshard.capture(model, torch.empty(16, 64), loss_fn=torch.sum, optimizer=torch.optim.SGD)
+    graph = captured_graph(program)
+    assert named(graph, manual.fsdp(graph, MESH)) == {
+        "input": (("data", "model"), ()),
+        "weight": ((), ("data", "model")),
+        "bias": ((),),
+    }
+
+
+def test_megatron_pairs_column_and_row_whatever_way_the_weights_lie(gpt2: Graph, llama: Graph):
+    """HF's GPT-2 keeps weights as (in, out), nn.Linear as (out, in)."""
+    specs = named(gpt2, manual.megatron(gpt2, MESH))
+    assert specs["transformer.h.0.mlp.c_fc.weight"] == ((), ("model",))
+    assert specs["transformer.h.0.mlp.c_fc.bias"] == (("model",),)
+    assert specs["transformer.h.0.mlp.c_proj.weight"] == (("model",), ())
+    assert specs["transformer.h.0.mlp.c_proj.bias"] == ((),)
+    specs = named(llama, manual.megatron(llama, MESH))
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        assert specs[f"model.layers.1.{name}.weight"] == (("model",), ())
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert specs[f"model.layers.1.{name}.weight"] == ((), ("model",))
+
+
+def test_megatron_splits_embedding_and_head_by_vocabulary_and_the_batch_by_data(gpt2: Graph, llama: Graph):
+    tied, untied = manual.megatron(gpt2, MESH), manual.megatron(llama, MESH)
+    assert named(gpt2, tied)["transformer.wte.weight"] == (("model",), ())
+    assert named(gpt2, tied)["transformer.wpe.weight"] == NONE
+    assert named(llama, untied)["model.embed_tokens.weight"] == (("model",), ())
+    assert named(llama, untied)["lm_head.weight"] == (("model",), ())
+    assert named(gpt2, tied)["input_ids"] == (("data",), ())
+    for graph, pinned, module in ((gpt2, tied, "transformer.wte"), (llama, untied, "model.embed_tokens")):
+        assert pinned.pins[manual.module_outputs(graph)[module]] == (("data",), (), ())
+
+
+def test_megatron_annotates_column_outputs_split_and_row_outputs_whole(gpt2: Graph):
+    pins = manual.megatron(gpt2, MESH).pins
+    outputs = manual.module_outputs(gpt2)
+    assert pins[outputs["transformer.h.0.mlp.c_fc"]] == (("data",), (), ("model",))
+    assert pins[outputs["transformer.h.0.mlp.c_proj"]] == (("data",), (), ())
+
+
+def test_megatron_alternates_along_a_chain_without_names():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    graph = captured_graph(autoshard.capture(model, torch.empty(16, 64)))
+    specs = named(graph, manual.megatron(graph, MESH))
+    assert [specs[f"{i}.weight"] for i in range(3)] == [(("model",), ()), ((), ("model",)), NONE]
+
+
+@pytest.mark.parametrize("name", list(manual.PLANS))
+@pytest.mark.parametrize("mesh", [Mesh((8,)), Mesh((2, 4)), Mesh((2, 2, 2))], ids=lambda mesh: str(mesh.shape))
+def test_every_plan_fits_every_mesh(name: str, mesh: Mesh, gpt2: Graph):
+    annotations = manual.PLANS[name](gpt2, mesh)
+    for value, spec in annotations.pins.items():
+        mesh.check(spec, gpt2.type_of(value).shape, name)
+    assert predict_annotations(gpt2, annotations, mesh).step_time_s > 0
+
+
+def test_a_plan_that_does_not_exist_is_refused(gpt2: Graph):
+    with pytest.raises(ValueError, match="there are dp, fsdp, megatron"):
+        autoshard.manual_plan("zero", gpt2.program, MESH)
