@@ -278,12 +278,19 @@ class Partitioner:
         whole = math.prod(shape)
         return math.prod(self.subaxes.shard(shape, tiling)) / whole if whole else 1.0
 
-    @staticmethod
-    def gained(before: Tiling, after: Tiling) -> frozenset[int]:
-        """The axes that every device slices along to get from `before` to `after`; none where it takes more."""
-        if any(new[: len(old)] != old for old, new in zip(before, after, strict=True)):
-            return frozenset()
-        return frozenset(axis for old, new in zip(before, after, strict=True) for axis in new[len(old) :])
+    def gained(self, before: Tiling, after: Tiling) -> frozenset[int]:
+        """The axes that every device first slices along to get from `before` to `after`; none where it does not."""
+        pairs = list(zip(before, after, strict=True))
+        if all(new[: len(old)] == old for old, new in pairs):
+            return frozenset(axis for old, new in pairs for axis in new[len(old) :])
+        # Slices along all idle axes, and a permute behind them.
+        ways = self.subaxes.ways
+        used = {axis for dim in before for axis in dim}
+        idle = tuple(axis for axis in range(len(self.subaxes.sizes)) if axis not in used)
+        finer = all(ways(new) % ways(old) == 0 for old, new in pairs)
+        if finer and self.subaxes.tiles(after) == self.subaxes.tiles(before) * ways(idle):
+            return frozenset(idle)
+        return frozenset()
 
     @staticmethod
     def nothing(shape: Shape) -> Tiling:
@@ -315,12 +322,12 @@ class Partitioner:
             if isinstance(step, Sum):
                 own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.kept))
             elif step.place == 2:
-                own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target))
+                own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
             else:
                 kind = lhs if step.place == 0 else rhs
                 # A TPU multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
                 dtype = "bf16" if self.target == "tpu" and kind.dtype == "f32" else kind.dtype
-                steps = tuple(self.resharder.reshard(step.shape, dtype, step.source, step.target))
+                steps = self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer)
                 moves.append((step.place, (step.outer, step.source, step.target), steps))
         whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)

@@ -303,7 +303,7 @@ class IndexPartitioner:
             outcome.own.extend(self.owner.sums(sums[::-1], size, self.owner.gained(made_as, final)))
             outcome.memory += size
         if self.is_gather and made_as != window.tiling:
-            outcome.own.extend(self.resharder.reshard(window.shape, window.dtype, made_as, window.tiling))
+            outcome.own.extend(self.resharder.reshard(window.shape, window.dtype, made_as, window.tiling, outer))
             outcome.memory += self._bytes(window.shape, window.tiling, window.dtype)
         self.final = operand_as
         return outcome
@@ -313,7 +313,7 @@ class IndexPartitioner:
     def _moved(self, outcome: _Outcome, array: _Array, want: Tiling, outer: Dim) -> _Array:
         if want == array.tiling:
             return array
-        steps = self.resharder.reshard(array.shape, array.dtype, array.tiling, want)
+        steps = self.resharder.reshard(array.shape, array.dtype, array.tiling, want, outer)
         outcome.moves.append((array.place, (outer, array.tiling, want), steps))
         outcome.memory += self._bytes(array.shape, want, array.dtype)
         return _Array(array.place, array.shape, want, array.dtype)

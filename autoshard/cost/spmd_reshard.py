@@ -13,9 +13,10 @@ from functools import lru_cache
 
 from autoshard.cost.collectives import CollectiveKind
 from autoshard.cost.device import Target
-from autoshard.cost.reshard import Places, SymbolicStep, looked_up, modelled
+from autoshard.cost.reshard import Places, SymbolicStep, fit_of, looked_up, modelled, reshard_steps
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import bytes_of
+from autoshard.mesh import Mesh
 
 Step = tuple[CollectiveKind, tuple[str, ...], int]
 """Kind, axis names as in `Collective.axes`, bytes."""
@@ -30,7 +31,8 @@ class Resharder:
         """For tilings over `subaxes`, as `target`'s partitioner moves between them."""
         self.subaxes = subaxes
         self.target: Target = target
-        self._known: dict[tuple[tuple[int, ...], str, Tiling, Tiling], tuple[Step, ...]] = {}
+        self._known: dict[tuple[tuple[int, ...], str, Tiling, Tiling, Group], tuple[Step, ...]] = {}
+        self._meshes: dict[Group, Mesh | None] = {}
         self._shares: dict[tuple[Tiling, Tiling], tuple[int, list[tuple[CollectiveKind, tuple[str, ...], float]]]] = {}
         self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
 
@@ -49,22 +51,58 @@ class Resharder:
         whole = self.subaxes.mesh.axis_size(axis)
         return axis if part == whole else f"{axis}[{part}/{whole}]"
 
-    def reshard(self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling) -> tuple[Step, ...]:
-        """What moving a value of `shape` from `source` to `target` takes; uneven dims count their padding."""
+    def reshard(
+        self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()
+    ) -> tuple[Step, ...]:
+        """What moving a value of `shape` from `source` to `target` takes; uneven dims count their padding.
+
+        `outer` are the subaxes that group the devices: the move is within each group.
+        """
         if source == target:
             return ()
-        key = (shape, dtype, source, target)
+        key = (shape, dtype, source, target, outer)
         known = self._known.get(key)
         if known is None:
-            kept, steps = self._steps(source, target)
             total = bytes_of(dtype)
             for size, before, after in zip(shape, source, target, strict=True):
                 ways = max(self.subaxes.ways(before), self.subaxes.ways(after))
                 total *= -(-size // ways) * ways
-            known = self._known[key] = tuple(
-                (kind, axes, math.ceil(share * total / kept)) for kind, axes, share in steps
-            )
+            steps = self._named_steps(shape, source, target, outer)
+            if steps is None:
+                kept, parts = self._steps(source, target)
+                steps = [(kind, axes, share / kept) for kind, axes, share in parts]
+            known = self._known[key] = tuple((kind, axes, math.ceil(share * total)) for kind, axes, share in steps)
         return known
+
+    def _named_steps(
+        self, shape: tuple[int, ...], source: Tiling, target: Tiling, outer: Group
+    ) -> list[tuple[CollectiveKind, tuple[str, ...], float]] | None:
+        """Steps of a pair over whole axes, on the mesh of the axes that group no devices; None for parts of axes."""
+        if not (self.subaxes.is_named(source) and self.subaxes.is_named(target)):
+            return None
+        mesh = self._mesh_within(outer)
+        if mesh is None:
+            return None
+        steps = reshard_steps(
+            self.subaxes.spec(source), self.subaxes.spec(target), mesh, self.target, fit_of(shape, mesh)
+        )
+        return [(step.kind, step.axes, step.share) for step in steps]
+
+    def _mesh_within(self, outer: Group) -> Mesh | None:
+        """The mesh of one group; None where the groups cut an axis."""
+        if outer not in self._meshes:
+            mesh = self.subaxes.mesh
+            inside: Mesh | None = mesh
+            if outer:
+                cut = set(outer)
+                whole = [name for name, numbers in self.subaxes.of_axis.items() if not cut & set(numbers)]
+                parts = [name for name, numbers in self.subaxes.of_axis.items() if cut & set(numbers)]
+                if any(not set(self.subaxes.of_axis[name]) <= cut for name in parts) or not whole:
+                    inside = None
+                else:
+                    inside = Mesh(tuple(mesh.axis_size(name) for name in whole), tuple(whole), mesh.device)
+            self._meshes[outer] = inside
+        return self._meshes[outer]
 
     def _steps(self, source: Tiling, target: Tiling) -> tuple[int, list[tuple[CollectiveKind, tuple[str, ...], float]]]:
         """(parts that the axes in place divide the value into, steps with their share of one part)."""
