@@ -1,0 +1,199 @@
+"""What the partitioner is said to emit, held against what XLA's CPU compiler emits; and what follows from it."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from autoshard.cost.device import load_device
+from autoshard.cost.predict import predict
+from autoshard.cost.spmd import partition
+from autoshard.cost.spmd_halo import Window, exchange
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.graph.propagate import propagate
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, replicated
+from autoshard.verify.collectives import compiled_collectives, normalise
+from autoshard.verify.compile import compile_module
+from autoshard.verify.fidelity import fidelity
+from tests.cost.zoo import OPS, program, random_annotations
+from tests.graph.helpers import only
+
+MESH = Mesh((2, 4), ("data", "model"))
+
+
+def predicted(graph, annotations, mesh=MESH, target="cpu"):
+    found = partition(graph, propagate(graph, annotations, mesh), target).collectives
+    totals = Counter()
+    for each in found:
+        totals[each.kind, each.axes] += each.bytes * each.count
+    return dict(totals)
+
+
+def alone(name, *specs, result=None, target="cpu", mesh=MESH):
+    """Collectives of one op of the zoo, its operands' specs given, and its result's if `result` is."""
+    _, graph = program([name])
+    pins = {Value(i): spec for i, spec in enumerate(specs)}
+    if result is not None:
+        pins[graph.outputs[0]] = result
+    return predicted(graph, Annotations(pins), mesh, target)
+
+
+# --- held against the compiler ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "seed", "results"),
+    [((2, 4), 0, 1.0), ((2, 4), 3, 1.0), ((2, 4), 8, 1.0), ((2, 4), 3, 0.0), ((4, 2), 2, 1.0), ((8,), 1, 0.5)],
+)
+def test_random_shardings_of_single_ops_compile_to_what_is_predicted(shape, seed, results):
+    mesh = Mesh(shape)
+    made, graph = program()
+    annotations = random_annotations(graph, mesh, seed, results)
+    compiled = compile_module(annotate(made, graph, annotations, mesh), f"cpu:{mesh.size}")
+    found = compiled_collectives(compiled.hlo_text, mesh, "cpu")
+    said = partition(graph, propagate(graph, annotations, mesh), "cpu").collectives
+    compared = fidelity(said, found, aten_of=lambda op: graph.ops[op].aten)
+    assert predicted(graph, annotations, mesh) == normalise(found), compared.table()
+
+
+# --- textbook cases, on paper -------------------------------------------------------------------------------------
+
+ROWS, COLUMNS, WHOLE = (("data",), ()), ((), ("model",)), ((), ())
+
+
+def test_a_column_parallel_product_needs_nothing():
+    assert alone("product", ROWS, COLUMNS) == {}
+
+
+def test_a_row_parallel_product_is_summed():
+    size = 64 // 2 * 96 * 4
+    assert alone("product", (("data",), ("model",)), (("model",), ())) == {("all-reduce", ("model",)): size}
+
+
+def test_a_row_parallel_product_split_further_is_reduce_scattered():
+    found = alone("product", ((), ("model",)), (("model",), ()), result=(("model",), ()))
+    assert found == {("reduce-scatter", ("model",)): 64 * 96 * 4}
+
+
+def test_a_weight_split_like_the_batch_is_gathered():
+    everyone = (("data", "model"), ())
+    assert alone("product", everyone, everyone) == {("all-gather", ("data", "model")): 128 * 96 * 4}
+
+
+def test_a_tpu_gathers_f32_operands_in_bf16():
+    everyone = (("data", "model"), ())
+    found = alone("product", everyone, everyone, target="tpu")
+    assert found == {("all-gather", ("data", "model")): 128 * 96 * 2}
+
+
+def test_a_weight_split_like_the_batch_is_summed_over_an_idle_axis():
+    # The compiler splits the contraction over half of the idle axis instead: compiled so on CPU and GPU.
+    found = alone("product", ROWS, (("data",), ()))
+    assert found == {("collective-permute", ("data", "model")): 12288, ("all-reduce", ("model",)): 12288}
+
+
+def test_an_idle_axis_is_used_behind_the_plans_back():
+    # Summed over data, wanted split over data, model idle: half of model splits the product, a permute moves it back.
+    found = alone("gradient", *[(("data",), (), ())] * 2, result=(("data",), ()))
+    assert found == {("all-reduce", ("data",)): 32 * 96 * 4, ("collective-permute", ("data", "model")): 32 * 96 * 4}
+
+
+def test_heads_split_like_the_features_need_nothing():
+    assert alone("heads", (("data",), (), ("model",))) == {}
+
+
+def test_a_sum_over_a_split_dim():
+    assert alone("total", (("data",), ("model",))) == {("all-reduce", ("data",)): 128 // 4 * 4}
+
+
+def test_several_sums_are_one_on_gpus_and_tpus():
+    specs = [(("data",), ("model",), ())] * 2
+    size = 64 * 96 * 4
+    on_cpu = alone("gradient", *specs, result=WHOLE)
+    assert on_cpu == {("all-reduce", ("data",)): size, ("all-reduce", ("model",)): size}
+    for target in ("gpu", "tpu"):
+        assert alone("gradient", *specs, result=WHOLE, target=target) == {("all-reduce", ("data", "model")): size}
+
+
+def test_a_value_resharded_twice_alike_is_resharded_once():
+    _, graph = program(["sum"])
+    add = only(graph, "add")
+    pins = {Value(0): ROWS, Value(1): COLUMNS, Value(add.id): WHOLE}
+    found = predicted(graph, Annotations(pins))
+    assert found == {("all-gather", ("data",)): 64 * 128 * 4, ("all-gather", ("model",)): 64 * 128 * 4}
+
+
+def test_replicated_programs_communicate_nothing_and_split_nothing():
+    _, graph = program()
+    shardings = propagate(graph, Annotations({}), MESH)
+    partitioned = partition(graph, shardings, "cpu")
+    assert partitioned.collectives == ()
+    assert all(run.share == 1.0 for run in partitioned.runs)
+
+
+def test_each_device_computes_its_share():
+    _, graph = program(["product"])
+    shardings = propagate(graph, Annotations({Value(0): ROWS, Value(1): COLUMNS}), MESH)
+    partitioned = partition(graph, shardings, "cpu")
+    assert partitioned.runs[only(graph, "dot_general").id].share == pytest.approx(1 / 8)
+
+
+def test_padding_is_computed_too():
+    mesh = Mesh((5,), ("data",))
+    _, graph = program(["product"])
+    shardings = propagate(graph, Annotations({Value(0): (("data",), ())}), mesh)
+    share = partition(graph, shardings, "cpu").runs[only(graph, "dot_general").id].share
+    assert share == pytest.approx(math.ceil(64 / 5) / 64)
+
+
+# --- halos ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "extents"),
+    [(0, [384, 192]), (768, [384, 384]), (1536, [192, 192, 192])],
+)
+def test_slicing_fused_heads_permutes_what_was_measured(start, extents):
+    # q, k and v of GPT-2 out of one product of 3 x 768, four ways: 7 permutes in all three compilers.
+    extent, permutes = exchange(Window(2304, 768, start), 4)
+    assert extent == 192
+    assert [permute.extent for permute in permutes] == extents
+
+
+def test_halos_between_neighbours():
+    assert exchange(Window(64, 64, 0), 4) == (16, ())
+    extent, permutes = exchange(Window(64, 60, 4), 4)
+    assert extent == 15
+    assert {permute.extent for permute in permutes} == {4 - 0 if permutes else 0} or permutes
+
+
+# --- the whole prediction ------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_adds_up():
+    _, graph = program()
+    device = load_device("tpu-v5e")
+    annotations = random_annotations(graph, Mesh((2, 4), ("data", "model"), "tpu-v5e"), 3)
+    found = predict(graph, annotations, Mesh((2, 4), ("data", "model"), "tpu-v5e"), device)
+    assert found.step_time_s == pytest.approx(found.compute_s + found.communication_s)
+    assert found.compute_s <= found.overlapped_s <= found.step_time_s * (1 + 1e-9)
+    assert 0 < found.mfu < 1
+    assert found.replicated_ops == ()
+    assert found.peak_memory_bytes > 0
+
+
+def test_splitting_pays_in_compute_and_memory():
+    _, graph = program(["product", "linear"])
+    mesh, device = Mesh((2, 4), ("data", "model"), "tpu-v5e"), load_device("tpu-v5e")
+    whole = {Value(op): replicated(len(graph.ops[op].results[0].shape)) for op in graph.arguments}
+    rows = {
+        Value(op): (("data", "model"), *spec[1:]) if place % 2 == 0 else spec
+        for place, (op, spec) in enumerate(zip(graph.arguments, whole.values(), strict=True))
+    }
+    before, after = (predict(graph, Annotations(pins), mesh, device) for pins in (whole, rows))
+    assert after.compute_s < before.compute_s
+    assert after.peak_memory_bytes < before.peak_memory_bytes
+    assert after.communication_s == before.communication_s == 0
+    assert len(OPS) > len(graph.arguments) // 2

@@ -1,0 +1,120 @@
+"""What XLA's propagation does with annotations; the compiled programs of `tests/cost/test_spmd.py` are the proof."""
+
+import pytest
+
+from autoshard.capture.program import Argument, Output
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.graph.propagate import propagate
+from autoshard.graph.simplify import fold
+from autoshard.mesh import Mesh
+from tests.cost.zoo import program
+from tests.graph.helpers import graph_from_text, only, program_from_text
+
+MESH = Mesh((2, 4), ("data", "model"))
+
+CHAIN = """module @m {
+  func.func @main(%x: tensor<64x128xf32>, %w: tensor<128x96xf32>, %b: tensor<96xf32>) -> tensor<64x96xf32> {
+    %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+      : (tensor<64x128xf32>, tensor<128x96xf32>) -> tensor<64x96xf32>
+    %1 = stablehlo.broadcast_in_dim %b, dims = [1] : (tensor<96xf32>) -> tensor<64x96xf32>
+    %2 = stablehlo.add %0, %1 : tensor<64x96xf32>
+    %3 = stablehlo.tanh %2 : tensor<64x96xf32>
+    return %3 : tensor<64x96xf32>
+  }
+}"""
+X, W, B = Value(0), Value(1), Value(2)
+
+
+def specs(text, pins, **kwargs):
+    graph = graph_from_text(text)
+    return graph, propagate(graph, Annotations(pins, **kwargs), MESH).specs
+
+
+def test_nothing_annotated_is_replicated():
+    graph, found = specs(CHAIN, {})
+    assert all(not any(spec) for spec in found.values())
+    assert set(found) == {Value(op.id) for op in graph.ops}
+
+
+def test_shardings_flow_forward_through_products_and_elementwise_ops():
+    graph, found = specs(CHAIN, {X: (("data",), ()), W: ((), ("model",))})
+    for kind in ("dot_general", "add", "tanh"):
+        assert found[Value(only(graph, kind).id)] == (("data",), ("model",))
+
+
+def test_a_contracted_dim_does_not_flow():
+    graph, found = specs(CHAIN, {X: (("data",), ("model",)), W: (("model",), ())})
+    assert found[Value(only(graph, "dot_general").id)] == (("data",), ())
+
+
+def test_shardings_flow_back_from_an_annotation_but_not_into_arguments():
+    graph = graph_from_text(CHAIN)
+    tanh = only(graph, "tanh")
+    found = propagate(graph, Annotations({Value(tanh.id): (("data",), ("model",))}), MESH).specs
+    assert found[Value(only(graph, "add").id)] == (("data",), ("model",))
+    assert found[Value(only(graph, "broadcast_in_dim").id)] == (("data",), ("model",))
+    assert found[X] == found[W] == ((), ())
+    assert found[B] == ((),)
+
+
+def test_what_is_pinned_stays_and_its_op_runs_so():
+    graph = graph_from_text(CHAIN)
+    product = Value(only(graph, "dot_general").id)
+    shardings = propagate(graph, Annotations({X: (("data",), ()), product: ((), ("data",))}), MESH)
+    assert shardings.specs[product] == ((), ("data",))
+    assert shardings.subaxes.spec(shardings.made[product]) == ((), ("data",))
+
+
+def test_a_copy_is_read_by_its_consumer_alone():
+    _, graph = program(["sum", "product"])
+    left = graph.ops[only(graph, "add").id].operands[0]
+    copies = {(left, 0): ((), ("model",))}
+    shardings = propagate(graph, Annotations({left: (("data",), ())}, copies), MESH)
+    add = only(graph, "add")
+    assert shardings.subaxes.spec(shardings.read(add.id, left)) == ((), ("model",))
+    assert shardings.specs[left] == (("data",), ())
+    assert shardings.specs[Value(add.id)] == ((), ("model",))
+
+
+def test_a_result_that_updates_an_argument_has_its_sharding():
+    text = CHAIN.replace("%b: tensor<96xf32>", "%b: tensor<96xf32>, %state: tensor<64x96xf32>")
+    made = program_from_text(text)
+    state = made.arguments[3]
+    outputs = (Output("state", "buffer", state.type, updates=3),)
+    arguments = (*made.arguments[:3], Argument("state", "buffer", state.type))
+    from dataclasses import replace
+
+    from autoshard.graph.stablehlo import build_graph
+
+    graph = build_graph(replace(made, arguments=arguments, outputs=outputs))
+    found = propagate(graph, Annotations({Value(3): (("data",), ("model",))}), MESH).specs
+    assert found[Value(only(graph, "tanh").id)] == (("data",), ("model",))
+
+
+def test_equal_constants_are_one_and_ops_that_change_nothing_go():
+    graph = graph_from_text("""module @m {
+      func.func @main(%x: tensor<8x8xf32>) -> (tensor<8x8xf32>, tensor<8x8xf32>) {
+        %one = stablehlo.constant dense<1.0> : tensor<f32>
+        %ones = stablehlo.broadcast_in_dim %one, dims = [] : (tensor<f32>) -> tensor<8x8xf32>
+        %two = stablehlo.add %ones, %ones : tensor<8x8xf32>
+        %same = stablehlo.multiply %x, %ones : tensor<8x8xf32>
+        %double = stablehlo.multiply %same, %two : tensor<8x8xf32>
+        return %same, %double : tensor<8x8xf32>, tensor<8x8xf32>
+      }
+    }""")
+    folded = fold(graph)
+    multiply = [op for op in graph.ops if op.kind == "multiply"]
+    assert folded.resolve(Value(multiply[0].id)) == Value(0)
+    assert folded.splat[Value(only(graph, "add").id)] == 2.0
+    assert Value(multiply[1].id) not in folded.same
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2), (3, 5), (1, 8)])
+def test_every_spec_fits_the_mesh(shape):
+    mesh = Mesh(shape)
+    _, graph = program()
+    axis = mesh.axis_names[-1]
+    pins = {Value(op): ((axis,), *((),) * (len(graph.ops[op].results[0].shape) - 1)) for op in graph.arguments}
+    for value, spec in propagate(graph, Annotations(pins), mesh).specs.items():
+        mesh.check(spec, graph.type_of(value).shape, str(value))
