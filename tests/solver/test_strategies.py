@@ -107,8 +107,18 @@ def test_argument_specs_are_distinct_and_fit():
     assert argument_specs((3,), MESH) == (((),),)
 
 
-def test_scattering_needs_dims_that_divide():
+def test_scattering_takes_one_dim_that_divides():
     assert set(scattered(((), ("x",)), (6, 8), ("y",), MESH)) == {((), ("x", "y"))}
+    assert set(scattered(((), ()), (8, 8), ("y", "x"), MESH)) == {(("y", "x"), ()), ((), ("y", "x"))}
+
+
+def test_a_partial_result_is_scattered_in_the_order_in_which_it_is_summed():
+    """Else the compilers keep the all-reduce: a device's place in the group is another than its part."""
+    found = ways(graph_of(jnp.matmul, array(16, 32), array(32, 64)))
+    for s in range(len(found)):
+        contracted = found.inputs[0][s][1]
+        if len(contracted) == 2 and found.outputs[0][s] != found.pinned[0][s]:
+            assert contracted in found.outputs[0][s]
 
 
 def two_products(x, y, first, second):
