@@ -126,26 +126,28 @@ class Partitioner:
                 if sums[value.op] or self.graph.ops[value.op].kind in _MOVES:
                     readers.setdefault(value, []).append((op, place))
         results = set(self.graph.outputs)
-        copied: dict[Value, list[int]] = {}
+        copies: dict[tuple[Value, int | None], list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
-            copied.setdefault(copy.value, []).append(number)
+            copies.setdefault((copy.value, copy.source), []).append(number)
 
-        def kept(value: Value, depth: int = 8) -> frozenset[int]:
-            """Axes that all readers of the value slice along."""
-            made = self.shardings.made[value]
+        def kept(value: Value, at: int | None = None, depth: int = 8) -> frozenset[int]:
+            """Axes that all readers of the value, or of its copy number `at`, slice along."""
+            made = self.shardings.made[value] if at is None else self.shardings.copied[at]
             found: list[frozenset[int]] = []
-            if value in copied:
-                found += [self.gained(made, self.shardings.copied[number]) for number in copied[value]]
-            if value not in self.shardings.pins:
-                if value in results and not any(self.shardings.copies[n].result for n in copied.get(value, ())):
-                    return frozenset()
-                for op, place in readers.get(value, ()):
-                    if self.shardings.copy_read(op.id, value) is not None:
-                        continue
-                    gained = self.gained(made, runs[op.id].reads[place])
-                    if not gained and op.kind in _MOVES and depth and made == runs[op.id].reads[place]:
-                        gained = kept(Value(op.id), depth - 1)
-                    found.append(gained)
+            for number in copies.get((value, at), ()):
+                target = self.shardings.copied[number]
+                again = made == target and not self.shardings.copies[number].result and depth
+                found.append(kept(value, number, depth - 1) if again else self.gained(made, target))
+            returned = any(self.shardings.copies[n].result for n in copies.get((value, at), ()))
+            if value in results and self.shardings.pins.get(value) == at and not returned:
+                return frozenset()
+            for op, place in readers.get(value, ()):
+                if self.shardings.copy_read(op.id, value) != at:
+                    continue
+                gained = self.gained(made, runs[op.id].reads[place])
+                if not gained and op.kind in _MOVES and depth and made == runs[op.id].reads[place]:
+                    gained = kept(Value(op.id), None, depth - 1)
+                found.append(gained)
             return frozenset.intersection(*found) if found else frozenset()
 
         for op in self.graph.ops:
