@@ -174,9 +174,7 @@ class DotPartitioner:
                 if may_reduce or self._is_cheap(other.tiling, want):
                     other = self._moved(other, want, outer)
                     return self._make(*((side, other) if side is lhs else (other, side)), create)
-        if lhs_k == rhs_k == count:
-            if not move and any(out):
-                return None
+        if lhs_k == rhs_k == count and not any(out):
             if math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width:
                 lhs = self._moved(lhs, self._rhs_as_lhs(lhs, rhs), outer)
             else:
