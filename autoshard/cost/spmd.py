@@ -115,7 +115,43 @@ class Partitioner:
                 for number in copied.get(Value(op.id, result), ()):
                     copies.extend(self._copy(op, number))
         self._scatter_later(runs)
+        if self.target != "cpu":
+            self._sum_once(runs)
+            self._scatter_later(runs)
         return Partitioned(tuple(runs), tuple(copies))
+
+    def _sum_once(self, runs: list[OpRun]) -> None:
+        """`AllReduceReassociate`, on TPU and GPU: a sum of two reduced values that it alone reads is reduced once.
+
+        Reduce-scatters too. In program order, so that a sum of several terms ends with one collective.
+        """
+        uses: dict[Value, int] = {}
+        for op in self.graph.ops:
+            for value in op.operands:
+                uses[value] = uses.get(value, 0) + 1
+        results = set(self.graph.outputs)
+
+        def reduced(op: Op, place: int) -> Collective | None:
+            """The reduction of an operand that only this op reads."""
+            value = op.operands[place]
+            last = runs[value.op].collectives[-1:]
+            if not last or uses[value] != 1 or value in results:
+                return None
+            scattered = last[0].kind == "reduce-scatter"
+            as_made = self.shardings.made[value] == runs[op.id].reads[place]
+            return last[0] if scattered or (last[0].kind == "all-reduce" and as_made) else None
+
+        for op in self.graph.ops:
+            if op.kind != "add" or runs[op.id].collectives or op.operands[0] == op.operands[1]:
+                continue
+            left, right = reduced(op, 0), reduced(op, 1)
+            if left is None or right is None:
+                continue
+            if (left.kind, left.axes, left.bytes) != (right.kind, right.axes, right.bytes):
+                continue
+            for value in op.operands:
+                runs[value.op] = replace(runs[value.op], collectives=runs[value.op].collectives[:-1])
+            runs[op.id] = replace(runs[op.id], collectives=(replace(left, op=op.id),))
 
     def _scatter_later(self, runs: list[OpRun]) -> None:
         """An all-reduce whose every reader goes on with a slice is a reduce-scatter too (see `sums`)."""
@@ -172,7 +208,8 @@ class Partitioner:
         if source == target or op.id in self.free:
             return []
         steps = self.resharder.reshard(kind.shape, kind.dtype, source, target)
-        return self._once((key, (), source, target), steps, op.id)
+        end = self.resharder.destination(kind.shape, kind.dtype, source, target)
+        return self._once((key, ((), source, end)), steps, op.id)
 
     def _once(self, key: Hashable, steps: Sequence[Step], op: int) -> list[Collective]:
         if key in self.made:
@@ -271,7 +308,8 @@ class Partitioner:
             if source != target:
                 kind = self.graph.type_of(op.operands[place])
                 steps = self.resharder.reshard(kind.shape, kind.dtype, source, target)
-                moves.append((place, ((), source, target), tuple(steps)))
+                end = self.resharder.destination(kind.shape, kind.dtype, source, target)
+                moves.append((place, ((), source, end), steps))
         return Emission(tuple(moves), tuple(own), share, wanted)
 
     def share(self, op: Op, tiling: Tiling) -> float:
@@ -330,7 +368,8 @@ class Partitioner:
                 # A TPU multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
                 dtype = "bf16" if self.target == "tpu" and kind.dtype == "f32" else kind.dtype
                 steps = self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer)
-                moves.append((step.place, (step.outer, step.source, step.target), steps))
+                end = self.resharder.destination(step.shape, dtype, step.source, step.target, step.outer)
+                moves.append((step.place, (step.outer, step.source, end), steps))
         whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
 

@@ -314,7 +314,8 @@ class IndexPartitioner:
         if want == array.tiling:
             return array
         steps = self.resharder.reshard(array.shape, array.dtype, array.tiling, want, outer)
-        outcome.moves.append((array.place, (outer, array.tiling, want), steps))
+        end = self.resharder.destination(array.shape, array.dtype, array.tiling, want, outer)
+        outcome.moves.append((array.place, (outer, array.tiling, end), steps))
         outcome.memory += self._bytes(array.shape, want, array.dtype)
         return _Array(array.place, array.shape, want, array.dtype)
 

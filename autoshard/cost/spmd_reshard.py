@@ -74,6 +74,17 @@ class Resharder:
             known = self._known[key] = tuple((kind, axes, math.ceil(share * total)) for kind, axes, share in steps)
         return known
 
+    def destination(
+        self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()
+    ) -> Tiling:
+        """Where the communication of a reshard ends: `target`, or nowhere split if it gathers all and then slices.
+
+        Reshards of one value with one destination communicate once.
+        """
+        nothing: Tiling = ((),) * len(shape)
+        steps = self.reshard(shape, dtype, source, target, outer)
+        return nothing if steps and steps == self.reshard(shape, dtype, source, nothing, outer) else target
+
     def _named_steps(
         self, shape: tuple[int, ...], source: Tiling, target: Tiling, outer: Group
     ) -> list[tuple[CollectiveKind, tuple[str, ...], float]] | None:
