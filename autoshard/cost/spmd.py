@@ -20,7 +20,7 @@ from autoshard.cost.device import Target
 from autoshard.cost.spmd_dot import DotPartitioner, Sum, dot_dims
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
-from autoshard.graph.groups import ELEMENTWISE, free_ops
+from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -131,35 +131,36 @@ class Partitioner:
                 uses[value] = uses.get(value, 0) + 1
         results = set(self.graph.outputs)
 
-        def reduced(op: Op, place: int) -> Collective | None:
-            """The reduction of an operand that only this op reads."""
-            value = op.operands[place]
+        def reduced(op: Op, place: int) -> tuple[int, Collective] | None:
+            """(op, reduction) of an operand that only this op reads."""
+            *scaled, value = unscaled(self.graph, op.operands[place])
             last = runs[value.op].collectives[-1:]
-            if not last or uses[value] != 1 or value in results:
+            if not last or any(uses[each] != 1 or each in results for each in (*scaled, value)):
                 return None
             scattered = last[0].kind == "reduce-scatter"
-            as_made = self.shardings.made[value] == runs[op.id].reads[place]
-            return last[0] if scattered or (last[0].kind == "all-reduce" and as_made) else None
+            as_made = {self.shardings.made[each] for each in (*scaled, value)} == {runs[op.id].reads[place]}
+            return (value.op, last[0]) if scattered or (last[0].kind == "all-reduce" and as_made) else None
 
         for op in self.graph.ops:
             if op.kind != "add" or runs[op.id].collectives or op.operands[0] == op.operands[1]:
                 continue
             left, right = reduced(op, 0), reduced(op, 1)
-            if left is None or right is None:
+            if left is None or right is None or left[0] == right[0]:
                 continue
-            if (left.kind, left.axes, left.bytes) != (right.kind, right.axes, right.bytes):
+            if len({(each.kind, each.axes, each.bytes) for _, each in (left, right)}) > 1:
                 continue
-            for value in op.operands:
-                runs[value.op] = replace(runs[value.op], collectives=runs[value.op].collectives[:-1])
-            runs[op.id] = replace(runs[op.id], collectives=(replace(left, op=op.id),))
+            for maker, _ in (left, right):
+                runs[maker] = replace(runs[maker], collectives=runs[maker].collectives[:-1])
+            runs[op.id] = replace(runs[op.id], collectives=(replace(left[1], op=op.id),))
 
     def _scatter_later(self, runs: list[OpRun]) -> None:
         """An all-reduce whose every reader goes on with a slice is a reduce-scatter too (see `sums`)."""
         readers: dict[Value, list[tuple[Op, int]]] = {}
         sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
+        moves = {op.id for op in self.graph.ops if op.kind in _MOVES or len(unscaled(self.graph, Value(op.id))) > 1}
         for op in self.graph.ops:
             for place, value in enumerate(op.operands):
-                if sums[value.op] or self.graph.ops[value.op].kind in _MOVES:
+                if sums[value.op] or value.op in moves:
                     readers.setdefault(value, []).append((op, place))
         results = set(self.graph.outputs)
         copies: dict[tuple[Value, int | None], list[int]] = {}
@@ -181,7 +182,7 @@ class Partitioner:
                 if self.shardings.copy_read(op.id, value) != at:
                     continue
                 gained = self.gained(made, runs[op.id].reads[place])
-                if not gained and op.kind in _MOVES and depth and made == runs[op.id].reads[place]:
+                if not gained and op.id in moves and depth and made == runs[op.id].reads[place]:
                     gained = kept(Value(op.id), None, depth - 1)
                 found.append(gained)
             return frozenset.intersection(*found) if found else frozenset()

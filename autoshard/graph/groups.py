@@ -125,6 +125,28 @@ INDEXED = frozenset({"gather", "dynamic_slice", "slice"})
 """Kinds that read of their first operand only what they take."""
 
 
+def is_one(graph: Graph, value: Value) -> bool:
+    """Whether every element of a value is the constant 1."""
+    op = graph.ops[value.op]
+    while op.kind in ("broadcast_in_dim", "reshape", "convert"):
+        op = graph.ops[op.operands[0].op]
+    return op.kind == "constant" and op.attrs.get("value") == 1
+
+
+def unscaled(graph: Graph, value: Value) -> list[Value]:
+    """`value`, and the values it is the same as: what it multiplies by 1 (`alpha` of torch's add), and so on.
+
+    Compilers drop such products before they look for sums.
+    """
+    found = [value]
+    while (op := graph.ops[found[-1].op]).kind == "multiply":
+        others = [operand for operand in op.operands if not is_one(graph, operand)]
+        if len(others) != 1:
+            break
+        found.append(others[0])
+    return found
+
+
 def is_view(group: Group, graph: Graph) -> bool:
     """Whether the group moves nothing: a reshape names the same bytes otherwise."""
     return all(graph.ops[op].kind == "reshape" for op in group.ops)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.collectives import Collective
+from autoshard.cost.collectives import Collective, CollectiveKind
 from autoshard.cost.compute import dtype_bytes
-from autoshard.graph.groups import Group, Groups
+from autoshard.graph.groups import Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated, spec_axes
 
@@ -30,7 +30,10 @@ MAX_PADDING = 1.02
 
 @dataclass(frozen=True)
 class Partial:
-    """A sharding under which every device along `axes` holds a term of a sum that is still to be taken."""
+    """A sharding under which every device along `axes` holds a term of a sum that is still to be taken.
+
+    `axes` in the order of the devices in the sum's groups.
+    """
 
     spec: Spec
     axes: tuple[str, ...]
@@ -298,9 +301,11 @@ def sum_of_partials(
         made = Value(op_id)
         for result in range(len(op.results)):
             local[Value(op_id, result)] = len(local)
-        terms = set(op.operands)
-        if op.kind == "add" and len(terms) == 2 and all(v in leaves and readers[v] == 1 for v in terms):
-            leaves[made] = tuple(leaf for value in op.operands for leaf in leaves[value])
+        if op.kind != "add" or op.operands[0] == op.operands[1]:
+            continue
+        chains = [unscaled(graph, value) for value in op.operands]
+        if all(chain[-1] in leaves and all(readers[value] == 1 for value in chain) for chain in chains):
+            leaves[made] = tuple(leaf for chain in chains for leaf in leaves[chain[-1]])
             if best is None or len(leaves[made]) > len(leaves[best]):
                 best = made
     if best is None:
@@ -360,18 +365,20 @@ def strategies(
                 for spec in scattered(pinned[0], shape.value_shapes[outputs[0]], partial, mesh):
                     rows.append(_Row(assignment, inputs, pinned, [spec], (moved,)))
             if defer:
-                rows.append(_Row(assignment, inputs, pinned, [Partial(pinned[0], mesh.in_order(partial))], ()))
+                rows.append(_Row(assignment, inputs, pinned, [Partial(pinned[0], partial)], ()))
         if sums is not None:
-            root = specs[sums.root]
-            size = math.prod(mesh.shard_shape(shape.value_shapes[sums.root], root)) * item[sums.root]
-            for axes in _subsets([a for a in mesh.axis_names if mesh.axis_size(a) > 1 and a not in spec_axes(root)]):
-                terms = [Partial(plain(s), axes) if i in sums.leaves else s for i, s in enumerate(inputs)]
-                once = Collective("all-reduce", axes, size, op=len(group.ops) - 1)
-                rows.append(_Row(assignment, terms, pinned, [*pinned], (*collectives, once)))
-                if scatter and outputs == [sums.root] and not collectives:
-                    moved = Collective("reduce-scatter", axes, size, op=once.op)
-                    for spec in scattered(root, shape.value_shapes[sums.root], axes, mesh):
-                        rows.append(_Row(assignment, terms, pinned, [spec], (moved,)))
+            root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
+            for axes, before, after in _reductions(root, shape_of_root, mesh):
+                kind: CollectiveKind = "all-reduce" if before == after else "reduce-scatter"
+                size = math.prod(mesh.shard_shape(shape_of_root, before)) * item[sums.root]
+                once = Collective(kind, mesh.in_order(axes), size, op=len(group.ops) - 1)
+                terms: list[Sharded] = [
+                    Partial(before, axes) if i in sums.leaves else spec for i, spec in enumerate(inputs)
+                ]
+                if after == root:
+                    rows.append(_Row(assignment, terms, pinned, [*pinned], (*collectives, once)))
+                elif scatter and outputs == [sums.root] and not collectives:
+                    rows.append(_Row(assignment, terms, pinned, [after], (once,)))
     ways = np.array(
         [[mesh.ways(a for f in own for a in row.assignment[f]) for own in shape.op_factors] for row in rows], float
     )
@@ -396,8 +403,21 @@ class _Row(NamedTuple):
     collectives: tuple[Collective, ...]
 
 
-def _subsets(axes: Sequence[str]) -> Iterable[tuple[str, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(1, len(axes) + 1))
+def _reductions(root: Spec, shape: Sequence[int], mesh: Mesh) -> Iterable[tuple[tuple[str, ...], Spec, Spec]]:
+    """Ways to reduce a sum of partial values once: (axes, sharding of the terms, sharding of the sum).
+
+    An all-reduce over axes that do not split the sum; a reduce-scatter over the minor axes of one of its dims, or, for
+    a sum that is pinned before it is scattered, onto a dim that they divide.
+    """
+    free = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1 and axis not in spec_axes(root)]
+    for count in range(1, len(free) + 1):
+        for axes in itertools.permutations(free, count):
+            yield axes, root, root
+            for spec in scattered(root, shape, axes, mesh):
+                yield axes, root, spec
+    for dim, split in enumerate(root):
+        for first in range(len(split)):
+            yield split[first:], (*root[:dim], split[:first], *root[dim + 1 :]), root
 
 
 def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:
