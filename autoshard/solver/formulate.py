@@ -84,10 +84,10 @@ class Formulation:
         copies: dict[tuple[Value, int], Spec] = {}
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
-            for value, specs in zip(group.inputs, ways.inputs, strict=True):
+            for position, value in enumerate(group.inputs):
                 if value not in pins or graph.type_of(value).dtype not in FLOATS:
                     continue
-                wanted = plain(specs[chosen])
+                wanted = ways.read(position, chosen)
                 if wanted == pins[value]:
                     continue
                 for op_id in group.ops:

@@ -110,6 +110,13 @@ class Strategies:
         """How many strategies there are."""
         return len(self.assignments)
 
+    def read(self, position: int, strategy: int) -> Spec:
+        """The sharding under which the group reads its input at `position`.
+
+        A partial term of a sum that is reduce-scattered is read scattered.
+        """
+        return _spec(self.shape.value_dims[position], self.assignments[strategy])
+
 
 class _Union:
     """Union-find over factor ids."""
