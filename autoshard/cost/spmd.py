@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.cost import spmd_shape
 from autoshard.cost.collectives import Collective
+from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
 from autoshard.cost.spmd_dot import DotPartitioner, Sum, dot_dims
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Shardings
+from autoshard.graph.propagate import Copy, Shardings
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import Transfers, bytes_of
 
@@ -101,6 +102,14 @@ class Partitioner:
         self.memo: dict[Hashable, Emission] = {}
         self.made: set[Hashable] = set()
         self.collectives: list[Collective] = []
+        self.results = frozenset(graph.outputs)
+        self.readers: dict[Value, list[Op]] = {}
+        for op in graph.ops:
+            for value in dict.fromkeys(op.operands):
+                self.readers.setdefault(value, []).append(op)
+        self.copies_of: dict[Value, list[Copy]] = {}
+        for copy in shardings.copies:
+            self.copies_of.setdefault(copy.value, []).append(copy)
 
     def run(self) -> Partitioned:
         """Partition every op, in program order."""
@@ -208,9 +217,25 @@ class Partitioner:
         target = self.shardings.copied[number]
         if source == target or op.id in self.free:
             return []
-        steps = self.resharder.reshard(kind.shape, kind.dtype, source, target)
-        end = self.resharder.destination(kind.shape, kind.dtype, source, target)
+        # A TPU rounds before it gathers what only contractions read, here as in `_emit`.
+        rounds = self.target == "tpu" and kind.dtype == "f32" and self._only_contracted(copy.value, number)
+        dtype = "bf16" if rounds else kind.dtype
+        steps = self.resharder.reshard(kind.shape, dtype, source, target)
+        end = self.resharder.destination(kind.shape, dtype, source, target)
         return self._once((key, ((), source, end)), steps, op.id)
+
+    def _only_contracted(self, value: Value, at: int | None, depth: int = 8) -> bool:
+        """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
+        if any(copy.value == value and copy.source == at for copy in self.copies_of.get(value, ())):
+            return False
+        if value in self.results and self.shardings.copy_read(None, value) == at:
+            return False
+        readers = [op for op in self.readers.get(value, ()) if self.shardings.copy_read(op.id, value) == at]
+        return bool(readers) and all(
+            op.kind in CONTRACTIONS
+            or (op.kind in _MOVES and depth > 0 and self._only_contracted(Value(op.id), None, depth - 1))
+            for op in readers
+        )
 
     def _once(self, key: Hashable, steps: Sequence[Step], op: int) -> list[Collective]:
         if key in self.made:
