@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.solver.eliminate import merge_classes
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
@@ -57,9 +58,6 @@ class Dual:
         self.first = np.searchsorted(ends[order], np.arange(n + 1)).astype(np.int64)
         self.edge = (order % max(1, len(pairs))).astype(np.int64)
         self.side = (order >= len(pairs)).astype(np.int64)
-        k = np.diff(self.noff)
-        sizes = np.stack((k[self.low], k[self.high]), axis=1).ravel() if pairs else np.empty(0, np.int64)
-        self.moff = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
         self.message = np.zeros(int(self.moff[-1]))
         self.multipliers = np.zeros(len(self.room))
         self.x = np.zeros(n, np.int64)
@@ -69,22 +67,37 @@ class Dual:
         self._length, self._stalled = 1.0, 0
 
     def _read_matrices(self) -> None:
-        """Matrices into one pool, each distinct one once, except where memory terms make an edge's own."""
-        own = {i for i, pair in enumerate(self._edges) if pair in self.net.edge_terms}
-        place: dict[int, int] = {}
+        """Matrices by class into one pool, each distinct one once, except where memory terms make an edge's own."""
+        place: dict[int, tuple[int, int, int, tuple[int, int]]] = {}
         chunks: list[Array] = []
-        size = 0
-        self.eoff = np.zeros(len(self._edges), np.int64)
+        kinds: list[np.ndarray] = []
+        self._amounts: dict[int, list[Array]] = {}
+        size = labels = 0
+        count = len(self._edges)
+        self.eoff, self.width = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self.koff, classes = np.zeros(2 * count, np.int64), np.zeros(2 * count, np.int64)
         for i, (u, v) in enumerate(self._edges):
             matrix = self.net.adj[u][v]
-            at = None if i in own else place.get(id(matrix))
-            if at is None:
-                at = size
-                chunks.append(matrix.ravel())
-                size += matrix.size
-                if i not in own:
-                    place[id(matrix)] = at
-            self.eoff[i] = at
+            terms = self.net.edge_terms.get((u, v))
+            known = None if terms else place.get(id(matrix))
+            if known is None:
+                if terms:
+                    stack = [matrix, *(amount for _, amount in sorted(terms.items(), key=lambda item: item[0]))]
+                    maps = tuple(self._joint(stack, axis) for axis in (0, 1))
+                    first = [np.unique(m, return_index=True)[1] for m in maps]
+                    small, *self._amounts[i] = [a[np.ix_(*first)] for a in stack]
+                else:
+                    small, maps = self.net.memo.get(("classes",), (matrix,), merge_classes)
+                known = (size, labels, labels + len(maps[0]), small.shape)
+                chunks.append(small.ravel())
+                kinds += maps
+                size, labels = size + small.size, labels + len(maps[0]) + len(maps[1])
+                if not terms:
+                    place[id(matrix)] = known
+            self.eoff[i], self.koff[2 * i], self.koff[2 * i + 1], (classes[2 * i], classes[2 * i + 1]) = known
+            self.width[i] = classes[2 * i + 1]
+        self.kind = np.concatenate(kinds).astype(np.int64) if kinds else np.empty(0, np.int64)
+        self.moff = np.concatenate(([0], np.cumsum(classes))).astype(np.int64)
         self.pairwise = np.concatenate(chunks) if chunks else np.empty(0)
         finite = [float(np.abs(c[np.isfinite(c)]).max(initial=0.0)) for c in chunks]
         # Anything above what a whole choice can cost acts as forbidden; infinities themselves would make NaNs.
@@ -93,14 +106,24 @@ class Dual:
         self.unary = np.minimum(self.unary, self.forbidden)
         np.minimum(self.pairwise, self.forbidden, out=self.pairwise)
 
+    def _joint(self, matrices: list[Array], axis: int) -> np.ndarray:
+        """Classes of the labels along `axis` that all `matrices` together can tell apart."""
+        maps = [self.net.memo.get(("classes",), (m,), merge_classes)[1][axis] for m in matrices]
+        return np.unique(np.stack(maps), axis=1, return_inverse=True)[1].ravel()
+
     def _read_rows(self) -> None:
         net = self.net
         self.unit = max(1.0, float(np.abs(net.room).max(initial=0.0)))
         self.room = (net.room + net.slack) / self.unit
 
-        def flat(groups: list[dict[tuple[int, int], Array]], at: np.ndarray) -> tuple[Any, np.ndarray]:
+        def flat(
+            groups: list[dict[tuple[int, int], Array]], at: np.ndarray, by_class: dict[int, list[Array]]
+        ) -> tuple[Any, np.ndarray]:
             counts = [len(g) for g in groups]
-            items = [(span, amount) for g in groups for span, amount in sorted(g.items(), key=lambda i: i[0])]
+            items: list[tuple[tuple[int, int], Array]] = []
+            for i, group in enumerate(groups):
+                spans = sorted(group)
+                items += zip(spans, by_class.get(i, [group[s] for s in spans]), strict=True)
             ifirst = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
             start = np.array([s[0] for s, _ in items], np.int64)
             stop = np.array([s[1] for s, _ in items], np.int64)
@@ -108,12 +131,18 @@ class Dual:
             amount = np.concatenate([a.ravel() for _, a in items]) / self.unit if items else np.empty(0)
             return (ifirst, start, stop, aoff, amount), np.repeat(at, counts).astype(np.int64)
 
-        self.node_items, self._node_target = flat([net.node_terms[int(v)] for v in self.nodes], self.noff[:-1])
-        self.edge_items, self._edge_target = flat([net.edge_terms.get(p, {}) for p in self._edges], self.eoff)
+        self.node_items, self._node_target = flat([net.node_terms[int(v)] for v in self.nodes], self.noff[:-1], {})
+        self.edge_items, self._edge_target = flat(
+            [net.edge_terms.get(p, {}) for p in self._edges], self.eoff, self._amounts
+        )
 
     # --- ascent ------------------------------------------------------------------------------------------------------
     def _graph(self) -> tuple[Any, ...]:
-        return self.noff, self._unary(), self.low, self.high, self.eoff, self._pairwise()
+        return self._shape(self._unary(), self._pairwise())
+
+    def _shape(self, unary: Array, pairwise: Array) -> tuple[Any, ...]:
+        ends = (self.width, self.koff, self.kind, self.first, self.edge, self.side)
+        return self.noff, unary, self.low, self.high, self.eoff, pairwise, *ends
 
     def _prefix(self) -> Array:
         prefix: Array = np.concatenate(([0.0], np.cumsum(self.multipliers)))
@@ -134,11 +163,11 @@ class Dual:
 
     def sweep(self) -> float:
         """A forward and a backward pass; the better bound of the two, which is remembered if it is the best."""
-        graph, ends = self._graph(), (self.first, self.edge, self.side, self.moff)
+        graph = self._graph()
         paid = float(self.multipliers @ self.room)
         bound = -math.inf
         for backward in (False, True):
-            found = self._kernels.sweep(backward, *graph, *ends, self.message, self.x) - paid + self.net.offset
+            found = self._kernels.sweep(backward, graph, self.moff, self.message, self.x) - paid + self.net.offset
             bound = max(bound, found)
         if bound > self.bound:
             self.bound = bound
@@ -184,9 +213,14 @@ class Dual:
     def usage(self) -> Array:
         """Usage per memory row of the rounded choice, in units of `self.unit`."""
         used: Array = self._kernels.usage_of(
-            self.x, len(self.room), self.node_items, self.edge_items, self.noff, self.low, self.high
+            self.x, len(self.room), self._costs(), self.node_items, self.edge_items
         )
         return used
+
+    def prices(self, times: np.ndarray) -> Array:
+        """The best multipliers, in cost per byte, of the memory rows at these points of time (0 for others)."""
+        by_time = dict(zip(self.net.times.tolist(), (self._best[1] / self.unit).tolist(), strict=True))
+        return np.array([by_time.get(t, 0.0) for t in times.tolist()])
 
     def _memory(self) -> tuple[Any, ...]:
         # Local search decides on running sums, whose rounding must not admit an overflow.
@@ -196,20 +230,20 @@ class Dual:
     def improved(self, choice: list[int] | None = None) -> list[int] | None:
         """The rounded (or given) choice, brought within the memory rows and improved by local moves, or None."""
         x = self.x.copy() if choice is None else np.array([choice[int(v)] for v in self.nodes], np.int64)
-        if not self._kernels.repair(x, *self._memory(), *self._costs(), min(2 * len(x) + 16, REPAIRS)):
+        if not self._kernels.repair(x, *self._memory(), self._costs(), min(2 * len(x) + 16, REPAIRS)):
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
-        self._kernels.descend(x, *self._memory(), *self._costs(), smallest, 200)
+        self._kernels.descend(x, *self._memory(), self._costs(), self.moff, smallest, 200)
         return self._named(x)
 
     def repaired(self) -> list[int]:
         """The rounded choice with the overflow of the memory rows brought down as far as single moves do."""
         x = self.x.copy()
-        self._kernels.repair(x, *self._memory(), *self._costs(), min(2 * len(x) + 16, REPAIRS))
+        self._kernels.repair(x, *self._memory(), self._costs(), min(2 * len(x) + 16, REPAIRS))
         return self._named(x)
 
     def _costs(self) -> tuple[Any, ...]:
-        return self.noff, self.unary, self.low, self.high, self.eoff, self.pairwise, self.first, self.edge
+        return self._shape(self.unary, self.pairwise)
 
     def _named(self, x: np.ndarray) -> list[int]:
         out = [0] * len(self.net.cost)
@@ -224,27 +258,27 @@ class Dual:
         Returns how many labels and pairs were forbidden. Every choice that costs less than `upper` survives.
         """
         self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
-        k = np.diff(self.noff)
-        poff = np.concatenate(([0], np.cumsum(k[self.low] * k[self.high]))).astype(np.int64)
+        classes = np.diff(self.moff).reshape(-1, 2)
+        poff = np.concatenate(([0], np.cumsum(classes[:, 0] * classes[:, 1]))).astype(np.int64)
         if poff[-1] > LARGEST_PAIRS:
             return 0
         node_slack, pair_slack = np.zeros(int(self.noff[-1])), np.zeros(int(poff[-1]))
-        bound = self._kernels.slacks(
-            *self._graph(), self.first, self.edge, self.side, self.moff, self.message, poff, node_slack, pair_slack
-        )
+        bound = self._kernels.slacks(self._graph(), self.moff, self.message, poff, node_slack, pair_slack)
         bound += self.net.offset - float(self.multipliers @ self.room)
         allowed = upper - bound
         count = 0
-        for p, v in enumerate(self.nodes):
-            bad = node_slack[self.noff[p] : self.noff[p + 1]] > allowed
-            if bad.any():
-                count += int(bad.sum())
-                net.add_node_cost(int(v), np.where(bad, np.inf, 0.0))
+        keep = {int(v): node_slack[self.noff[p] : self.noff[p + 1]] <= allowed for p, v in enumerate(self.nodes)}
+        for v, mask in keep.items():
+            count += int((~mask).sum())
+            net.restrict(v, np.flatnonzero(mask))
         for e, (u, v) in enumerate(self._edges):
-            shape = int(k[self.low[e]]), int(k[self.high[e]])
-            bad = pair_slack[poff[e] : poff[e + 1]].reshape(shape) > allowed
-            bad &= np.isfinite(net.adj[u][v])
-            if bad.any():
-                count += int(bad.sum())
-                net.join(u, v, net.memo.intern(np.where(bad, np.inf, 0.0)))
+            bad = pair_slack[poff[e] : poff[e + 1]].reshape(classes[e]) > allowed
+            if not bad.any():
+                continue
+            sides = [self.kind[self.koff[2 * e + s] :][: len(keep[w])][keep[w]] for s, w in enumerate((u, v))]
+            mask = bad[np.ix_(*sides)]
+            mask &= np.isfinite(net.adj[u][v])
+            if mask.any():
+                count += int(mask.sum())
+                net.join(u, v, net.memo.intern(np.where(mask, np.inf, 0.0)))
         return count

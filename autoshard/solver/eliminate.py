@@ -44,7 +44,7 @@ def exact_minimum(
     for u in net.alive:
         for v, matrix in net.adj[u].items():
             if u < v:
-                table = net.memo.get(("classes",), (matrix,), _merge_classes)
+                table = net.memo.get(("classes",), (matrix,), merge_classes)
                 tables[u][serial] = tables[v][serial] = Table((u, v), table[1], table[0])
                 serial += 1
     done: list[tuple[int, list[Table]]] = []
@@ -77,7 +77,7 @@ def exact_minimum(
         if not around:
             total += float(best)
             continue
-        table_values, merged = _merge_classes(best)
+        table_values, merged = merge_classes(best)
         maps = tuple(again[joint[v][0]] for v, again in zip(around, merged, strict=True))
         new = Table(tuple(around), maps, table_values)
         for v in around:
@@ -159,7 +159,7 @@ def _align(
     return np.ascontiguousarray(picked.reshape(shape))
 
 
-def _merge_classes(values: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
+def merge_classes(values: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
     """Merge equal slices along every dimension: (smaller table, per dimension the map to its classes)."""
     maps: list[np.ndarray] = []
     for axis in range(values.ndim):

@@ -1,10 +1,12 @@
 """The hot loops of the bound and of the local search, compiled by numba over flat arrays.
 
-Node i has labels `noff[i]:noff[i+1]` of `unary`. Edge e joins `low[e] < high[e]`; its matrix is
-`pairwise[eoff[e]:]`, row-major with `low` slow. Entry q of `first[i]:first[i+1]` is an edge `edge[q]` of node i, with
-`side[q]` 0 when i is its lower end. `message[moff[2 e + side]:]` is the message that arrives at that end.
-Memory item t (a term of a node or of an edge) adds `amount[aoff[t]:]`, by label or pair, to rows `start[t]:stop[t]`;
-items `ifirst[o]:ifirst[o + 1]` are those of owner o.
+Node i has labels `noff[i]:noff[i+1]` of `unary`. Edge e joins `low[e] < high[e]`; side 0 is its lower end. Labels that
+a matrix cannot tell apart share a *class* (a reshard sees the sharding of one tensor: hundreds of strategies, a dozen
+classes): label a of side s has class `kind[koff[2 e + s] + a]`, the matrix by class is `pairwise[eoff[e]:]`, row-major
+with the lower end slow and rows `width[e]` long. Entry q of `first[i]:first[i+1]` is an edge `edge[q]` of node i, with
+`side[q]` 0 when i is its lower end. `message[moff[2 e + side]:]` is the message, by class, that arrives at that end.
+Memory item t (a term of a node or of an edge) adds `amount[aoff[t]:]`, by label or pair of classes, to rows
+`start[t]:stop[t]`; items `ifirst[o]:ifirst[o + 1]` are those of owner o.
 """
 
 from __future__ import annotations
@@ -26,36 +28,38 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
 
 F = Any  # a float64 vector; numba infers the types
 I = Any  # noqa: E741 - an int64 vector
+Graph = Any
+"""(noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side)"""
 
 
 @compiled
-def sweep(
-    backward: bool,
-    noff: I,
-    unary: F,
-    low: I,
-    high: I,
-    eoff: I,
-    pairwise: F,
-    first: I,
-    edge: I,
-    side: I,
-    moff: I,
-    message: F,
-    x: I,
-) -> float:
+def _widest(noff: I) -> int:
+    widest = 1
+    for i in range(len(noff) - 1):
+        widest = max(widest, noff[i + 1] - noff[i])
+    return widest
+
+
+@compiled
+def _pair(e: int, a: int, b: int, width: I, koff: I, kind: I) -> int:
+    """Where in edge e's matrix labels a (lower end) and b are."""
+    place: int = kind[koff[2 * e] + a] * width[e] + kind[koff[2 * e + 1] + b]
+    return place
+
+
+@compiled
+def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I) -> float:
     """One pass of TRW-S (Kolmogorov, PAMI 2006) in the order of nodes or against it; returns a valid bound.
 
     Reparametrised, the cost is sum_i theta_i + sum_e theta_e with theta_i = unary + messages and
     theta_e = pairwise - both messages. Each node gives the share gamma of theta_i to each later edge; the bound is the
     sum of the minima of what nodes and edges then have, and holds for any messages. `x` becomes the rounded choice.
     """
+    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
     n = len(noff) - 1
     bound = 0.0
-    widest = 0
-    for i in range(n):
-        widest = max(widest, noff[i + 1] - noff[i])
-    theta, taste, out = np.empty(widest), np.empty(widest), np.empty(widest)
+    widest = _widest(noff)
+    theta, taste, out, given = np.empty(widest), np.empty(widest), np.empty(widest), np.empty(widest)
     for step in range(n):
         i = n - 1 - step if backward else step
         k = noff[i + 1] - noff[i]
@@ -65,22 +69,24 @@ def sweep(
             taste[a] = theta[a]
         for q in range(first[i], first[i + 1]):
             e, s = edge[q], side[q]
-            m = moff[2 * e + s]
-            for a in range(k):
-                theta[a] += message[m + a]
+            m, c = moff[2 * e + s], koff[2 * e + s]
             if (s == 0) != backward:
                 later += 1
                 for a in range(k):
-                    taste[a] += message[m + a]
-            elif s == 1:
-                base = eoff[e] + x[low[e]] * k
+                    t = message[m + kind[c + a]]
+                    theta[a] += t
+                    taste[a] += t
+                continue
+            for a in range(k):
+                theta[a] += message[m + kind[c + a]]
+            if s == 1:
+                base = eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e]
                 for a in range(k):
-                    taste[a] += pairwise[base + a]
+                    taste[a] += pairwise[base + kind[c + a]]
             else:
-                kj = noff[high[e] + 1] - noff[high[e]]
-                base = eoff[e] + x[high[e]]
+                base = eoff[e] + kind[koff[2 * e + 1] + x[high[e]]]
                 for a in range(k):
-                    taste[a] += pairwise[base + a * kj]
+                    taste[a] += pairwise[base + kind[c + a] * width[e]]
         best = 0
         least = theta[0]
         for a in range(1, k):
@@ -94,68 +100,58 @@ def sweep(
             e, s = edge[q], side[q]
             if (s == 0) == backward:
                 continue
-            m = moff[2 * e + s]
-            o = moff[2 * e + 1 - s]
-            j = high[e] if s == 0 else low[e]
-            kj = noff[j + 1] - noff[j]
+            m, c, o = moff[2 * e + s], koff[2 * e + s], moff[2 * e + 1 - s]
+            mine, other = moff[2 * e + s + 1] - m, moff[2 * e + 2 - s] - o
+            for a in range(mine):
+                given[a] = np.inf
+            for a in range(k):
+                given[kind[c + a]] = min(given[kind[c + a]], gamma * theta[a])
+            for a in range(mine):
+                given[a] -= message[m + a]
             base = eoff[e]
             if s == 0:
-                for b in range(kj):
+                for b in range(other):
                     out[b] = np.inf
-                for a in range(k):
-                    t = gamma * theta[a] - message[m + a]
-                    row = base + a * kj
-                    for b in range(kj):
+                for a in range(mine):
+                    t, row = given[a], base + a * other
+                    for b in range(other):
                         out[b] = min(out[b], t + pairwise[row + b])
             else:
-                for b in range(kj):
-                    row = base + b * k
+                for b in range(other):
+                    row = base + b * mine
                     value = np.inf
-                    for a in range(k):
-                        value = min(value, gamma * theta[a] - message[m + a] + pairwise[row + a])
+                    for a in range(mine):
+                        value = min(value, given[a] + pairwise[row + a])
                     out[b] = value
             least = out[0]
-            for b in range(1, kj):
+            for b in range(1, other):
                 least = min(least, out[b])
             bound += least
-            for b in range(kj):
+            for b in range(other):
                 message[o + b] = out[b] - least
     return bound
 
 
 @compiled
-def slacks(
-    noff: I,
-    unary: F,
-    low: I,
-    high: I,
-    eoff: I,
-    pairwise: F,
-    first: I,
-    edge: I,
-    side: I,
-    moff: I,
-    message: F,
-    poff: I,
-    node_slack: F,
-    pair_slack: F,
-) -> float:
-    """By how much each label and pair exceeds the bound at least, and the bound (of these messages, any messages).
+def slacks(graph: Graph, moff: I, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
+    """By how much each label and pair of classes exceeds the bound at least, and the bound (of any messages).
 
     The reparametrisation of a forward `sweep`: `node_slack` is what lies on the node and its edges; `pair_slack` what
     lies on the pair, both its nodes and all their edges (edge e from `poff[e]` on, where `pairwise` may be shared).
     """
+    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
     n = len(noff) - 1
     bound = 0.0
     node_slack[:] = 0.0
+    given = np.empty(_widest(noff))
     for i in range(n):  # first: what nodes keep, and the share they give to later edges
         k = noff[i + 1] - noff[i]
         theta = unary[noff[i] : noff[i + 1]].copy()
         later = 0
         for q in range(first[i], first[i + 1]):
-            m = moff[2 * edge[q] + side[q]]
+            m, c = moff[2 * edge[q] + side[q]], koff[2 * edge[q] + side[q]]
             for a in range(k):
-                theta[a] += message[m + a]
+                theta[a] += message[m + kind[c + a]]
             if side[q] == 0:
                 later += 1
         gamma = 1.0 / max(1, later, first[i + 1] - first[i] - later)
@@ -168,44 +164,56 @@ def slacks(
             if side[q] == 1:
                 continue
             e = edge[q]
-            j = high[e]
-            kj = noff[j + 1] - noff[j]
-            lowest = np.inf
+            c = koff[2 * e]
+            mine, other = moff[2 * e + 1] - moff[2 * e], moff[2 * e + 2] - moff[2 * e + 1]
+            given[:mine] = np.inf
             for a in range(k):
-                t = gamma * theta[a] - message[moff[2 * e] + a]
-                for b in range(kj):
-                    p = poff[e] + a * kj + b
-                    pair_slack[p] = t + pairwise[eoff[e] + a * kj + b] - message[moff[2 * e + 1] + b]
+                given[kind[c + a]] = min(given[kind[c + a]], gamma * theta[a])
+            for a in range(k):  # what a label has above the best of its class stays with it
+                node_slack[noff[i] + a] += gamma * theta[a] - given[kind[c + a]]
+            lowest = np.inf
+            for a in range(mine):
+                t = given[a] - message[moff[2 * e] + a]
+                for b in range(other):
+                    p = poff[e] + a * other + b
+                    pair_slack[p] = t + pairwise[eoff[e] + a * other + b] - message[moff[2 * e + 1] + b]
                     lowest = min(lowest, pair_slack[p])
             bound += lowest
-            for p in range(poff[e], poff[e] + k * kj):
+            for p in range(poff[e], poff[e + 1]):
                 pair_slack[p] -= lowest
     for e in range(len(low)):  # then: the least an edge adds to each label of its ends
-        i, j = low[e], high[e]
-        k, kj = noff[i + 1] - noff[i], noff[j + 1] - noff[j]
-        for a in range(k):
-            least = np.inf
-            for b in range(kj):
-                least = min(least, pair_slack[poff[e] + a * kj + b])
-            node_slack[noff[i] + a] += least
-        for b in range(kj):
-            least = np.inf
-            for a in range(k):
-                least = min(least, pair_slack[poff[e] + a * kj + b])
-            node_slack[noff[j] + b] += least
-    for e in range(len(low)):  # at last: a pair has its own excess and that of its ends' other edges
-        i, j = low[e], high[e]
-        k, kj = noff[i + 1] - noff[i], noff[j + 1] - noff[j]
-        row_least, column_least = np.full(k, np.inf), np.full(kj, np.inf)
-        for a in range(k):
-            for b in range(kj):
-                value = pair_slack[poff[e] + a * kj + b]
+        other = width[e]
+        mine = (poff[e + 1] - poff[e]) // other
+        row_least, column_least = np.full(mine, np.inf), np.full(other, np.inf)
+        for a in range(mine):
+            for b in range(other):
+                value = pair_slack[poff[e] + a * other + b]
                 row_least[a] = min(row_least[a], value)
                 column_least[b] = min(column_least[b], value)
-        for a in range(k):
-            for b in range(kj):
-                others = node_slack[noff[i] + a] - row_least[a] + node_slack[noff[j] + b] - column_least[b]
-                pair_slack[poff[e] + a * kj + b] += others
+        for a in range(noff[low[e] + 1] - noff[low[e]]):
+            node_slack[noff[low[e]] + a] += row_least[kind[koff[2 * e] + a]]
+        for b in range(noff[high[e] + 1] - noff[high[e]]):
+            node_slack[noff[high[e]] + b] += column_least[kind[koff[2 * e + 1] + b]]
+    for e in range(len(low)):  # at last: a pair has its own excess and that of its ends' other edges
+        other = width[e]
+        mine = (poff[e + 1] - poff[e]) // other
+        row_least, column_least = np.full(mine, np.inf), np.full(other, np.inf)
+        row_node, column_node = np.full(mine, np.inf), np.full(other, np.inf)
+        for a in range(noff[low[e] + 1] - noff[low[e]]):
+            t = kind[koff[2 * e] + a]
+            row_node[t] = min(row_node[t], node_slack[noff[low[e]] + a])
+        for b in range(noff[high[e] + 1] - noff[high[e]]):
+            t = kind[koff[2 * e + 1] + b]
+            column_node[t] = min(column_node[t], node_slack[noff[high[e]] + b])
+        for a in range(mine):
+            for b in range(other):
+                value = pair_slack[poff[e] + a * other + b]
+                row_least[a] = min(row_least[a], value)
+                column_least[b] = min(column_least[b], value)
+        for a in range(mine):
+            for b in range(other):
+                others = row_node[a] - row_least[a] + column_node[b] - column_least[b]
+                pair_slack[poff[e] + a * other + b] += others
     return bound
 
 
@@ -220,8 +228,9 @@ def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F
 
 
 @compiled
-def usage_of(x: I, rows: int, node_items: Any, edge_items: Any, noff: I, low: I, high: I) -> F:
+def usage_of(x: I, rows: int, graph: Graph, node_items: Any, edge_items: Any) -> F:
     """Bytes per memory row under the choice `x`."""
+    noff, _, low, high, _, _, width, koff, kind, _, _, _ = graph
     change = np.zeros(rows + 1)
     ifirst, start, stop, aoff, amount = node_items
     for i in range(len(noff) - 1):
@@ -231,30 +240,19 @@ def usage_of(x: I, rows: int, node_items: Any, edge_items: Any, noff: I, low: I,
             change[stop[t]] -= u
     ifirst, start, stop, aoff, amount = edge_items
     for e in range(len(low)):
-        kj = noff[high[e] + 1] - noff[high[e]]
-        for t in range(ifirst[e], ifirst[e + 1]):
-            u = amount[aoff[t] + x[low[e]] * kj + x[high[e]]]
-            change[start[t]] += u
-            change[stop[t]] -= u
+        if ifirst[e] < ifirst[e + 1]:
+            p = _pair(e, x[low[e]], x[high[e]], width, koff, kind)
+            for t in range(ifirst[e], ifirst[e + 1]):
+                u = amount[aoff[t] + p]
+                change[start[t]] += u
+                change[stop[t]] -= u
     return np.cumsum(change)[:-1]
 
 
 @compiled
-def _shift(
-    i: int,
-    label: int,
-    sign: float,
-    x: I,
-    used: F,
-    node_items: Any,
-    edge_items: Any,
-    noff: I,
-    low: I,
-    high: I,
-    first: I,
-    edge: I,
-) -> None:
+def _shift(i: int, label: int, sign: float, x: I, used: F, graph: Graph, node_items: Any, edge_items: Any) -> None:
     """Add `sign` times what node i (with label `label`) and its edges use to `used`."""
+    _, _, low, high, _, _, width, koff, kind, first, edge, _ = graph
     ifirst, start, stop, aoff, amount = node_items
     for t in range(ifirst[i], ifirst[i + 1]):
         u = sign * amount[aoff[t] + label]
@@ -264,20 +262,21 @@ def _shift(
     ifirst, start, stop, aoff, amount = edge_items
     for q in range(first[i], first[i + 1]):
         e = edge[q]
-        kj = noff[high[e] + 1] - noff[high[e]]
-        pair = label * kj + x[high[e]] if low[e] == i else x[low[e]] * kj + label
+        if ifirst[e] == ifirst[e + 1]:
+            continue
+        a, b = (label, x[high[e]]) if low[e] == i else (x[low[e]], label)
+        p = _pair(e, a, b, width, koff, kind)
         for t in range(ifirst[e], ifirst[e + 1]):
-            u = sign * amount[aoff[t] + pair]
+            u = sign * amount[aoff[t] + p]
             if u != 0.0:
                 for r in range(start[t], stop[t]):
                     used[r] += u
 
 
 @compiled
-def _label_costs(
-    i: int, skip: int, x: I, noff: I, unary: F, low: I, high: I, eoff: I, pairwise: F, first: I, edge: I, out: F
-) -> None:
+def _label_costs(i: int, skip: int, x: I, graph: Graph, out: F) -> None:
     """Cost of each label of node i given its neighbours, the edge `skip` left out."""
+    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, _ = graph
     k = noff[i + 1] - noff[i]
     for a in range(k):
         out[a] = unary[noff[i] + a]
@@ -286,42 +285,40 @@ def _label_costs(
         if e == skip:
             continue
         if low[e] == i:
-            kj = noff[high[e] + 1] - noff[high[e]]
+            base, c = eoff[e] + kind[koff[2 * e + 1] + x[high[e]]], koff[2 * e]
             for a in range(k):
-                out[a] += pairwise[eoff[e] + a * kj + x[high[e]]]
+                out[a] += pairwise[base + kind[c + a] * width[e]]
         else:
+            base, c = eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e], koff[2 * e + 1]
             for a in range(k):
-                out[a] += pairwise[eoff[e] + x[low[e]] * k + a]
+                out[a] += pairwise[base + kind[c + a]]
+
+
+@compiled
+def _best_of_classes(costs: F, k: int, classes: int, base: int, kind: I, best: I) -> None:
+    """The cheapest label of every class."""
+    best[:classes] = -1
+    for a in range(k):
+        c = kind[base + a]
+        if best[c] < 0 or costs[a] < costs[best[c]]:
+            best[c] = a
 
 
 @compiled
 def descend(
-    x: I,
-    room: F,
-    node_items: Any,
-    edge_items: Any,
-    noff: I,
-    unary: F,
-    low: I,
-    high: I,
-    eoff: I,
-    pairwise: F,
-    first: I,
-    edge: I,
-    smallest: float,
-    rounds: int,
+    x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, moff: I, smallest: float, rounds: int
 ) -> None:
     """Improve a feasible choice in place by moves of one node and of the two nodes of an edge, until none is left."""
-    widest = 0
-    for i in range(len(noff) - 1):
-        widest = max(widest, noff[i + 1] - noff[i])
+    noff, _, low, high, eoff, pairwise, _, koff, kind, _, _, _ = graph
+    widest = _widest(noff)
     mine, other = np.empty(widest), np.empty(widest)
-    used = usage_of(x, len(room), node_items, edge_items, noff, low, high)
+    rows, columns = np.empty(widest, np.int64), np.empty(widest, np.int64)
+    used = usage_of(x, len(room), graph, node_items, edge_items)
     for _ in range(rounds):
         moved = False
         for i in range(len(noff) - 1):
             k = noff[i + 1] - noff[i]
-            _label_costs(i, -1, x, noff, unary, low, high, eoff, pairwise, first, edge, mine)
+            _label_costs(i, -1, x, graph, mine)
             old = x[i]
             while True:  # from the cheapest label on
                 a = 0
@@ -330,72 +327,61 @@ def descend(
                         a = b
                 if not mine[a] < mine[old] - smallest:
                     break
-                _shift(i, old, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-                _shift(i, a, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+                _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+                _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
                 if np.all(used <= room):
                     x[i] = a
                     moved = True
                     break
-                _shift(i, a, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-                _shift(i, old, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+                _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
+                _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
                 mine[a] = np.inf
         if moved:
             continue
         for e in range(len(low)):
             i, j = low[e], high[e]
             k, kj = noff[i + 1] - noff[i], noff[j + 1] - noff[j]
-            _label_costs(i, e, x, noff, unary, low, high, eoff, pairwise, first, edge, mine)
-            _label_costs(j, e, x, noff, unary, low, high, eoff, pairwise, first, edge, other)
-            now = mine[x[i]] + other[x[j]] + pairwise[eoff[e] + x[i] * kj + x[j]]
-            for a in range(k):
-                for b in range(kj):
-                    value = mine[a] + other[b] + pairwise[eoff[e] + a * kj + b]
+            _label_costs(i, e, x, graph, mine)
+            _label_costs(j, e, x, graph, other)
+            ci, cj = moff[2 * e + 1] - moff[2 * e], moff[2 * e + 2] - moff[2 * e + 1]
+            _best_of_classes(mine, k, ci, koff[2 * e], kind, rows)
+            _best_of_classes(other, kj, cj, koff[2 * e + 1], kind, columns)
+            now = mine[x[i]] + other[x[j]]
+            now += pairwise[eoff[e] + kind[koff[2 * e] + x[i]] * cj + kind[koff[2 * e + 1] + x[j]]]
+            for c in range(ci):
+                for d in range(cj):
+                    a, b = rows[c], columns[d]
+                    value = mine[a] + other[b] + pairwise[eoff[e] + c * cj + d]
                     if value < now - smallest and (a != x[i] or b != x[j]):
                         old, before = x[i], x[j]
-                        _shift(i, old, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-                        _shift(i, a, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+                        _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+                        _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
                         x[i] = a
-                        _shift(j, before, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-                        _shift(j, b, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+                        _shift(j, before, -1.0, x, used, graph, node_items, edge_items)
+                        _shift(j, b, 1.0, x, used, graph, node_items, edge_items)
                         x[j] = b
                         if np.all(used <= room):
                             now = value
                             moved = True
                         else:
-                            _shift(j, b, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-                            _shift(j, before, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+                            _shift(j, b, -1.0, x, used, graph, node_items, edge_items)
+                            _shift(j, before, 1.0, x, used, graph, node_items, edge_items)
                             x[j] = before
-                            _shift(i, a, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-                            _shift(i, old, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+                            _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
+                            _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
                             x[i] = old
         if not moved:
             break
 
 
 @compiled
-def repair(
-    x: I,
-    room: F,
-    node_items: Any,
-    edge_items: Any,
-    noff: I,
-    unary: F,
-    low: I,
-    high: I,
-    eoff: I,
-    pairwise: F,
-    first: I,
-    edge: I,
-    steps: int,
-) -> bool:
+def repair(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, steps: int) -> bool:
     """Bring a choice within the room in place: again and again the move with the least cost per byte taken off the
     overflowing rows (never one that raises the overflow). Whether it succeeded."""
-    widest = 0
-    for i in range(len(noff) - 1):
-        widest = max(widest, noff[i + 1] - noff[i])
-    mine = np.empty(widest)
+    noff, _, low, high, _, _, width, koff, kind, first, edge, _ = graph
+    mine = np.empty(_widest(noff))
     rows = len(room)
-    used = usage_of(x, rows, node_items, edge_items, noff, low, high)
+    used = usage_of(x, rows, graph, node_items, edge_items)
     banned = np.zeros(len(noff) - 1, np.bool_)
     overflow = np.maximum(used - room, 0.0).sum()
     for _ in range(steps):
@@ -419,7 +405,7 @@ def repair(
             if not touches:
                 continue
             k = noff[i + 1] - noff[i]
-            _label_costs(i, -1, x, noff, unary, low, high, eoff, pairwise, first, edge, mine)
+            _label_costs(i, -1, x, graph, mine)
             for a in range(k):
                 gain = 0.0
                 ifirst, start, stop, aoff, amount = node_items
@@ -429,29 +415,30 @@ def repair(
                 ifirst, start, stop, aoff, amount = edge_items
                 for q in range(first[i], first[i + 1]):
                     e = edge[q]
-                    kj = noff[high[e] + 1] - noff[high[e]]
+                    if ifirst[e] == ifirst[e + 1]:
+                        continue
+                    old, new = (x[i], x[high[e]]), (a, x[high[e]])
+                    if low[e] != i:
+                        old, new = (x[low[e]], x[i]), (x[low[e]], a)
+                    p, c = _pair(e, *old, width, koff, kind), _pair(e, *new, width, koff, kind)
                     for t in range(ifirst[e], ifirst[e + 1]):
                         w = weight[stop[t]] - weight[start[t]]
-                        if low[e] == i:
-                            p, c = aoff[t] + x[i] * kj + x[high[e]], aoff[t] + a * kj + x[high[e]]
-                        else:
-                            p, c = aoff[t] + x[low[e]] * kj + x[i], aoff[t] + x[low[e]] * kj + a
-                        gain += w * (amount[p] - amount[c])
+                        gain += w * (amount[aoff[t] + p] - amount[aoff[t] + c])
                 if gain > 0.0:
                     ratio = (mine[a] - mine[x[i]]) / gain
                     if ratio < best_ratio:
                         best_i, best_a, best_ratio = i, a, ratio
         if best_i < 0:
             return False
-        old = x[best_i]
-        _shift(best_i, old, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-        _shift(best_i, best_a, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+        old_label = x[best_i]
+        _shift(best_i, old_label, -1.0, x, used, graph, node_items, edge_items)
+        _shift(best_i, best_a, 1.0, x, used, graph, node_items, edge_items)
         now = np.maximum(used - room, 0.0).sum()
         if now < overflow:
             x[best_i] = best_a
             overflow = now
         else:  # it only moves the overflow elsewhere
-            _shift(best_i, best_a, -1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
-            _shift(best_i, old, 1.0, x, used, node_items, edge_items, noff, low, high, first, edge)
+            _shift(best_i, best_a, -1.0, x, used, graph, node_items, edge_items)
+            _shift(best_i, old_label, 1.0, x, used, graph, node_items, edge_items)
             banned[best_i] = True
     return bool(np.all(used <= room))

@@ -147,6 +147,24 @@ class Network:
             other.room, other.times = self.room.copy(), self.times
         return other
 
+    def priced(self, prices: Array) -> Network:
+        """A copy without memory rows whose costs have `prices[row]` per byte used added, and less what the room pays.
+
+        Its least cost is a lower bound for this network when no price is negative.
+        """
+        other = self.copy(memory=False)
+        weight = np.concatenate(([0.0], np.cumsum(prices)))
+        for i in self.alive:
+            for (first, last), amount in self.node_terms[i].items():
+                if weight[last] > weight[first]:
+                    other.add_node_cost(i, amount * (weight[last] - weight[first]))
+        for (u, v), terms in self.edge_terms.items():
+            extra = sum((a * (weight[last] - weight[first]) for (first, last), a in terms.items()), np.zeros(()))
+            if np.any(extra):
+                other.join(u, v, other.memo.intern(np.asarray(extra)))
+        other.offset -= float(prices @ (self.room + self.slack))
+        return other
+
     # --- reading -----------------------------------------------------------------------------------------------------
     @property
     def alive(self) -> list[int]:

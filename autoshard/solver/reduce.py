@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autoshard.solver.eliminate import merge_classes
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Array
 
@@ -178,6 +179,11 @@ def contract_functions(net: Network) -> None:
 # --- dominance -------------------------------------------------------------------------------------------------------
 def _worst_change(matrix: Array) -> Array:
     """`[a, b]`: how much dearer row b can be than row a, over the columns (shape (rows, rows))."""
+    matrix, (kind, _) = merge_classes(matrix)  # many strategies, few shardings of one tensor
+    return _worst_change_of_classes(matrix)[np.ix_(kind, kind)]
+
+
+def _worst_change_of_classes(matrix: Array) -> Array:
     rows = len(matrix)
     out = np.empty((rows, rows))
     finite = np.isfinite(matrix)

@@ -15,6 +15,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.peak import explain, least_peak
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.reduce import reduce
+
+if TYPE_CHECKING:
+    from autoshard.solver.dual import Dual
 
 GAP_TOLERANCE = 1e-9
 """OPTIMAL means objective - bound <= this fraction of the objective: the rounding of float64 sums over thousands of
@@ -39,6 +43,13 @@ ROUNDS = 6
 """Times that the problem is bounded, fixed and reduced again before the integer program."""
 SWEEPS = (20, 50, 100, 150, 200, 300, 400)
 """Sweeps of the dual in each part of a round; after each part a choice is rounded and improved."""
+
+NEAR_WIDTH, NEAR_STEP, NEAR_TRIES = 1e-5, 10.0, 6
+"""What costs at most this fraction more than the bound is solved exactly first; then this factor more; so often."""
+NEAR_LEAST, NEAR_MOST = 1e-9, 0.03
+"""The narrowest and the widest piece that is tried, as fractions of the bound."""
+NEAR_PROGRAM, NEAR_TIME = 60_000, 3.0
+"""Entries of the integer program's matrix, and seconds, of such a piece under memory rows."""
 
 FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
 """A fold is solved when the gap is larger, it has at most this share of the nodes, for this share of the time left."""
@@ -131,6 +142,7 @@ class _Run:
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.backend = "none"
+        self._width = NEAR_WIDTH
 
     def offer(self, choice: list[int], backend: str) -> bool:
         """Take over a full choice if it is feasible and better; whether it is feasible."""
@@ -215,7 +227,7 @@ class _Run:
                 choice = dual.improved()
                 if choice is not None:
                     self.offer(net.expand(choice), "dual")
-                if self.optimal or self.late:
+                if self.optimal or self.late or self._near(net, dual) or self.optimal:
                     break
             self.report("dual")
             if self.optimal or self.late:
@@ -240,6 +252,77 @@ class _Run:
             if sum(net.size(i) for i in net.alive) > 0.8 * before:
                 break
         return self._integer(net)
+
+    def _near(self, net: Network, dual: Dual) -> bool:
+        """Solve exactly what may cost little more than the dual's bound; whether that settled the whole network.
+
+        Everything that costs more than bound + width is forbidden. When a choice is left and costs no more than that,
+        it is optimal; when none is left, bound + width is a bound. A tight dual leaves so little that dynamic
+        programming (or a small integer program, under memory rows) ends at once, where rounding goes astray in ties
+        and forbidden pairs.
+        """
+        scale = abs(dual.bound) or 1e-9 * dual.forbidden
+        span, solved = self.objective - dual.bound, False
+        for _ in range(NEAR_TRIES):
+            if self.late:
+                break
+            width = min(self._width * scale, span)
+            upper = dual.bound + width
+            part = net.copy()
+            try:
+                dual.fix(part, upper)
+                reduce(part, deadline=self.deadline)
+                cost = self._exactly(net, part, dual, upper)
+            except ImpossibleError:
+                cost = math.inf
+            if cost is None:  # too large
+                if solved:
+                    break
+                self._width /= NEAR_STEP
+                solved = self._width < NEAR_LEAST
+                continue
+            solved = True
+            self.raise_bound(min(cost, upper * (1.0 - math.copysign(1e-12, upper)), self.objective))
+            if cost <= upper or width >= span:
+                return True
+            if width >= NEAR_MOST * scale:
+                break
+            span = self.objective - dual.bound
+            self._width *= NEAR_STEP
+        return False
+
+    def _exactly(self, net: Network, part: Network, dual: Dual, upper: float) -> float | None:
+        """The least cost of `part` (a piece of `net`), offered as a choice; None when that takes too long."""
+        relaxed = part.priced(dual.prices(part.times)) if len(part.room) else part
+        if len(part.room):
+            reduce(relaxed, deadline=self.deadline)
+        exact = exact_minimum(relaxed, deadline=self.deadline)
+        if exact is None and not len(part.room):
+            return None
+        if exact is not None:
+            choice, cost = exact
+            if math.isinf(cost):
+                return math.inf
+            if not len(part.room):
+                self.offer(net.expand(part.expand(choice)), "dynamic programming")
+                return cost
+            whole = part.expand(relaxed.expand(choice))
+            self.raise_bound(min(cost, upper, self.objective))
+            better = dual.improved(whole)
+            if better is not None:
+                self.offer(net.expand(better), "dynamic programming")
+            if cost > upper:
+                return math.inf
+        if ilp.nonzeros(part) > NEAR_PROGRAM:
+            return None
+        left = min(NEAR_TIME, self.deadline - time.perf_counter())
+        backend = ilp.require(self.asked_backend)
+        result = ilp.solve_ilp(part, backend=backend, time_limit=left, seed=self.seed, largest=upper - dual.bound)
+        if result.choice is not None:
+            self.offer(net.expand(part.expand(result.choice)), backend)
+        if not result.finished:
+            return None
+        return math.inf if result.infeasible else result.bound
 
     def _folded(self) -> None:
         """Once: a choice from the problem in which repeated parts decide together."""
