@@ -257,15 +257,10 @@ class Dual:
 
         Returns how many labels and pairs were forbidden. Every choice that costs less than `upper` survives.
         """
-        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
-        classes = np.diff(self.moff).reshape(-1, 2)
-        poff = np.concatenate(([0], np.cumsum(classes[:, 0] * classes[:, 1]))).astype(np.int64)
-        if poff[-1] > LARGEST_PAIRS:
+        found = self._slacks(upper)
+        if found is None:
             return 0
-        node_slack, pair_slack = np.zeros(int(self.noff[-1])), np.zeros(int(poff[-1]))
-        bound = self._kernels.slacks(self._graph(), self.moff, self.message, poff, node_slack, pair_slack)
-        bound += self.net.offset - float(self.multipliers @ self.room)
-        allowed = upper - bound
+        classes, poff, node_slack, pair_slack, allowed = found
         count = 0
         keep = {int(v): node_slack[self.noff[p] : self.noff[p + 1]] <= allowed for p, v in enumerate(self.nodes)}
         for v, mask in keep.items():
@@ -282,3 +277,20 @@ class Dual:
                 count += int(mask.sum())
                 net.join(u, v, net.memo.intern(np.where(mask, np.inf, 0.0)))
         return count
+
+    def share(self, upper: float) -> float:
+        """The share of the labels that may be in a choice cheaper than `upper`."""
+        found = self._slacks(upper) if math.isfinite(upper) else None
+        return 1.0 if found is None else float((found[2] <= found[4]).mean())
+
+    def _slacks(self, upper: float) -> tuple[np.ndarray, np.ndarray, Array, Array, float] | None:
+        """(classes per edge, offsets of pairs, slack per label, slack per pair of classes, slack allowed)."""
+        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
+        classes = np.diff(self.moff).reshape(-1, 2)
+        poff = np.concatenate(([0], np.cumsum(classes[:, 0] * classes[:, 1]))).astype(np.int64)
+        if poff[-1] > LARGEST_PAIRS:
+            return None
+        node_slack, pair_slack = np.zeros(int(self.noff[-1])), np.zeros(int(poff[-1]))
+        bound = self._kernels.slacks(self._graph(), self.moff, self.message, poff, node_slack, pair_slack)
+        bound += self.net.offset - float(self.multipliers @ self.room)
+        return classes, poff, node_slack, pair_slack, upper - bound

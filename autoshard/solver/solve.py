@@ -41,20 +41,23 @@ Progress = Callable[[str, float, float], None]
 
 ROUNDS = 6
 """Times that the problem is bounded, fixed and reduced again before the integer program."""
-SWEEPS = (20, 50, 100, 150, 200, 300, 400)
+FIXED_SHARE = 0.5
+"""A round ends when no more than this share of the strategies can be in a better choice: the rest is bounded anew."""
+SWEEPS = (20, 50, 100, 200, 300, 300, 400)
 """Sweeps of the dual in each part of a round; after each part a choice is rounded and improved."""
 
-NEAR_WIDTH, NEAR_STEP, NEAR_TRIES = 1e-5, 10.0, 6
+NEAR_WIDTH, NEAR_STEP, NEAR_TRIES = 1e-5, 10.0, 4
 """What costs at most this fraction more than the bound is solved exactly first; then this factor more; so often."""
-NEAR_LEAST, NEAR_MOST = 1e-9, 0.03
-"""The narrowest and the widest piece that is tried, as fractions of the bound."""
+NEAR_LEAST, NEAR_MOST, NEAR_SHARE = 1e-9, 0.05, 0.6
+"""The narrowest and the widest piece that is tried, as fractions of the bound, and the largest share of all strategies
+that it may have."""
 NEAR_PROGRAM, NEAR_TIME = 60_000, 3.0
 """Entries of the integer program's matrix, and seconds, of such a piece under memory rows."""
 
 FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
 """A fold is solved when the gap is larger, it has at most this share of the nodes, for this share of the time left."""
 
-LARGEST_PROGRAM = 5_000_000
+LARGEST_PROGRAM = 1_000_000
 """Entries of the integer program's matrix up to which it is tried when a choice is known: presolve ignores limits."""
 PEAK_TIME = 8.0
 """Seconds at most for the least reachable peak, which goes into the message when no choice fits."""
@@ -229,6 +232,8 @@ class _Run:
                     self.offer(net.expand(choice), "dual")
                 if self.optimal or self.late or self._near(net, dual) or self.optimal:
                     break
+                if dual.share(self.objective) < FIXED_SHARE:
+                    break
             self.report("dual")
             if self.optimal or self.late:
                 return
@@ -262,33 +267,30 @@ class _Run:
         and forbidden pairs.
         """
         scale = abs(dual.bound) or 1e-9 * dual.forbidden
-        span, solved = self.objective - dual.bound, False
+        labels = sum(net.size(i) for i in net.alive)
         for _ in range(NEAR_TRIES):
-            if self.late:
-                break
+            span = self.objective - dual.bound
             width = min(self._width * scale, span)
+            if self.late or width > NEAR_MOST * scale:
+                break
             upper = dual.bound + width
             part = net.copy()
             try:
                 dual.fix(part, upper)
+                if sum(part.size(i) for i in part.alive) > NEAR_SHARE * labels:
+                    return False
                 reduce(part, deadline=self.deadline)
                 cost = self._exactly(net, part, dual, upper)
             except ImpossibleError:
                 cost = math.inf
             if cost is None:  # too large
-                if solved:
-                    break
-                self._width /= NEAR_STEP
-                solved = self._width < NEAR_LEAST
-                continue
-            solved = True
+                self._width = max(width / scale / NEAR_STEP, NEAR_LEAST)
+                break
             self.raise_bound(min(cost, upper * (1.0 - math.copysign(1e-12, upper)), self.objective))
             if cost <= upper or width >= span:
                 return True
-            if width >= NEAR_MOST * scale:
-                break
-            span = self.objective - dual.bound
-            self._width *= NEAR_STEP
+            span = (self.objective - dual.bound) / scale
+            self._width = span if span <= NEAR_MOST else width / scale * NEAR_STEP
         return False
 
     def _exactly(self, net: Network, part: Network, dual: Dual, upper: float) -> float | None:
