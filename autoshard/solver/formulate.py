@@ -129,6 +129,7 @@ class _Builder:
         self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
         self._find_sums()
+        self.contractions: set[int] = set()  # nodes of groups that contract
         self._matrices: dict[tuple[object, ...], Matrix] = {}
         self._by_shape: dict[object, tuple[Strategies, Matrix]] = {}
 
@@ -256,6 +257,8 @@ class _Builder:
         readers: dict[Value, list[tuple[int, Specs]]] = {}
         first_group = len(self.node_costs) - len(ways)
         for group, own in zip(self.groups.groups, ways, strict=True):
+            if self.graph.ops[group.ops[0]].kind in CONTRACTIONS:
+                self.contractions.add(first_group + group.id)
             for value, specs in zip(group.inputs, own.inputs, strict=True):
                 readers.setdefault(value, []).append((first_group + group.id, specs))
         copies = []
@@ -266,7 +269,7 @@ class _Builder:
                 copies.append(self._copy(value, node, specs, uses))
             else:
                 for reader, wanted in uses:
-                    self._edge(node, reader, self._reshard(value, specs, wanted))
+                    self._edge(node, reader, self._reshard(value, specs, reader, wanted))
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
@@ -275,9 +278,10 @@ class _Builder:
         same = np.array([True] * len(specs.choices) + [False] * len(others))
         held = Specs(specs.choices + others, np.arange(len(same), dtype=np.int32))
         copy = self._node(np.zeros(len(same)), f"copy of {self.names[node]}")
-        key = ("into", self.graph.type_of(value), specs.choices, others)
+        item = self._moved_as(value, [reader for reader, _ in uses])
+        key = ("into", self.graph.type_of(value), item, specs.choices, others)
         if key not in self._matrices:
-            into = self._choice_matrix(value, specs.choices, held.choices).copy()
+            into = self._choice_matrix(value, specs.choices, held.choices, item).copy()
             kept = len(specs.choices)
             into[:, :kept] = np.where(np.eye(kept, dtype=bool), 0.0, np.inf)
             for row, spec in enumerate(specs.choices):  # a copy that is the value itself is not a copy
@@ -287,9 +291,10 @@ class _Builder:
             self._matrices[key] = into
         self._edge(node, copy, self._expand(key, self._matrices[key], specs, held))
         for reader, wanted in uses:
-            out_key = ("out", self.graph.type_of(value), specs.choices, others, wanted.choices)
+            item = self._moved_as(value, [reader])
+            out_key = ("out", self.graph.type_of(value), item, specs.choices, others, wanted.choices)
             if out_key not in self._matrices:
-                out = self._choice_matrix(value, held.choices, wanted.choices).copy()
+                out = self._choice_matrix(value, held.choices, wanted.choices, item).copy()
                 kept = len(specs.choices)
                 for row, spec in enumerate(others):
                     for column, other in enumerate(wanted.choices):
@@ -303,9 +308,18 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
-    def _choice_matrix(self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...]) -> Matrix:
+    def _moved_as(self, value: Value, readers: Sequence[int]) -> int:
+        """Bytes of an element while it is resharded for these nodes: a TPU rounds what contractions alone will read."""
         kind = self.graph.type_of(value)
-        key = ("reshard", kind, sources, wanted)
+        contracted = all(node in self.contractions for node in readers)
+        rounds = self.device.target == "tpu" and kind.dtype == "f32" and contracted
+        return 2 if rounds else dtype_bytes(kind.dtype)
+
+    def _choice_matrix(
+        self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int
+    ) -> Matrix:
+        kind = self.graph.type_of(value)
+        key = ("reshard", kind, item, sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -313,14 +327,15 @@ class _Builder:
             )
             matrix = np.array([[0.0 if left == right else np.inf for right in wanted] for left in sources])
             if rows and columns:
-                shape, item = kind.shape, dtype_bytes(kind.dtype)
-                matrix[np.ix_(*whole)] = reshard_matrix(shape, item, rows, columns, self.mesh, self.device)[0]
+                seconds_of = reshard_matrix(kind.shape, item, rows, columns, self.mesh, self.device)[0]
+                matrix[np.ix_(*whole)] = seconds_of
             self._matrices[key] = matrix
         return self._matrices[key]
 
-    def _reshard(self, value: Value, sources: Specs, wanted: Specs) -> Matrix:
-        matrix = self._choice_matrix(value, sources.choices, wanted.choices)
-        key = ("reshard", self.graph.type_of(value), sources.choices, wanted.choices)
+    def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
+        item = self._moved_as(value, [reader])
+        matrix = self._choice_matrix(value, sources.choices, wanted.choices, item)
+        key = ("reshard", self.graph.type_of(value), item, sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:
