@@ -1,0 +1,101 @@
+"""Sums of partial results as a plan annotates them: behind a pin, through copies, merged; held against compilers."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.capture.program import AtenOp, TensorType
+from autoshard.cost.spmd import partition
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import propagate
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, Spec
+from autoshard.verify.collectives import compiled_collectives, normalise
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import TargetError, parse_target
+from tests.graph.helpers import graph_from_text
+
+MESH = Mesh((2, 4), ("data", "model"))
+FAMILIES = {"cpu": "cpu:8", "gpu": "h100:8", "tpu": "tpu-v5e:2x4"}
+WHOLE: Spec = ((), ())
+ROWS: Spec = (("model",), ())
+COLUMNS: Spec = ((), ("model",))
+KIND = TensorType((512, 1024), "f32")
+
+
+def marked(name: str, k: int) -> str:
+    """The marker behind output 0 of aten op k."""
+    call = f'stablehlo.custom_call @Sharding(%r{k}) {{mhlo.sharding = "{{replicated}}"}}'
+    return f'{name} = {call} : (tensor<512x1024xf32>) -> tensor<512x1024xf32> loc("op{k}.out0")'
+
+
+def two_products() -> Graph:
+    """tanh(a @ w + b @ v): the two products are partial when their contracted dims are split."""
+    weight = "(tensor<512x1024xf32>, tensor<1024x1024xf32>) -> tensor<512x1024xf32>"
+    text = f"""module {{ func.func public @main(%a: tensor<512x1024xf32>, %b: tensor<512x1024xf32>,
+        %w: tensor<1024x1024xf32>, %v: tensor<1024x1024xf32>) -> tensor<512x1024xf32> {{
+      %r0 = stablehlo.dot_general %a, %w, contracting_dims = [1] x [0] : {weight} loc("op0")
+      {marked("%x", 0)}
+      %r1 = stablehlo.dot_general %b, %v, contracting_dims = [1] x [0] : {weight} loc("op1")
+      {marked("%y", 1)}
+      %one = stablehlo.constant dense<1.0> : tensor<512x1024xf32> loc("op2")
+      %scaled = stablehlo.multiply %y, %one : tensor<512x1024xf32> loc("op2")
+      %r2 = stablehlo.add %x, %scaled : tensor<512x1024xf32> loc("op2")
+      {marked("%s", 2)}
+      %r3 = stablehlo.tanh %s : tensor<512x1024xf32> loc("op3")
+      {marked("%t", 3)}
+      return %t : tensor<512x1024xf32> }} }}"""
+    ops = [AtenOp(k, name, "", "forward", (KIND,)) for k, name in enumerate(("mm", "mm", "add", "tanh"))]
+    return graph_from_text(text, ops=ops)
+
+
+def annotations(graph: Graph, total: Spec, *, copies: bool) -> Annotations:
+    """Products contracted over the model axis and pinned whole, their sum pinned as `total`."""
+    x, y, s, t = (graph.aten_outputs[k, 0] for k in range(4))
+    arguments = dict(zip(map(Value, graph.arguments), (COLUMNS, COLUMNS, ROWS, ROWS), strict=True))
+    pins = arguments | {x: WHOLE, y: WHOLE, s: total, t: total}
+    return Annotations(pins, {(x, 2): total, (y, 2): total} if copies else {})
+
+
+def predicted(graph: Graph, wanted: Annotations, family: str) -> dict[tuple[str, tuple[str, ...]], int]:
+    totals: dict[tuple[str, tuple[str, ...]], int] = {}
+    for one in partition(graph, propagate(graph, wanted, MESH), family).collectives:
+        totals[one.kind, one.axes] = totals.get((one.kind, one.axes), 0) + one.bytes * one.count
+    return totals
+
+
+SIZE = 512 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "total", "copies", "kind", "times"),
+    [
+        ("cpu", WHOLE, False, "all-reduce", 2),
+        ("gpu", WHOLE, False, "all-reduce", 1),
+        ("tpu", WHOLE, False, "all-reduce", 1),
+        ("cpu", ROWS, True, "reduce-scatter", 2),
+        ("gpu", ROWS, True, "reduce-scatter", 1),
+        ("tpu", ROWS, True, "reduce-scatter", 1),
+    ],
+)
+def test_a_sum_of_partial_products(family: str, total: Spec, copies: bool, kind: str, times: int):
+    graph = two_products()
+    wanted = annotations(graph, total, copies=copies)
+    assert predicted(graph, wanted, family) == {(kind, ("model",)): times * SIZE}
+    target = parse_target(FAMILIES[family], 8)
+    try:
+        target.packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
+    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
+
+
+def test_a_tpu_rounds_a_copy_that_only_products_read_before_it_gathers_it():
+    graph = two_products()
+    a, b, w, v = map(Value, graph.arguments)
+    wanted = Annotations({a: ROWS, b: ROWS, w: ROWS, v: ROWS}, {(w, 0): WHOLE, (v, 1): WHOLE})
+    weights = 2 * 1024 * 1024
+    assert predicted(graph, wanted, "tpu") == {("all-gather", ("model",)): 2 * weights}
+    assert predicted(graph, wanted, "gpu") == {("all-gather", ("model",)): 4 * weights}
