@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 import autoshard
-from autoshard.api import candidate_meshes, plan_program
+from autoshard.api import candidate_meshes, collector_paused, plan_program
 from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.errors import AutoshardError
@@ -154,7 +154,7 @@ def plan(
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
     if output is not None:
         _writable(output)
-    with Stages() as stages:
+    with Stages() as stages, collector_paused():
         program = _program(source, batch, seq, fields, train, stages)
         found = plan_program(
             program,
