@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.errors import AutoshardError
-from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
+from autoshard.mesh import MAX_DEVICES, Mesh, Spec, as_spec, format_spec, parse_spec
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
@@ -128,14 +128,15 @@ def plan_program(
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`."""
-    from autoshard.plan import Options, PlanError, SolverInfo, plan_of
+    from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo, plan_of
 
     say = progress or (lambda stage: None)
+    wanted = _hints(hints)
+    check_options(time_limit, seed)
     say("graph")
     graph = captured_graph(program)
-    wanted = {name: _hint(name, hint) for name, hint in sorted((hints or {}).items())}
     best: Plan | None = None
-    infeasible: AutoshardError | None = None
+    infeasible: list[NoPlanError] = []
     for candidate in [mesh] if isinstance(mesh, Mesh) else mesh:
         limit = _memory(memory, candidate)
         try:
@@ -150,8 +151,8 @@ def plan_program(
                 backend=backend,
                 progress=progress,
             )
-        except PlanError as error:
-            infeasible = error
+        except NoPlanError as error:
+            infeasible.append(error)
             continue
         say("predict")
         prediction = predict_annotations(graph, decided.annotations, candidate)
@@ -169,7 +170,7 @@ def plan_program(
         if best is None or _time(found) < _time(best):
             best = found
     if best is None:
-        raise infeasible or PlanError("no mesh to plan for")
+        raise min(infeasible, key=lambda error: error.least) if infeasible else PlanError("no mesh to plan for")
     return best
 
 
@@ -202,7 +203,7 @@ def plan_graph(
 ) -> Decision:
     """Choose a strategy for every op of a graph."""
     from autoshard.cost.device import load_device
-    from autoshard.plan import PlanError
+    from autoshard.plan import NoPlanError
     from autoshard.solver.formulate import check_hints, formulate
     from autoshard.solver.problem import Status
     from autoshard.solver.solve import solve
@@ -213,9 +214,21 @@ def plan_graph(
     formulation = formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=hints)
     say("solve")
     solution = solve(formulation.problem, time_limit=time_limit, seed=seed, backend=backend, fold=fold)
-    if solution.status is Status.INFEASIBLE:
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         shape = "x".join(str(size) for size in mesh.shape)
-        raise PlanError(f"no plan exists on mesh {shape}: {solution.message}")
+        least = solution.least_usage
+        if (
+            solution.status is Status.INFEASIBLE and least is None and hints
+        ):  # without hints there is always a plan: everything replicated
+            given = "; ".join(f"{name}={format_spec(spec)}" for name, spec in hints.items())
+            raise NoPlanError(
+                f"no plan exists on mesh {shape}: the hints contradict each other, or what the program allows "
+                f"(a state has its parameter's sharding, an updated tensor the one it had): {given}"
+            )
+        found = "exists" if solution.status is Status.INFEASIBLE else "was found"
+        raise NoPlanError(
+            f"no plan {found} on mesh {shape}: {solution.message}", least.reached if least is not None else math.inf
+        )
     return Decision(formulation.annotations(solution.choice), solution)
 
 
@@ -290,19 +303,26 @@ def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
 def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None) -> list[Mesh]:
     """The meshes to plan for: the one given, or every shape of `devices` with up to three axes."""
     if mesh is not None:
-        if devices is not None and not isinstance(mesh, Mesh):
+        if devices is not None:
             raise ValueError("give a mesh or a number of devices, not both")
         if isinstance(mesh, Mesh):
+            if device is not None and device != mesh.device:
+                raise ValueError(f"the mesh is of {mesh.device}, but device={device!r}; give the mesh that device kind")
             return [mesh]
-        return [
-            Mesh.parse(mesh, device=device or "cpu")
-            if isinstance(mesh, str)
-            else Mesh(tuple(mesh), (), device or "cpu")
-        ]
+        if isinstance(mesh, str):
+            return [Mesh.parse(mesh, device=device or "cpu")]
+        if not hasattr(mesh, "__iter__"):
+            raise ValueError(
+                f"a mesh is a shape such as (2, 4) or '2x4', or a Mesh, not {mesh!r}; "
+                "to have every shape of 8 devices tried, pass devices=8"
+            )
+        return [Mesh(tuple(mesh), (), device or "cpu")]
     if devices is None:
         raise ValueError("no devices are attached to plan for: pass a mesh such as mesh='2x4', or devices=8")
-    if devices < 1:
-        raise ValueError(f"devices={devices}: at least one is needed")
+    if not isinstance(devices, int):
+        raise ValueError(f"devices={devices!r}: a whole number of devices is needed")
+    if not 1 <= devices <= MAX_DEVICES:
+        raise ValueError(f"devices={devices}: at least one is needed" + f", at most {MAX_DEVICES:,}" * (devices > 1))
     return [Mesh(shape, (), device or "cpu") for shape in factorisations(devices)]
 
 
@@ -314,6 +334,22 @@ def factorisations(devices: int, axes: int = 3) -> list[tuple[int, ...]]:
             if devices % first == 0:
                 found.extend((first, *rest) for rest in factorisations(devices // first, axes - 1))
     return found
+
+
+def check_options(time_limit: float, seed: int) -> None:
+    """Raise ValueError for options of the solver that mean nothing."""
+    if not isinstance(time_limit, int | float) or not time_limit > 0:
+        raise ValueError(f"time_limit={time_limit!r}: a positive number of seconds is needed")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: a whole number is needed")
+
+
+def _hints(hints: Mapping[str, Hint] | None) -> dict[str, Spec]:
+    if hints is None:
+        return {}
+    if not isinstance(hints, Mapping) or not all(isinstance(name, str) for name in hints):
+        raise ValueError("hints are a dict from names of tensors to specs, such as {'wte.weight': '[model],[]'}")
+    return {name: _hint(name, hint) for name, hint in sorted(hints.items())}
 
 
 def _hint(name: str, hint: Hint) -> Spec:
@@ -328,6 +364,8 @@ def _memory(memory: float | Literal["device"] | None, mesh: Mesh) -> int | None:
 
     if memory == DEVICE_MEMORY:
         return load_device(mesh.device).memory_bytes
+    if memory is not None and (not isinstance(memory, int | float) or math.isnan(memory) or math.isinf(memory)):
+        raise ValueError(f"memory={memory!r}: a number of bytes per device is needed; None for no limit")
     if memory is not None and memory <= 0:
         raise ValueError(f"memory={memory}: bytes per device must be positive")
     return None if memory is None else int(memory)

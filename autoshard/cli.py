@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,13 @@ _EXTRAS = {"torch": "xla", "torch_xla": "xla", "transformers": "hf", "libtpu": "
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit status."""
+    with warnings.catch_warnings():
+        if not sys.warnoptions:  # what libraries warn of is about code that the user did not write
+            warnings.filterwarnings("ignore", module=r"(torch|torch_xla|transformers|jax)(\.|$)")
+        _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     try:
         status = commands.main(
             args=None if arguments is None else list(arguments), prog_name="autoshard", standalone_mode=False

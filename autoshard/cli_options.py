@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
+    if match is None or unit is None or not 0 < float(match[1]) * unit < float("inf"):
         raise ValueError(f"bytes are written 16GB (10^9), 16GiB (2^30) or 1.5e9, not {text!r}")
     return round(float(match[1]) * unit)
 

@@ -11,11 +11,15 @@ A spec says, for each dim of a tensor, which axes split it, major to minor:
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Spec = tuple[tuple[str, ...], ...]
+
+MAX_DEVICES = 2**20
+"""More than any machine has: a larger mesh is a slip of the keyboard, and listing its shapes would take for ever."""
 
 
 def replicated(rank: int) -> Spec:
@@ -45,8 +49,26 @@ def parse_spec(text: str) -> Spec:
 
 
 def as_spec(value: Sequence[Iterable[str] | str | None]) -> Spec:
-    """A spec from JSON lists or from torch_xla / jax style partition specs (`None`, `"data"`, `("x", "y")`)."""
-    return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in value)
+    """A spec from JSON lists or from torch_xla / jax style partition specs (`None`, `"data"`, `("x", "y")`).
+
+    Raises ValueError for anything else.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _no_spec(value)
+    return tuple(() if dim is None else (dim,) if isinstance(dim, str) else _axes(dim, value) for dim in value)
+
+
+def _axes(dim: Iterable[str], spec: object) -> tuple[str, ...]:
+    if not isinstance(dim, Iterable):
+        raise _no_spec(spec)
+    axes = tuple(dim)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise _no_spec(spec)
+    return axes
+
+
+def _no_spec(value: object) -> ValueError:
+    return ValueError(f"a spec has None, an axis or several axes per dim, such as ('data', None), not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -72,12 +94,17 @@ class Mesh:
 
     def __post_init__(self) -> None:
         """Check and complete the fields."""
-        shape = tuple(int(size) for size in self.shape)
+        try:
+            shape = tuple(operator.index(size) for size in self.shape)
+        except TypeError:
+            raise ValueError(f"a mesh shape is whole numbers, such as (2, 4), not {self.shape!r}") from None
         names = tuple(self.axis_names) or default_axis_names(len(shape))
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"a mesh has one, two or three axes, not {len(shape)} (shape {shape})")
         if any(size < 1 for size in shape):
             raise ValueError(f"every axis of a mesh needs at least one device: shape {shape}")
+        if math.prod(shape) > MAX_DEVICES:
+            raise ValueError(f"a mesh has at most {MAX_DEVICES:,} devices, not {math.prod(shape):,} (shape {shape})")
         if len(names) != len(shape):
             raise ValueError(f"mesh shape {shape} has {len(shape)} axes but {len(names)} names: {', '.join(names)}")
         clash = sorted({name for name in names if names.count(name) > 1})

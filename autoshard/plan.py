@@ -44,6 +44,19 @@ class PlanError(AutoshardError, ValueError):
     """A plan that is malformed, contradicts itself, or cannot be written."""
 
 
+class NoPlanError(PlanError):
+    """No plan exists: the memory limit or the hints exclude every one.
+
+    Attributes:
+        least: bytes per device of the least peak that a plan reaches; infinite where memory is not what excludes them.
+    """
+
+    def __init__(self, message: str, least: float = float("inf")) -> None:
+        """The message, and the least peak."""
+        super().__init__(message)
+        self.least = least
+
+
 class PlanMismatchError(PlanError):
     """A good plan, for another program or another mesh; the message says what differs first."""
 

@@ -110,23 +110,20 @@ def _reads(copies: Sequence[Copy]) -> str:
 
 def _join(rows: Iterable[_Row]) -> list[_Row]:
     """Rows that differ in the numbers of their module path only, as one with the numbers it stands for."""
-    found: dict[_Row, list[tuple[str, ...]]] = {}
+    found: dict[tuple[tuple[str, ...], _Row], list[tuple[str, ...]]] = {}
     for row in rows:
-        pattern = _NUMBER.sub("*", row.module)
-        key = _Row(pattern, row.tensor, row.shape, row.layout, row.reads)
-        found.setdefault(key, []).append(tuple(_NUMBER.findall(row.module)))
+        rest = _Row("", row.tensor, row.shape, row.layout, row.reads)
+        found.setdefault((tuple(_NUMBER.split(row.module)), rest), []).append(tuple(_NUMBER.findall(row.module)))
     return [
-        _Row(_numbered(row.module, numbers), row.tensor, row.shape, row.layout, row.reads)
-        for row, numbers in found.items()
+        _Row(_numbered(between, numbers), row.tensor, row.shape, row.layout, row.reads)
+        for (between, row), numbers in found.items()
     ]
 
 
-def _numbered(pattern: str, numbers: Sequence[tuple[str, ...]]) -> str:
-    """`h.*.attn` and the numbers of its members as `h.0-11.attn`."""
-    places = [_ranges(sorted({int(each[i]) for each in numbers})) for i in range(pattern.count("*"))]
-    for place in places:
-        pattern = pattern.replace("*", place, 1)
-    return pattern
+def _numbered(between: Sequence[str], numbers: Sequence[tuple[str, ...]]) -> str:
+    """What lies between the numbers of a path (`h.`, `.attn`), and the numbers of its members, as `h.0-11.attn`."""
+    places = [_ranges(sorted({int(number) for number in each})) for each in zip(*numbers, strict=True)]
+    return between[0] + "".join(place + text for place, text in zip(places, between[1:], strict=True))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from autoshard.errors import CaptureError
@@ -43,6 +44,7 @@ def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[.
     Raises:
         CaptureError: there are none, or they do not fit; says what forward wants.
     """
+    _check_model(model)
     wants = f"{type(model).__name__}.forward{_signature(model.forward)}"
     if sample_inputs is None or (isinstance(sample_inputs, tuple | list | Mapping) and not len(sample_inputs)):
         raise CaptureError(f"no sample inputs were given; {wants} needs them to be captured")
@@ -73,6 +75,17 @@ def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[.
     except ValueError:
         pass  # a forward without a signature, such as a compiled one
     return inputs
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError(f"the model is a torch.nn.Module, not {found}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError("a scripted or traced model cannot be captured; pass the torch.nn.Module it was made from")
+    lazy = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
+    if lazy is not None:
+        raise CaptureError(f"{lazy} has no shape yet (a lazy module); call the model once on a sample before planning")
 
 
 def input_names(model: torch.nn.Module, inputs: Inputs, loss_fn: Callable[..., Any] | None) -> list[tuple[str, Any]]:

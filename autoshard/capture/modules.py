@@ -38,6 +38,8 @@ class ModulePaths:
         self._hooks: list[Any] = []
         self._failed = ""
         self.backward = False
+        self.outside = "the program"
+        """Who runs when no module does."""
 
     def __enter__(self) -> ModulePaths:
         """Hook every module's forward."""
@@ -92,5 +94,5 @@ class ModulePaths:
         path = self.current()
         kind = self._kinds.get(path)
         if not path:
-            return f"the model ({kind})" if kind and self._stack else "the program"
+            return f"the model ({kind})" if kind and self._stack else self.outside
         return f"module {path} ({kind})" if kind else f"module {path}"

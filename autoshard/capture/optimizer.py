@@ -6,6 +6,7 @@ it then holds is the state of every parameter of that shape.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
+from autoshard.capture.refusals import asks_for_data
 from autoshard.errors import CaptureError
 
 STEADY_STEP = 10.0
@@ -32,24 +34,37 @@ def make_optimizer(optimizer: Any, tensors: Mapping[int, torch.Tensor]) -> torch
         tensors: id of the user's parameter -> its placeholder, in the model's order.
 
     Raises:
-        CaptureError: it is neither, or optimizes tensors that are not the model's.
+        CaptureError: it is neither, or optimizes tensors that are not the model's; or the callable fails.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in tensors]
-        if foreign:
-            raise CaptureError(
-                f"the optimizer updates a tensor of shape {tuple(foreign[0].shape)} that is no parameter of the model "
-                f"(nor of a loss_fn that is a module); {len(foreign)} such in all. Build it from model.parameters()."
-            )
+        _refuse_foreign(optimizer, set(tensors), "Build it from model.parameters().")
         return _twin(optimizer, tensors)
     if not callable(optimizer):
         raise CaptureError(
             f"optimizer is a torch.optim.Optimizer or a callable from parameters to one, not {type(optimizer).__name__}"
         )
-    made = optimizer(list(tensors.values()))
+    try:
+        made = optimizer(list(tensors.values()))
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CaptureError(
+            f"optimizer(parameters) failed with {type(error).__name__}: {first}. It was called with the list of the "
+            f"model's {len(tensors)} parameters."
+        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise CaptureError(f"optimizer(parameters) returned {type(made).__name__}, not a torch.optim.Optimizer")
+    ours = {id(tensor) for tensor in tensors.values()}
+    _refuse_foreign(made, ours, "Build it from the parameters that the callable is given.")
     return made
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer, ours: set[int], instead: str) -> None:
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ours]
+    if foreign:
+        raise CaptureError(
+            f"the optimizer updates a tensor of shape {tuple(foreign[0].shape)} that is no parameter of the model "
+            f"(nor of a loss_fn that is a module); {len(foreign)} such in all. {instead}"
+        )
 
 
 def seed_state(
@@ -73,6 +88,7 @@ def seed_state(
         raise CaptureError("the optimizer has fused=True, which XLA devices do not support; leave `fused` out")
     of_kind = _state_kinds(optimizer, placeholder, guard)
     seeded: dict[str, tuple[torch.Tensor, str]] = {}
+    optimizer.state.clear()  # what it was constructed with
     for group_index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if p.grad is None:
@@ -92,7 +108,7 @@ def state_tensors(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, 
 
 
 def _twin(optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings over other tensors, with no state and no hooks."""
+    """An optimizer of the same class and settings over other tensors, with no hooks and the state of a new one."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap `step`
     for name, value in twin.__dict__.items():
@@ -106,7 +122,19 @@ def _twin(optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor])
         }
         for group in optimizer.param_groups
     ]
+    if optimizer.state:
+        _fill_state(twin)
     return twin
+
+
+def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state that its class makes at construction (Adagrad does; most make it in a step)."""
+    groups = [
+        {key: list({id(p): p for p in value}.values()) if key == "params" else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    with contextlib.suppress(Exception):  # a constructor that wants more than parameters says nothing of its state
+        optimizer.state.update(type(optimizer)(groups).state)
 
 
 def _state_kinds(
@@ -137,6 +165,8 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     except CaptureError:
         raise
     except Exception as error:
+        if asks_for_data(str(error)):
+            raise  # whoever captures knows which op it was
         raise CaptureError(
             f"the step of {type(optimizer).__name__} cannot be captured: {str(error).splitlines()[0]}. "
             "Optimizers are supported that step without a closure and keep tensors as their state."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ _SHAPED_BY_VALUES = frozenset(
         "argwhere.default",
     )
 )
+_ONE_DTYPE = frozenset(
+    {
+        *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")),
+        "autoshard.einsum.default",
+    }
+)
+"""Ops that torch refuses for tensors of different dtypes, and torch_xla would promote."""
+_TAKES_CLASSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 _INDEXES = ("aten.index.", "aten.index_put", "aten._index_put_impl")
 
 
@@ -61,6 +70,17 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) 
         )
     if _falls_back(func.name()):
         raise no_lowering(name, where)
+    if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
+        found = ", ".join(str(t.dtype).removeprefix("torch.") for t in tensors)
+        raise CaptureError(
+            f"{where} multiplies tensors of different dtypes ({_short(name)} of {found}){_source()}, which torch "
+            "refuses. Give the model inputs of its parameters' dtype, or convert one of them."
+        )
+    if name in _TAKES_CLASSES and tensors[1].is_floating_point():
+        raise CaptureError(
+            f"{where} takes classes as whole numbers ({_short(name)}), and was given {tensors[1].dtype}{_source()}; "
+            "pass the targets as torch.long"
+        )
 
 
 class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
@@ -93,19 +113,33 @@ def _shape_by_value(what: str, name: str, where: str) -> CaptureError:
     )
 
 
-def execution(where: str) -> CaptureError:
-    """The error for a value that was asked for where no op was seen."""
+def asks_for_data(message: str) -> bool:
+    """Whether an error of torch or torch_xla says that somebody wanted data, which nothing has here."""
+    return any(
+        text in message
+        for text in (
+            "nexpected execution",
+            "Trying to access XLA data",
+            "Attempted to access the data pointer",
+            "device type tensor to numpy",
+        )
+    )
+
+
+def execution(where: str, line: str) -> CaptureError:
+    """The error for a value that was asked for where no op was seen; `line` as `line_of` gives it."""
     return CaptureError(
-        f"{where} needs the value of a tensor{_source()}, and capture records the program without running it. "
+        f"{where} needs the value of a tensor{line}, and capture records the program without running it. "
         "Decide with tensors instead (torch.where, a mask)."
     )
 
 
-def no_lowering(name: str, where: str) -> CaptureError:
-    """The error for an op that torch_xla computes outside XLA."""
+def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
+    """The error for an op that torch_xla computes outside XLA; `line` as `line_of` gives it, or the running one."""
+    line = _source() if line is None else line
     return CaptureError(
         f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
-        f"{_source()}. Write it with other operations, or leave that module out of the captured program."
+        f"{line}. Write it with other operations, or leave that module out of the captured program."
     )
 
 
@@ -128,14 +162,31 @@ def _short(name: str) -> str:
     return name.removesuffix(".default")
 
 
+_NOT_THE_USERS = ("torch", "torch_xla", "autoshard")
+
+
 def _source() -> str:
-    """` at file:line`, the innermost line of the running program that is neither torch's nor ours; else nothing."""
+    """` at file:line`, the innermost line of the captured program that is neither torch's nor ours; else nothing."""
     frame = sys._getframe(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module not in ("torch", "torch_xla", "autoshard", "contextlib", "threading", "importlib", "functools"):
+    while frame is not None and not frame.f_code.co_qualname.startswith("_Tracing."):  # further out is who plans
+        if _users(frame):
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_back is None:
             break
         frame = frame.f_back
     return ""
+
+
+def line_of(error: BaseException) -> str:
+    """` at file:line`, where the error passed a line of the captured program, innermost; else nothing."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if _users(trace.tb_frame):
+            line = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def _users(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return module not in _NOT_THE_USERS and module not in sys.stdlib_module_names

@@ -86,7 +86,7 @@ def _optimizer(name: str) -> Callable[[Iterable[Any]], Any]:
 
 def _close(name: str, names: Iterable[str]) -> str:
     """`; did you mean a, b?`, or nothing."""
-    matches = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    matches = difflib.get_close_matches(name.lower(), list(names), n=3, cutoff=0.5)
     return f"; did you mean {', '.join(matches)}?" if matches else ""
 
 
@@ -112,9 +112,7 @@ def _transformers(
         with torch.device("meta"):
             model = auto.from_config(config, attn_implementation=attention)
     except Exception as error:
-        raise SourceError(
-            f"transformers cannot build {model_type} from this configuration: {_first_line(error)}"
-        ) from error
+        raise SourceError(f"transformers cannot build {model_type} from this configuration: {_said(error)}") from error
     model.train(train is not None)
     return Source(model, inputs, None, _optimizer(train) if train else None, train is not None)
 
@@ -229,7 +227,7 @@ def _typed(text: str, old: Any) -> Any:
             return number
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(text)
-        if isinstance(old, int) and number != int(number):
+        if isinstance(old, int) and (isinstance(number, float) and not number.is_integer()):
             raise ValueError(text)
         return int(number) if isinstance(old, int) else float(number)
     if isinstance(old, str):
@@ -255,8 +253,8 @@ def _file(
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise SourceError(f"{path} cannot be imported: {type(error).__name__}: {_first_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise SourceError(f"{path} cannot be imported: {_said(error)}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     build = getattr(module, function, None)
@@ -274,8 +272,8 @@ def _file(
         raise SourceError(f"{path}:{function} has no parameter {unknown[0]!r}{_close(unknown[0], parameters)}")
     try:
         made = build(**arguments)
-    except Exception as error:
-        raise SourceError(f"{path}:{function} failed: {type(error).__name__}: {_first_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise SourceError(f"{path}:{function} failed: {_said(error)}") from error
     return _returned(made, f"{path}:{function}", train)
 
 
@@ -286,11 +284,11 @@ def _returned(made: Any, where: str, train: str | None) -> Source:
         made = {"model": made}
     elif isinstance(made, tuple) and len(made) == 2:
         made = {"model": made[0], "inputs": made[1]}
-    if not isinstance(made, Mapping) or not isinstance(made.get("model"), torch.nn.Module):
-        raise SourceError(
-            f"{where} must return a torch.nn.Module, (model, sample_inputs), or a dict with 'model' and 'inputs', "
-            f"not {type(made).__name__}"
-        )
+    must = f"{where} must return a torch.nn.Module, (model, sample_inputs), or a dict with 'model' and 'inputs'"
+    if not isinstance(made, Mapping):
+        raise SourceError(f"{must}, not {type(made).__name__}")
+    if not isinstance(made.get("model"), torch.nn.Module):
+        raise SourceError(f"{must}; its model is a {type(made.get('model')).__name__}")
     allowed = ("model", "inputs", "loss_fn", "optimizer")
     unknown = [key for key in made if key not in allowed]
     if unknown:
@@ -310,5 +308,13 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _first_line(error: Exception) -> str:
+def _said(error: BaseException) -> str:
+    """`KeyError: 'x'`, or of a message in several lines the first."""
+    if isinstance(error, SystemExit):
+        return f"it ended the process (SystemExit: {error.code}); keep what a script does under __name__ == '__main__'"
+    first = _first_line(error)
+    return first if first == type(error).__name__ else f"{type(error).__name__}: {first}"
+
+
+def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -47,6 +47,8 @@ def prepare_runtime(devices: int | None = None) -> None:
         CaptureError: torch_xla is not installed, or its runtime already runs with fewer devices.
     """
     os.environ.setdefault("PJRT_DEVICE", "CPU")
+    if not any(name in os.environ for name in ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL")):
+        os.environ.setdefault("PT_XLA_DEBUG_FILE", os.devnull)  # its page on every value that capture refuses to read
     if devices is not None and os.environ["PJRT_DEVICE"] == "CPU":
         os.environ.setdefault("CPU_NUM_DEVICES", str(devices))
     try:
@@ -122,6 +124,8 @@ def _placeholder(like: torch.Tensor) -> torch.Tensor:
 
     if like.dtype not in DTYPES:
         raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
+    if like.layout is not torch.strided:
+        raise CaptureError(f"tensors of layout {like.layout} cannot be captured; only dense ones (`.to_dense()`)")
     made: torch.Tensor = xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
     return made
 
@@ -174,6 +178,9 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         self.xla = torch_xla._XLAC
         self.stack.callback(self._restore)
         try:
+            self.stack.enter_context(
+                torch.inference_mode(False)
+            )  # the caller's would keep gradients from being recorded
             for prefix, root in self.roots.items():
                 self._replace(prefix, root)
             names = {id(k.tensor): k.name for k in self.known.values()}
@@ -254,6 +261,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             output = self.model(*swap(inputs.args), **swap(dict(inputs.kwargs)))
             if not train:
                 return output
+            self.paths.outside = "loss_fn"
             if loss_fn is not None:
                 loss = loss_fn(output, *swap(inputs.loss_args), **swap(dict(inputs.loss_kwargs or {})))
             else:
@@ -261,11 +269,11 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CaptureError(
                 "a training step needs a loss: one differentiable number. "
-                + (f"{'loss_fn' if loss_fn is not None else 'The model'} returned {_brief(loss)}. ")
+                + (f"{'loss_fn' if loss_fn is not None else 'The model'} returned {_brief(loss)}.")
                 + (
                     ""
                     if loss_fn is not None
-                    else "Pass loss_fn, or inputs (labels) with which the model has a `.loss`."
+                    else " Pass loss_fn, or inputs (labels) with which the model has a `.loss`."
                 )
             )
         return loss
@@ -273,6 +281,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
         """Differentiate, and take the optimizer's step."""
         self.labels.phase, self.paths.backward = "backward", True
+        self.paths.outside = "the backward pass"
         with self._explained(None), self.labels:
             loss.backward()
         self.paths.backward = False
@@ -280,9 +289,11 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             for known in [k for k in self.known.values() if k.role == "parameter" and k.tensor.grad is not None]:
                 self.results.append(_Result(f"{known.name}.grad", "output", known.tensor.grad))
             return
+        self.paths.outside = "the optimizer"
         made = make_optimizer(optimizer, self.parameters)
         names = {id(k.tensor): k.name for k in self.known.values() if k.role == "parameter"}
-        seeded = seed_state(made, names, _placeholder, _Refusing(self.labels))
+        with self._explained(None):
+            seeded = seed_state(made, names, _placeholder, _Refusing(self.labels))
         for name, (tensor, of) in seeded.items():
             self._know(name, "optimizer_state", tensor, of)
             self.labels.name(tensor, name)
@@ -306,9 +317,13 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         except Exception as error:
             where = self.paths.failed()
             first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            if "nexpected execution" in first:
-                running = self.labels.running
-                raise (refusals.no_lowering(running, where) if running else refusals.execution(where)) from error
+            if refusals.asks_for_data(first):
+                running, line = self.labels.running, refusals.line_of(error)
+                raise (
+                    refusals.no_lowering(running, where, line) if running else refusals.execution(where, line)
+                ) from error
+            if first == "module 'torch' has no attribute 'xla'":  # torch.utils.checkpoint looks for torch.<device>
+                first += "; for gradient checkpointing, XLA devices have torch_xla.utils.checkpoint.checkpoint"
             given = f" The sample inputs were {inputs.describe()}." if inputs is not None else ""
             raise CaptureError(f"{where} failed with {type(error).__name__}: {first.rstrip('.')}.{given}") from error
 
@@ -396,7 +411,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
 
 
 _TRIED: set[str] = set()
-"""Ops that torch_xla is known to compute without data."""
+"""Ops, with their options, that torch_xla is known to compute without data."""
 
 
 def _expression(tensor: torch.Tensor) -> torch.Tensor:
@@ -442,16 +457,22 @@ class Labels(AtenSequence):
     def _try(self, call: Call) -> None:
         """Meet an op for the first time with operands that have no data to be asked for.
 
-        Some of torch_xla's own kernels compute on the CPU after all. On an expression that is an execution, which is
-        off; on a placeholder itself it would end the process. So the first call sees expressions only.
+        Some of torch_xla's own kernels compute on the CPU after all, some for some options only (addmm's beta). On an
+        expression that is an execution, which is off; on a placeholder itself it would end the process. So the first
+        call sees expressions only.
         """
-        if call.name in _TRIED or torch.Tag.nondeterministic_seeded in call.func.tags:
+        if torch.Tag.nondeterministic_seeded in call.func.tags:
             return
         bare = {id(t) for t, maker in zip(call.tensors, call.inputs, strict=True) if isinstance(maker, str)}
-        if bare:
-            args, kwargs = tree_map(lambda x: _expression(x) if id(x) in bare else x, (call.args, dict(call.kwargs)))
-            call.func(*args, **kwargs)
-        _TRIED.add(call.name)
+        if not bare:
+            return
+        options = tree_map(lambda x: x.dtype if isinstance(x, torch.Tensor) else x, (call.args, dict(call.kwargs)))
+        way = f"{call.name}{options!r}"
+        if way in _TRIED:
+            return
+        args, kwargs = tree_map(lambda x: _expression(x) if id(x) in bare else x, (call.args, dict(call.kwargs)))
+        call.func(*args, **kwargs)
+        _TRIED.add(way)
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Mark the outputs that lowering can annotate."""
@@ -483,11 +504,15 @@ class _Refusing(AtenSequence):
     def __init__(self, labels: Labels) -> None:
         super().__init__()
         self.labels = labels
+        self.labels.running = ""
 
     def run(self, call: Call) -> Any:
         refusals.refuse_values(call.name, call.tensors, call.kwargs, "the optimizer")
         refusals.refuse(call.name, call.func, call.tensors, "the optimizer")
-        return call.func(*call.args, **call.kwargs)
+        self.labels.running = call.name
+        result = call.func(*call.args, **call.kwargs)
+        self.labels.running = ""
+        return result
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = tuple(t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))

@@ -201,6 +201,8 @@ def _flag(op: Any, name: str) -> bool:
 
 
 def _constant(op: Any) -> dict[str, Any]:
+    if "complex" in str(op.result.type):  # MLIR's Python has no attribute for them
+        return {"value": None}
     attribute = op.attributes["value"]
     if not getattr(attribute, "is_splat", False):
         return {"value": None}

@@ -425,7 +425,7 @@ def check_hints(graph: Graph, hints: Mapping[str, Spec]) -> None:
     """Raise ValueError for a hint whose name is no argument's."""
     import difflib
 
-    names = [argument.name for argument in graph.program.arguments]
+    names = [argument.name for argument in graph.program.arguments if argument.role != "scalar"]
     for name, spec in hints.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)
