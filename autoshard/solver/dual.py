@@ -212,9 +212,7 @@ class Dual:
     # --- choices -----------------------------------------------------------------------------------------------------
     def usage(self) -> Array:
         """Usage per memory row of the rounded choice, in units of `self.unit`."""
-        used: Array = self._kernels.usage_of(
-            self.x, len(self.room), self._costs(), self.node_items, self.edge_items
-        )
+        used: Array = self._kernels.usage_of(self.x, len(self.room), self._costs(), self.node_items, self.edge_items)
         return used
 
     def prices(self, times: np.ndarray) -> Array:

@@ -17,6 +17,9 @@ import numpy as np
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
+HASHED = 20_000
+"""Entries from which equal rows and columns are found by hashing."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -53,8 +56,9 @@ def exact_minimum(
     while (node := pending.pop()) is not None:
         mine = tables.pop(node, {})
         around = sorted({v for t in mine.values() for v in t.scope if v != node})
-        joint = {v: _joint([t.maps[t.scope.index(v)] for t in mine.values() if v in t.scope]) for v in around}
-        own, own_first = _joint([t.maps[t.scope.index(node)] for t in mine.values()] or [np.zeros(net.size(node), int)])
+        joint = {v: joint_classes([t.maps[t.scope.index(v)] for t in mine.values() if v in t.scope]) for v in around}
+        own_maps = [t.maps[t.scope.index(node)] for t in mine.values()]
+        own, own_first = joint_classes(own_maps or [np.zeros(net.size(node), int)])
         shape = tuple(len(first) for _, first in joint.values())
         entries = int(np.prod(shape, dtype=np.float64))
         work -= entries * len(own_first) * max(1, len(mine))
@@ -134,7 +138,7 @@ def elimination_order(net: Network) -> dict[int, int]:
     return {v: i for i, v in enumerate(net.alive)}
 
 
-def _joint(maps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def joint_classes(maps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Classes that all `maps` together can tell apart: (map from strategies, first strategy of each class)."""
     key = maps[0].astype(np.int64)
     for m in maps[1:]:
@@ -161,6 +165,29 @@ def _align(
 
 def merge_classes(values: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
     """Merge equal slices along every dimension: (smaller table, per dimension the map to its classes)."""
+    return _merge_by_hash(values) if values.ndim == 2 and values.size >= HASHED else _merge_by_bytes(values)
+
+
+def _merge_by_hash(values: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
+    """For large matrices: whole-number sums of rows and columns under random weights, checked afterwards."""
+    bits = np.ascontiguousarray(values).view(np.uint64)
+    rng = np.random.default_rng(0)
+    rows, columns = (rng.integers(0, 2**64, n, np.uint64) for n in bits.shape)
+    firsts, maps = [], []
+    for sums in (bits @ columns, rows @ bits):
+        _, first, inverse = np.unique(sums, return_index=True, return_inverse=True)
+        order = np.argsort(first)  # classes by first appearance
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        firsts.append(first[order])
+        maps.append(rank[inverse])
+    small = np.ascontiguousarray(values[np.ix_(*firsts)])
+    if not np.array_equal(small[np.ix_(*maps)], values):
+        return _merge_by_bytes(values)
+    return small, tuple(maps)
+
+
+def _merge_by_bytes(values: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
     maps: list[np.ndarray] = []
     for axis in range(values.ndim):
         rows = np.moveaxis(values, axis, 0)

@@ -17,11 +17,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.solver.eliminate import merge_classes
+from autoshard.solver.eliminate import joint_classes, merge_classes
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Array
 
 ROUNDS = 20
+COMPARED = 400
+"""A node whose strategies some neighbour tells apart into more classes is not searched for dominated ones."""
 MODULAR_ROUNDING = 1e-14
 """A matrix counts as modular when it is, to this fraction of its largest entry (a few units of float64 rounding)."""
 
@@ -177,10 +179,16 @@ def contract_functions(net: Network) -> None:
 
 
 # --- dominance -------------------------------------------------------------------------------------------------------
-def _worst_change(matrix: Array) -> Array:
-    """`[a, b]`: how much dearer row b can be than row a, over the columns (shape (rows, rows))."""
+def _worst_by_class(matrix: Array) -> tuple[Array, np.ndarray]:
+    """(`[c, d]`: how much dearer rows of class d can be than rows of class c, over the columns; class per row)."""
     matrix, (kind, _) = merge_classes(matrix)  # many strategies, few shardings of one tensor
-    return _worst_change_of_classes(matrix)[np.ix_(kind, kind)]
+    return _worst_change_of_classes(matrix), kind
+
+
+def _worst_change(net: Network, matrix: Array) -> Array:
+    """`[a, b]`: how much dearer row b can be than row a (only the table by class is remembered: it is small)."""
+    table, kind = net.memo.get(("worst",), (matrix,), _worst_by_class)
+    return table[np.ix_(kind, kind)]
 
 
 def _worst_change_of_classes(matrix: Array) -> Array:
@@ -198,33 +206,66 @@ def _worst_change_of_classes(matrix: Array) -> Array:
     return out
 
 
+def merge_twins(net: Network) -> None:
+    """Of the strategies of a node that no neighbour and no memory row can tell apart, keep the cheapest (the first)."""
+    for i in net.alive:
+        if net.size(i) < 2:
+            continue
+        maps = [_classes(net, m)[1][0] for m in net.adj[i].values()]
+        maps += [np.unique(a, return_inverse=True)[1] for a in net.node_terms[i].values()]
+        for v in net.adj[i]:
+            for term in net.pair_terms(i, v).values():
+                maps.append(_classes(net, term)[1][0 if i < v else 1])
+        kind, _ = joint_classes(maps or [np.zeros(net.size(i), np.int64)])
+        order = np.argsort(net.costs(i), kind="stable")
+        _, first = np.unique(kind[order], return_index=True)
+        if len(first) < net.size(i):
+            net.restrict(i, np.sort(order[first]))
+
+
 def remove_dominated(net: Network) -> None:
     """Drop each strategy for which another is at least as good in cost and memory, whatever the neighbours do."""
+    merge_twins(net)
     for i in net.alive:
-        cost = net.costs(i)
-        if len(cost) < 2:
+        matrices = list(net.adj[i].values())
+        if net.size(i) < 2 or any(len(_classes(net, m)[0]) > COMPARED for m in matrices):
             continue
-        with np.errstate(invalid="ignore"):  # inf - inf: no comparison, NaN <= 0 is false
-            worse: Array = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
-            for matrix in net.adj[i].values():
-                worse = worse + net.memo.get(("worst",), (matrix,), _worst_change)
-        better = worse <= 0.0
-        np.fill_diagonal(better, False)
-        if not better.any():
-            continue
-        for amount in net.node_terms[i].values():
-            better &= amount[None, :] <= amount[:, None]
-        for v in net.adj[i]:
-            for matrix in net.pair_terms(i, v).values():
-                rows = matrix if i < v else matrix.T
-                more = net.memo.get(("worst",), (rows,), _worst_change)
-                better &= more <= 0.0
-        keep = np.ones(len(cost), bool)
-        for a in reversed(range(len(cost))):
-            if (better[a] & keep).any():
-                keep[a] = False
+        if net.has_memory(i):
+            keep = _undominated(net, i, net.costs(i), *matrices)
+        else:  # the same for all copies of a layer
+            keep = net.memo.get(
+                ("dominated",), (net.costs(i), *matrices), lambda cost, *m: _undominated(net, None, cost, *m)
+            )
         if not keep.all():
             net.restrict(i, np.flatnonzero(keep))
+
+
+def _classes(net: Network, matrix: Array) -> tuple[Array, tuple[np.ndarray, ...]]:
+    found: tuple[Array, tuple[np.ndarray, ...]] = net.memo.get(("classes",), (matrix,), merge_classes)
+    return found
+
+
+def _undominated(net: Network, node: int | None, cost: Array, *matrices: Array) -> np.ndarray:
+    """Mask of the strategies to keep; `node` has memory terms to respect if given."""
+    with np.errstate(invalid="ignore"):  # inf - inf: no comparison, NaN <= 0 is false
+        worse: Array = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
+        for matrix in matrices:
+            worse += _worst_change(net, matrix)
+    better = worse <= 0.0
+    np.fill_diagonal(better, False)
+    keep = np.ones(len(cost), bool)
+    if not better.any():
+        return keep
+    if node is not None:
+        for amount in net.node_terms[node].values():
+            better &= amount[None, :] <= amount[:, None]
+        for v in net.adj[node]:
+            for term in net.pair_terms(node, v).values():
+                better &= _worst_change(net, term if node < v else net.memo.transposed(term)) <= 0.0
+    for a in reversed(np.flatnonzero(better.any(axis=1)).tolist()):
+        if (better[a] & keep).any():
+            keep[a] = False
+    return keep
 
 
 def drop_modular_edges(net: Network) -> None:
