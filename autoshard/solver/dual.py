@@ -20,8 +20,10 @@ from autoshard.solver.eliminate import merge_classes
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
-LARGEST_PAIRS = 20_000_000
+LARGEST_PAIRS = 80_000_000
 """Pairs are fixed only when there are at most this many of them: memory."""
+LARGEST_MATRIX = 40_000
+"""In larger matrices only whole strategies are forbidden: a mask of pairs would make each edge's matrix its own."""
 REPAIRS = 400
 """Moves of one repair at most: a choice that needs more is better rounded anew."""
 SMOOTHING, SHRINK, PATIENCE = 0.6, 0.7, 25
@@ -266,7 +268,7 @@ class Dual:
             net.restrict(v, np.flatnonzero(mask))
         for e, (u, v) in enumerate(self._edges):
             bad = pair_slack[poff[e] : poff[e + 1]].reshape(classes[e]) > allowed
-            if not bad.any():
+            if not bad.any() or net.adj[u][v].size > LARGEST_MATRIX:
                 continue
             sides = [self.kind[self.koff[2 * e + s] :][: len(keep[w])][keep[w]] for s, w in enumerate((u, v))]
             mask = bad[np.ix_(*sides)]

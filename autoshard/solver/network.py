@@ -34,14 +34,19 @@ class ImpossibleError(Exception):
 class Memo:
     """Results of pure functions of arrays, remembered by the identity of the arrays (which it keeps alive)."""
 
-    def __init__(self) -> None:
-        """Nothing remembered."""
+    def __init__(self, parent: Memo | None = None) -> None:
+        """Nothing remembered but what `parent` knows, which learns nothing (and so keeps nothing alive)."""
         self._known: dict[tuple[Any, ...], tuple[tuple[Array, ...], Any]] = {}
+        self._parent = parent
+
+    def _find(self, key: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any] | None:
+        hit = self._known.get(key)
+        return self._parent._find(key) if hit is None and self._parent is not None else hit
 
     def get(self, key: tuple[Any, ...], arrays: tuple[Array, ...], make: Callable[..., T]) -> T:
         """`make(*arrays)`; `key` names the function and whatever else it depends on."""
         full = (*key, *(id(a) for a in arrays))
-        hit = self._known.get(full)
+        hit = self._find(full)
         if hit is None:
             hit = (arrays, make(*arrays))
             self._known[full] = hit
@@ -61,7 +66,9 @@ class Memo:
     def intern(self, array: Array) -> Array:
         """One object for all arrays of these bytes."""
         key = ("same", array.shape, array.tobytes())
-        hit = self._known.setdefault(key, ((array,), array))
+        hit = self._find(key)
+        if hit is None:
+            hit = self._known[key] = ((array,), array)
         value: Array = hit[1]
         return value
 
@@ -135,12 +142,15 @@ class Network:
                 else:
                     self.add_node_term(usage.index, (first, last), array(usage.amount))
 
-    def copy(self, *, memory: bool = True) -> Network:
-        """An independent network over the same arrays, with an empty way back (of the copy's own steps only)."""
+    def copy(self, *, memory: bool = True, passing: bool = False) -> Network:
+        """An independent network over the same arrays, with an empty way back (of the copy's own steps only).
+
+        What is worked out on a `passing` copy is forgotten with it.
+        """
         other = Network()
         other.cost = list(self.cost)
         other.adj = [dict(a) for a in self.adj]
-        other.offset, other.memo, other.slack = self.offset, self.memo, self.slack
+        other.offset, other.memo, other.slack = self.offset, Memo(self.memo) if passing else self.memo, self.slack
         other.node_terms = [dict(t) if memory else {} for t in self.node_terms]
         if memory:
             other.edge_terms = {pair: dict(t) for pair, t in self.edge_terms.items()}

@@ -28,7 +28,7 @@ MODULAR_ROUNDING = 1e-14
 """A matrix counts as modular when it is, to this fraction of its largest entry (a few units of float64 rounding)."""
 
 
-def reduce(net: Network, *, eliminate: bool = True, deadline: float = np.inf) -> None:
+def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, deadline: float = np.inf) -> None:
     """Apply all reductions until nothing changes.
 
     Raises:
@@ -40,7 +40,7 @@ def reduce(net: Network, *, eliminate: bool = True, deadline: float = np.inf) ->
         arc_consistency(net)
         contract_functions(net)
         drop_modular_edges(net)
-        if time.perf_counter() < deadline:
+        if dominance and time.perf_counter() < deadline:
             remove_dominated(net)
         if eliminate:
             eliminate_low_degree(net)
@@ -188,7 +188,8 @@ def _worst_by_class(matrix: Array) -> tuple[Array, np.ndarray]:
 def _worst_change(net: Network, matrix: Array) -> Array:
     """`[a, b]`: how much dearer row b can be than row a (only the table by class is remembered: it is small)."""
     table, kind = net.memo.get(("worst",), (matrix,), _worst_by_class)
-    return table[np.ix_(kind, kind)]
+    worst: Array = table[np.ix_(kind, kind)]
+    return worst
 
 
 def _worst_change_of_classes(matrix: Array) -> Array:

@@ -274,12 +274,12 @@ class _Run:
             if self.late or width > NEAR_MOST * scale:
                 break
             upper = dual.bound + width
-            part = net.copy()
+            part = net.copy(passing=True)
             try:
                 dual.fix(part, upper)
                 if sum(part.size(i) for i in part.alive) > NEAR_SHARE * labels:
                     return False
-                reduce(part, deadline=self.deadline)
+                reduce(part, dominance=False, deadline=self.deadline)
                 cost = self._exactly(net, part, dual, upper)
             except ImpossibleError:
                 cost = math.inf
