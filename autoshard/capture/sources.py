@@ -100,7 +100,10 @@ def _transformers(
         import torch
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     except ImportError as error:
-        raise SourceError(f"hf:{model_type} needs transformers, which could not be imported ({error})") from error
+        raise SourceError(
+            f"hf:{model_type} needs transformers, which could not be imported ({error}): "
+            "pip install 'autoshard[hf]' brings it"
+        ) from error
     if model_type not in CONFIG_MAPPING_NAMES:
         raise SourceError(f"transformers has no model type {model_type!r}{_close(model_type, CONFIG_MAPPING_NAMES)}")
     settings = dict(settings)
