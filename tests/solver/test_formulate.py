@@ -1,0 +1,100 @@
+"""The problem of a small program, solved, against every choice there is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autoshard.cost.device import load_device
+from autoshard.graph.ops import Value
+from autoshard.mesh import Mesh
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.formulate import Formulation, formulate
+from autoshard.solver.problem import Problem, Status
+from autoshard.solver.solve import solve
+from tests.graph.helpers import graph_of
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+MESHES = [Mesh((4,), ("x",)), Mesh((8,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((2, 4), ("x", "y"))]
+PROGRAMS = {
+    "product": lambda x, w: x @ w,
+    "layer": lambda x, w: jnp.tanh(x @ w),
+    "residual": lambda x, w: x + x @ w,
+    "normalised": lambda x, w: (x / x.sum(-1, keepdims=True)) @ w,
+    "loss": lambda x, w: ((x @ w) ** 2).mean(),
+}
+
+
+def totals(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Objective and peak usage of every choice, as arrays with one dim per node."""
+    sizes = [len(costs) for costs in problem.node_costs]
+
+    def spread(values: np.ndarray, nodes: tuple[int, ...]) -> np.ndarray:
+        order = np.argsort(nodes)
+        values = values.transpose(order)
+        return values.reshape([sizes[n] if n in nodes else 1 for n in range(len(sizes))])
+
+    objective = np.zeros(sizes)
+    for node, costs in enumerate(problem.node_costs):
+        objective = objective + spread(costs, (node,))
+    for edge, costs in zip(problem.edges, problem.edge_costs, strict=True):
+        objective = objective + spread(costs, edge)
+    used = [(u, (u.index,)) for u in problem.node_usages]
+    used += [(u, tuple(problem.edges[u.index])) for u in problem.edge_usages]
+    peak = np.zeros(sizes)
+    for time in sorted({u.start for u, _ in used}):
+        now = np.zeros(sizes)
+        for usage, nodes in used:
+            if usage.start <= time < usage.end:
+                now = now + spread(usage.amount, nodes)
+        peak = np.maximum(peak, now)
+    return objective, peak
+
+
+def formulated(program: str, rows: int, inner: int, mesh: Mesh, device: str, memory: float | None) -> Formulation:
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, inner), (inner, inner))]
+    return formulate(graph_of(PROGRAMS[program], *shapes), mesh, load_device(device), memory=memory)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(sorted(PROGRAMS)),
+    st.sampled_from([4, 16, 512]),
+    st.sampled_from([8, 64, 1024]),
+    st.sampled_from(MESHES),
+    st.sampled_from(["cpu", "tpu-v5e", "h100"]),
+    st.sampled_from([None, 1.5, 1.0, 0.9, 0.5]),
+)
+def test_the_solver_finds_what_trying_everything_finds(program, rows, inner, mesh, device, share):
+    """`share`: the memory limit, as a part of what the best choice without a limit uses."""
+    problem = formulated(program, rows, inner, mesh, device, 1e15).problem
+    assume(np.prod([len(costs) for costs in problem.node_costs], dtype=float) < 4e6)
+    objective, peak = totals(problem)
+    limit = None
+    if share is not None:
+        limit = share * float(peak.ravel()[objective.argmin()])
+        problem = formulated(program, rows, inner, mesh, device, limit).problem
+        objective = np.where(peak <= limit, objective, np.inf)
+    solution = solve(problem)
+    if np.isinf(objective.min()):
+        assert solution.status is Status.INFEASIBLE
+        assert solution.least_usage is not None
+        assert solution.least_usage.bound <= peak.min() <= solution.least_usage.reached
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(objective.min(), rel=1e-9)
+    assert objective[solution.choice] == pytest.approx(objective.min(), rel=1e-9)
+    if limit is not None:
+        assert evaluate(problem, solution.choice).peak <= limit
+
+
+def test_a_hint_leaves_one_sharding():
+    graph = graph_of(PROGRAMS["layer"], *(jax.ShapeDtypeStruct((16, 16), jnp.float32) for _ in range(2)))
+    wanted = ((), ("x",))
+    found = formulate(graph, MESHES[2], load_device("cpu"), hints={"arg1": wanted})
+    annotations = found.annotations(solve(found.problem).choice)
+    assert annotations.pins[Value(graph.arguments[1])] == wanted
