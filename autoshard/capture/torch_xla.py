@@ -322,6 +322,11 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
                 raise (
                     refusals.no_lowering(running, where, line) if running else refusals.execution(where, line)
                 ) from error
+            if "device_ready_queues_" in first:  # autograd counts devices once, at its first backward pass
+                raise CaptureError(
+                    "this process ran a backward pass before torch_xla was loaded, and autograd has no queue for XLA "
+                    "devices now: import torch_xla before the first backward pass, or plan in a new process"
+                ) from error
             if first == "module 'torch' has no attribute 'xla'":  # torch.utils.checkpoint looks for torch.<device>
                 first += "; for gradient checkpointing, XLA devices have torch_xla.utils.checkpoint.checkpoint"
             given = f" The sample inputs were {inputs.describe()}." if inputs is not None else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +155,18 @@ def test_an_unknown_switch() -> None:
 def test_the_process_captures_on_after_a_refusal() -> None:
     refusal(lambda x: x.sum().item())
     assert capture(Mlp(), sample()[0]).ops
+
+
+def test_a_backward_pass_before_torch_xla_was_loaded_is_named() -> None:
+    """Autograd counts devices at its first backward pass: after one without XLA, none can run there."""
+    code = """
+import torch, autoshard
+layer = torch.nn.Linear(8, 8)
+layer(torch.ones(4, 8)).sum().backward()
+try:
+    autoshard.capture(layer, torch.empty(4, 8), loss_fn=torch.sum, optimizer=torch.optim.SGD)
+except autoshard.CaptureError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.startswith("this process ran a backward pass before torch_xla was loaded")

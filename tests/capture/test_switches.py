@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,8 +91,7 @@ def results(case: Case, device: Any) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), moved)]
 
 
-@pytest.fixture(scope="module")
-def on_xla() -> dict[str, list[torch.Tensor]]:
+def save_results_on_xla(path: str) -> None:
     """Every case under all switches, compiled as one program."""
     prepare_runtime()
     import torch_xla
@@ -97,7 +99,24 @@ def on_xla() -> dict[str, list[torch.Tensor]]:
     with active(DEFAULT):
         found = {name: results(case, torch_xla.device()) for name, case in CASES.items()}
     torch_xla.sync()
-    return {name: [t.cpu() for t in tensors] for name, tensors in found.items()}
+    torch.save({name: [t.cpu() for t in tensors] for name, tensors in found.items()}, path)
+
+
+@pytest.fixture(scope="module")
+def on_xla(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
+    """What `save_results_on_xla` saves, run in a process of its own.
+
+    In one where other tests have captured and executed before, torch_xla crashed when it handed the results back.
+    """
+    prepare_runtime()
+    torch_xla = pytest.importorskip("torch_xla")
+    # The runtime has to be up before this process's first backward pass: autograd counts devices once.
+    assert torch_xla._XLAC._xla_num_runtime_devices() > 0
+    path = tmp_path_factory.mktemp("switches") / "results.pt"
+    code = f"from {__name__} import save_results_on_xla; save_results_on_xla({str(path)!r})"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=600)
+    return torch.load(path)
 
 
 @pytest.mark.parametrize("name", CASES)
