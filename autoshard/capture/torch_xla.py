@@ -9,8 +9,10 @@ the aten op it came from, and every output that lowering can annotate is one val
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -108,6 +110,45 @@ def trace(
 ) -> Program:
     """`capture` under another sequence than `Labels`: lowering has one that annotates."""
     prepare_runtime()
+    with _nothing_left():
+        return _trace(labels, model, sample_inputs, loss_fn, optimizer, train, switches)
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[None]:
+    """Leave no lazy tensor of a capture alive, also when it fails.
+
+    torch_xla's next sync runs every lazy tensor that is alive, and a placeholder among them, which has no data, ends
+    the process. What could keep one is a cycle that waits for the collector, or the frames of an error that somebody
+    keeps (a notebook keeps the last one).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # so that the collection below looks at nothing older than the capture
+    try:
+        yield
+    except BaseException as error:
+        failure: BaseException | None = error
+        while failure is not None:
+            traceback.clear_frames(failure.__traceback__)
+            failure = failure.__cause__ or failure.__context__
+        raise
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _trace(
+    labels: Callable[[Any, ModulePaths], Labels],
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    train: bool | None,
+    switches: Sequence[str],
+) -> Program:
     train = bool(loss_fn is not None or optimizer is not None) if train is None else train
     if optimizer is not None and not train:
         raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
