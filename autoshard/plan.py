@@ -258,7 +258,7 @@ class Options:
     Attributes:
         memory: limit in bytes per device, or None for no limit.
         hints: tensor name -> the spec that it must have.
-        keep: which annotations are written: `all`, `io` (arguments and results only) or `none`.
+        keep: which of the user's hints are kept exactly; `plan` keeps `all`, the other values are of the format only.
         fold: whether repeated layers share their decision.
         seed: of the solver.
     """
