@@ -298,6 +298,44 @@ def show(plan_file: Path, as_json: bool) -> None:
         _json({"plan": str(plan_file), **_summary(found)})
 
 
+@commands.command()
+@click.argument("problem_file", metavar="PROBLEM.JSON[.GZ]", type=click.Path(path_type=Path))
+@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
+@click.option(
+    "-o", "--output", metavar="SOLUTION.JSON", type=click.Path(path_type=Path), help="Write the choice there."
+)
+@_JSON
+def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None, as_json: bool) -> int:
+    """Solve a strategy-selection problem in IOPDDL JSON: one strategy per node, with a proven bound.
+
+    The solution is a list of one strategy index per node. Exit status 1: there is none, or none was found in time.
+    """
+    from autoshard import plan_json
+    from autoshard.solver import iopddl
+    from autoshard.solver.solve import solve as solved
+
+    if output is not None:
+        _writable(output)
+    with Stages() as stages:
+        stages.begin("read")
+        try:
+            problem = iopddl.read(problem_file)
+        except OSError as error:
+            raise click.ClickException(f"cannot read {problem_file}: {error.strerror}") from error
+        stages.begin("solve")
+        found = solved(problem, time_limit=time_limit, seed=seed)
+    if found.choice and output is not None:
+        plan_json.write(output, json.dumps(list(found.choice)))
+    said = f"objective {found.objective:,.10g}, bound {found.bound:,.10g}, gap {found.gap:.3%}, {found.backend}"
+    click.echo(f"{found.status.value}: {said if found.choice else found.message}")
+    if as_json:
+        figures = {"objective": found.objective, "bound": found.bound, "gap": found.gap}
+        finite = {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
+        _json({"problem": str(problem_file), "status": found.status.value, **finite, **stages.spent()})
+    return 0 if found.choice else OFF
+
+
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
     from autoshard.plan_json import to_dict
