@@ -50,12 +50,10 @@ class DotPlan:
     Attributes:
         steps: reshards and sums, in order.
         macs: multiply-adds per device.
-        operands: the tilings of the operands as the local contraction reads them (grouped dims included).
     """
 
     steps: list[Move | Sum] = field(default_factory=list)
     macs: int = 0
-    locals: tuple[Shape, Shape, Shape] = ((), (), ())
 
 
 @dataclass(frozen=True)
@@ -521,7 +519,6 @@ class DotPartitioner:
         for a, b in d.contract:
             macs *= min(left[a], right[b])
         self.result.macs += macs * math.prod(out)
-        self.result.locals = (left, right, tuple(out))
         return tuple(out)
 
     def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: Dim) -> None:
