@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from models import program
 from tabulate import tabulate
 
 from autoshard import manual
 from autoshard.api import captured_graph, plan_graph
-from autoshard.capture.program import Program
-from autoshard.capture.sources import load_source
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.lower.stablehlo import annotate
@@ -31,46 +29,6 @@ from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import Target, parse_target
 
 RANDOM_PLANS = 5
-
-
-def hf(model_type: str, **settings: Any) -> Callable[[], Program]:
-    def build() -> Program:
-        from autoshard.capture.torch_xla import capture
-
-        text = {key: str(value) for key, value in settings.items() if key not in ("batch", "seq")}
-        source = load_source(
-            f"hf:{model_type}",
-            batch=settings.get("batch", 8),
-            seq=settings.get("seq", 512),
-            settings=text,
-            train="adamw",
-        )
-        return capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
-
-    return build
-
-
-def mlp() -> Program:
-    import torch
-
-    from autoshard.capture.torch_xla import capture
-
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
-        inputs = (torch.empty(512, 1024),)
-    return capture(
-        model,
-        inputs,
-        loss_fn=lambda out: out.square().mean(),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-    )
-
-
-MODELS: dict[str, Callable[[], Program]] = {
-    "mlp": mlp,
-    "gpt2": hf("gpt2", n_layer=2),
-    "llama": hf("llama", num_hidden_layers=2, hidden_size=2048, intermediate_size=5632, num_attention_heads=16),
-}
 
 
 PLANS = ["auto", *manual.PLANS, *(f"random{seed}" for seed in range(RANDOM_PLANS))]
@@ -140,7 +98,7 @@ def main() -> None:
             for name in options.plans.split(",") if options.plans else PLANS:
                 if (model, str(target), name) in done:
                     continue
-                graph = graph or captured_graph(MODELS[model]())
+                graph = graph or captured_graph(program(model))
                 try:
                     found = row(model, target, name, graph, mesh, annotations(name, graph, mesh))
                 except Exception as error:  # a sweep goes on past one failure, and shows it in the table
