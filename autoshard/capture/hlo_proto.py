@@ -1,4 +1,4 @@
-"""The signature of an HLO module, read from its protocol buffer (xla/service/hlo.proto, xla/xla_data.proto)."""
+"""What capture reads and changes of an HLO module's protocol buffer (xla/service/hlo.proto, xla/xla_data.proto)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from autoshard.capture.program import TensorType
 
 _HOST_PROGRAM_SHAPE = 4  # HloModuleProto.host_program_shape: ProgramShapeProto
+_STACK_FRAME_INDEX = 17  # HloModuleProto.stack_frame_index: StackFrameIndexProto
+_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4  # of StackFrameIndexProto
 _PARAMETERS, _RESULT = 1, 2  # of ProgramShapeProto: ShapeProto
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES = 2, 3, 4  # of ShapeProto
 _DTYPES = {
@@ -32,6 +34,42 @@ def signature(module: bytes) -> tuple[tuple[TensorType, ...], tuple[TensorType, 
     raise ValueError("this HLO module has no program shape")
 
 
+def without_stacks(module: bytes) -> bytes:
+    """A serialized HloModuleProto whose instructions name no Python stack: every frame is one and the same.
+
+    The stacks hold paths and lines of whoever captured; without them equal programs are equal bytes.
+    """
+    parts = []
+    position = 0
+    while position < len(module):
+        start = position
+        number, value, position = _field(module, position)
+        if number == _STACK_FRAME_INDEX and isinstance(value, bytes):
+            frames = sum(part == _FRAMES for part, _ in _fields(value))
+            # One file and one function of no name, a place in them, and as many frames there as before, all called
+            # from one more: a frame without a caller is written as another kind of MLIR location.
+            caller = b"\x08\x01\x10" + _varint_bytes(frames + 1)
+            index = _message(_FILES, b"-") + _message(_FUNCTIONS, b"-") + _message(_LOCATIONS, b"\x08\x01\x10\x01")
+            index += _message(_FRAMES, caller) * frames + _message(_FRAMES, b"\x08\x01")
+            parts.append(_message(_STACK_FRAME_INDEX, index))
+        else:
+            parts.append(module[start:position])
+    return b"".join(parts)
+
+
+def _message(number: int, body: bytes) -> bytes:
+    """A field of bytes: its key, its length, itself."""
+    return _varint_bytes(number << 3 | 2) + _varint_bytes(len(body)) + body
+
+
+def _varint_bytes(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*found, value])
+
+
 def _types(shape: bytes) -> list[TensorType]:
     """The tensors of a ShapeProto: itself, or the parts of a tuple."""
     kind, dims, parts = 0, [], []
@@ -49,17 +87,21 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """(number, value) of each field: varints as int, the others as bytes."""
     position = 0
     while position < len(message):
-        key, position = _varint(message, position)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, position = _varint(message, position)
-            yield number, value
-            continue
-        size = {1: 8, 5: 4}.get(wire)
-        if size is None:
-            size, position = _varint(message, position)
-        yield number, message[position : position + size]
-        position += size
+        number, value, position = _field(message, position)
+        yield number, value
+
+
+def _field(message: bytes, position: int) -> tuple[int, int | bytes, int]:
+    """(number, value, where the next one starts) of the field at `position`."""
+    key, position = _varint(message, position)
+    number, wire = key >> 3, key & 7
+    if wire == 0:
+        value, position = _varint(message, position)
+        return number, value, position
+    size = {1: 8, 5: 4}.get(wire)
+    if size is None:
+        size, position = _varint(message, position)
+    return number, message[position : position + size], position + size
 
 
 def _varints(packed: bytes) -> Iterator[int]:
