@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoshard.cost.backend import Compiled, backend_of
 from autoshard.cost.collectives import Collective, seconds
 from autoshard.cost.compute import CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.device import Device
-from autoshard.cost.memory import peak_memory
+from autoshard.cost.lowered import lower
 from autoshard.cost.spmd import OpRun, Partitioned, partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
@@ -55,6 +56,7 @@ class Prediction:
         peak_memory_bytes: per device.
         replicated_ops: what had to be replicated for want of a rule.
         specs: value -> the sharding its readers find.
+        compiled: the kernels of one device in the order in which the target's compiler is taken to run them.
     """
 
     step_time_s: float
@@ -66,6 +68,7 @@ class Prediction:
     peak_memory_bytes: int
     replicated_ops: tuple[ReplicatedOp, ...] = field(repr=False)
     specs: Mapping[Value, Spec] = field(repr=False)
+    compiled: Compiled = field(repr=False)
 
 
 def predict(
@@ -86,7 +89,7 @@ def predict(
     compute_s, communication_s = sum(compute), sum(times)
     step = compute_s + communication_s
     peak = mesh.size * device.peak_flops(_main_dtype(graph, flops))
-    profile = peak_memory(graph, shardings.specs, mesh, temporaries=_temporaries(collectives), groups=groups)
+    compiled = backend_of(device.target).compile(lower(graph, shardings, partitioned))
     return Prediction(
         step_time_s=step,
         compute_s=compute_s,
@@ -94,7 +97,8 @@ def predict(
         overlapped_s=_overlapped(graph, groups, compute, collectives, times),
         mfu=sum(flops) / (step * peak) if step > 0 else 0.0,
         collectives=collectives,
-        peak_memory_bytes=profile.peak_bytes,
+        peak_memory_bytes=compiled.peak_bytes,
+        compiled=compiled,
         replicated_ops=_replicated(graph, groups, flops, device),
         specs=shardings.specs,
     )
@@ -148,15 +152,6 @@ def _main_dtype(graph: Graph, flops: Sequence[float]) -> str:
             dtype = graph.type_of(op.operands[0]).dtype
             totals[dtype] = totals.get(dtype, 0.0) + flops[op.id]
     return max(totals, key=lambda dtype: totals[dtype]) if totals else "f32"
-
-
-def _temporaries(collectives: Iterable[Collective]) -> list[tuple[int, float]]:
-    """What resharding allocates beside the values: gathered copies, while the op that reads them runs."""
-    return [
-        (each.op, each.bytes)
-        for each in collectives
-        if each.op is not None and each.kind == "all-gather" and each.count
-    ]
 
 
 def _overlapped(

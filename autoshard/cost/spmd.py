@@ -11,7 +11,7 @@ A value resharded twice to the same sharding is resharded once: the partitioner 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost import spmd_shape
@@ -41,11 +41,30 @@ class OpRun:
         collectives: what is emitted for it: reshards of its operands, sums of partial results.
         share: its FLOPs on one device, as a part of the whole op's (1 where every device computes everything).
         reads: per operand the tiling that it reads once resharded.
+        moves: the operands that are resharded first; their collectives are the first of `collectives`, in order.
     """
 
     collectives: tuple[Collective, ...]
     share: float
     reads: tuple[Tiling, ...]
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """A reshard of what an op reads, or of a value into an annotated copy.
+
+    Attributes:
+        place: which operand.
+        key: names the array that comes out; moves with equal keys give one array, made by the first of them.
+        tiling: how that array is split.
+        collectives: what the reshard takes; none where it is a slice, or where it was made before.
+    """
+
+    place: int
+    key: Hashable
+    tiling: Tiling
+    collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
@@ -55,11 +74,12 @@ class Partitioned:
     Attributes:
         runs: one per op, in program order.
         copies: collectives of annotated copies (a reshard from the value to its annotation).
-        results: collectives that give the program's results their shardings.
+        copied: copy number -> how the copy is made; absent where it is the value itself.
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)
     copies: tuple[Collective, ...] = field(repr=False)
+    copied: Mapping[int, Move] = field(repr=False, default_factory=dict)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -81,7 +101,7 @@ class Emission:
         own: the op's own collectives.
     """
 
-    moves: tuple[tuple[int, Hashable, tuple[Step, ...]], ...]
+    moves: tuple[tuple[int, tuple[tuple[int, ...], Tiling, Tiling], tuple[Step, ...]], ...]
     own: tuple[Step, ...]
     share: float
     reads: tuple[Tiling, ...]
@@ -117,17 +137,20 @@ class Partitioner:
         copied: dict[Value, list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
             copied.setdefault(copy.value, []).append(number)
-        copies: list[Collective] = []
+        made: dict[int, Move] = {}
         for op in self.graph.ops:
             runs.append(self._op(op))
             for result in range(len(op.results)):
                 for number in copied.get(Value(op.id, result), ()):
-                    copies.extend(self._copy(op, number))
+                    move = self._copy(op, number)
+                    if move is not None:
+                        made[number] = move
+        copies = [one for move in made.values() for one in move.collectives]
         self._scatter_later(runs)
         if self.target != "cpu":
             self._sum_once(runs)
             self._scatter_later(runs)
-        return Partitioned(tuple(runs), tuple(copies))
+        return Partitioned(tuple(runs), tuple(copies), made)
 
     def _sum_once(self, runs: list[OpRun]) -> None:
         """`AllReduceReassociate`, on TPU and GPU: a sum of two reduced values that it alone reads is reduced once.
@@ -206,7 +229,7 @@ class Partitioner:
                 scattered = replace(last, kind="reduce-scatter")
                 runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
 
-    def _copy(self, op: Op, number: int) -> list[Collective]:
+    def _copy(self, op: Op, number: int) -> Move | None:
         copy = self.shardings.copies[number]
         kind = self.graph.type_of(copy.value)
         key: Hashable
@@ -216,13 +239,14 @@ class Partitioner:
             source, key = self.shardings.copied[copy.source], ("copy", copy.source)
         target = self.shardings.copied[number]
         if source == target or op.id in self.free:
-            return []
+            return None
         # A TPU rounds before it gathers what only contractions read, here as in `_emit`.
         rounds = self.target == "tpu" and kind.dtype == "f32" and self._only_contracted(copy.value, number)
         dtype = "bf16" if rounds else kind.dtype
         steps = self.resharder.reshard(kind.shape, dtype, source, target)
         end = self.resharder.destination(kind.shape, dtype, source, target)
-        return self._once((key, ((), source, end)), steps, op.id)
+        made = (key, ((), source, end))
+        return Move(0, made, end, tuple(self._once(made, steps, op.id)))
 
     def _only_contracted(self, value: Value, at: int | None, depth: int = 8) -> bool:
         """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
@@ -256,16 +280,18 @@ class Partitioner:
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
         collectives: list[Collective] = []
+        moves: list[Move] = []
         for place, move, steps in emission.moves:
             value = op.operands[place]
             if value.op in self.free:
                 continue
             copy = self.shardings.copy_read(op.id, value)
             node = ("value", value) if copy is None else ("copy", copy)
-            collectives.extend(self._once((node, move), steps, op.id))
+            moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id))))
+            collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self._collective(step, op.id) for step in emission.own)
-        return OpRun(tuple(collectives), emission.share, emission.reads)
+        return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves))
 
     # ---- kinds -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ the way with the least memory first, then the least communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Dim = tuple[int, ...]
 Shape = tuple[int, ...]
-Move = tuple[int, Hashable, tuple[Step, ...]]
+Move = tuple[int, tuple[tuple[int, ...], Tiling, Tiling], tuple[Step, ...]]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""What a target's compiler makes of one device's program: kernels, their order, and the memory that they take.
+
+One `Backend` per target family, in a module of its own; `backend_of` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost.device import Target
+from autoshard.cost.kernels import Fusion, Kernel
+from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.schedule import (
+    Dependencies,
+    Liveness,
+    breadth_first,
+    dependencies,
+    liveness,
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A device's program as a compiler would run it.
+
+    Attributes:
+        program: its steps and arrays.
+        kernels: in the order in which they run.
+        live: temporary memory over that order.
+    """
+
+    program: Lowered = field(repr=False)
+    kernels: tuple[Kernel, ...] = field(repr=False)
+    live: Liveness = field(repr=False)
+    argument_bytes: int
+    output_bytes: int
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Most bytes that are neither arguments nor results."""
+        return self.live.peak
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments (donated ones once), results and temporaries: all that one device holds at most."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+
+class Backend:
+    """The passes of one compiler that decide what is in memory; subclasses say how theirs differ."""
+
+    alignment = 64
+    """Bytes to which buffers are rounded up."""
+
+    def buffer_bytes(self, array: Array) -> int:
+        """Bytes of an array's buffer."""
+        return -(-array.bytes // self.alignment) * self.alignment
+
+    def rewrite(self, program: Lowered) -> Lowered:
+        """What is rewritten before fusion: layouts, copies, padding."""
+        return program
+
+    def fusion(self, program: Lowered) -> Fusion:
+        """Which steps run as one."""
+        return Fusion(program)
+
+    def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
+        """Collectives merged."""
+        return kernels
+
+    def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """In which order the kernels run."""
+        return breadth_first(deps)
+
+    def compile(self, program: Lowered) -> Compiled:
+        """Kernels, order and memory of one device's program."""
+        program = self.rewrite(program)
+        kernels = self.combine(self.fusion(program).kernels(), program)
+        deps = dependencies(kernels)
+        order = self.order(kernels, deps, program)
+        live = liveness(kernels, order, program.arrays, self.buffer_bytes)
+        arguments = sum(self.buffer_bytes(array) for array in program.arrays if array.maker < 0)
+        outputs = sum(
+            self.buffer_bytes(array)
+            for array in program.arrays
+            if array.returned and not array.donated and array.maker >= 0
+        )
+        return Compiled(program, tuple(kernels[number] for number in order), live, arguments, outputs)
+
+
+def backend_of(target: Target) -> Backend:
+    """The compiler of a target family."""
+    if target == "cpu":
+        from autoshard.cost.backend_cpu import CpuBackend
+
+        return CpuBackend()
+    if target == "gpu":
+        from autoshard.cost.backend_gpu import GpuBackend
+
+        return GpuBackend()
+    from autoshard.cost.backend_tpu import TpuBackend
+
+    return TpuBackend()

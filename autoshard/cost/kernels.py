@@ -1,0 +1,159 @@
+"""Which steps of a device's program run as one kernel, and so which arrays are ever in memory.
+
+A target's `Fusion` says of each step whether it may run inside the kernels that read it, and of each kernel what it
+takes in. An array is *materialised* if something that cannot take in its maker reads it, if it is returned, or if
+computing it once per reader costs more than keeping it (XLA's `InstructionFusion`: expensive ops are not duplicated,
+nor are those that read more than they make). A step that is not materialised runs in every kernel that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Lowered, Step
+from autoshard.graph.groups import ELEMENTWISE
+
+EXPENSIVE = frozenset(
+    """divide exponential exponential_minus_one log log_plus_one logistic tanh erf erf_inv power sqrt rsqrt cbrt atan2
+    tan sine cosine remainder digamma lgamma acos asin atan cosh sinh acosh asinh atanh reduce gather reduce_window
+    """.split()  # noqa: SIM905
+)
+"""Kinds that XLA computes once rather than in each of several readers."""
+
+LOOPS = ELEMENTWISE | {
+    "broadcast_in_dim", "transpose", "reshape", "reverse", "slice", "dynamic_slice", "dynamic_update_slice", "pad",
+    "concatenate", "gather", "iota", SLICE,
+}  # fmt: skip
+"""Kinds that make each element of their result from few elements of their operands: they fuse as producers."""
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """Steps that run as one.
+
+    Attributes:
+        steps: their numbers; the last is the root.
+        reads: arrays in memory that it reads, each once.
+        writes: arrays in memory that it makes.
+        kind: the root's.
+        place: the largest number of a step in it: where it stands in the program.
+        shares: an operand's buffer may be taken over by a result of the same size.
+        workspace: bytes that it needs while it runs.
+    """
+
+    steps: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    kind: str
+    place: int
+    shares: bool = False
+    workspace: int = 0
+    flops: float = field(default=0.0)
+
+
+class Fusion:
+    """What a target's compiler fuses; subclasses say how theirs differs."""
+
+    duplicates = True
+    """Whether a step may run in several kernels."""
+
+    def __init__(self, program: Lowered) -> None:
+        """For one device's program."""
+        self.program = program
+        self.arrays, self.steps = program.arrays, program.steps
+        self.root: list[int] = list(range(len(self.steps)))  # step -> root of the library cluster that it is in
+
+    # ---- what targets differ in
+
+    def cluster(self) -> None:
+        """Merge steps into library kernels, through `root`."""
+
+    def absorbs(self, step: Step) -> bool:
+        """Whether a producer may run inside the kernel of this step."""
+        return step.kind in LOOPS or step.kind == "reduce"
+
+    def inlined(self, step: Step) -> bool:
+        """Whether a step may run inside the kernels that read it."""
+        return step.kind in LOOPS
+
+    def expensive(self, step: Step) -> bool:
+        """Whether a step is computed once rather than in each of several readers."""
+        return step.kind in EXPENSIVE
+
+    # ---- the algorithm
+
+    def kernels(self) -> list[Kernel]:
+        """All kernels, in program order."""
+        self.cluster()
+        kept = self.materialised()
+        found: list[Kernel] = []
+        members: dict[int, list[int]] = {}
+        for number, root in enumerate(self.root):
+            members.setdefault(root, []).append(number)
+        for root in sorted(members):
+            writes = tuple(a for number in members[root] for a in self.steps[number].writes if a in kept)
+            if writes:
+                found.append(self._kernel(root, members[root], writes, kept))
+        return found
+
+    def materialised(self) -> set[int]:
+        """Arrays that are kept in memory, arguments left out."""
+        kept: set[int] = set()
+        for number in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[number]
+            for array in step.writes:
+                if self._kept(number, step, array):
+                    kept.add(array)
+        return kept
+
+    def _kept(self, number: int, step: Step, array: int) -> bool:
+        found = self.arrays[array]
+        if found.returned:
+            return True
+        root = self.root[number]
+        readers = [reader for reader in found.readers if self.root[reader] != root or reader < number]
+        if not readers:
+            return not found.readers
+        if root != number or not self.inlined(step) or len(step.writes) > 1:
+            return True
+        if not all(self.takes(reader, number) for reader in readers):
+            return True
+        kernels = {self.root[reader] for reader in readers}
+        if len(kernels) == 1:
+            return False
+        return not self.duplicates or self.expensive(step) or self.reads_more(step)
+
+    def takes(self, reader: int, number: int) -> bool:
+        """Whether the kernel of step `reader` takes in step `number`."""
+        return self.root[reader] == reader and self.absorbs(self.steps[reader])
+
+    def reads_more(self, step: Step) -> bool:
+        """Whether a step has several large operands that together are larger than its result."""
+        made = math.prod(self.arrays[step.writes[0]].shape or (1,))
+        sizes = [math.prod(self.arrays[array].shape or (1,)) for array in dict.fromkeys(step.reads)]
+        return sum(size >= made for size in sizes) > 1
+
+    def _kernel(self, root: int, members: Sequence[int], writes: tuple[int, ...], kept: Set[int]) -> Kernel:
+        reads: dict[int, None] = {}
+        seen: dict[int, None] = dict.fromkeys(members)
+        todo = list(members)
+        while todo:
+            step = self.steps[todo.pop()]
+            for array in step.reads:
+                maker = self.arrays[array].maker
+                if maker < 0 or (array in kept and maker not in seen):
+                    reads.setdefault(array)
+                elif maker not in seen:
+                    seen[maker] = None
+                    todo.append(maker)
+        kind = self.steps[root].kind
+        flops = sum(self.steps[number].flops for number in seen)
+        steps = tuple(sorted(seen))
+        return Kernel(steps, tuple(reads), writes, kind, max(members), kind in LOOPS, 0, flops)
+
+
+def copies_only(kernel: Kernel) -> bool:
+    """Whether it is a collective."""
+    return kernel.kind in COLLECTIVES

@@ -1,0 +1,260 @@
+"""One device's program after partitioning: the arrays that it makes and the steps that make them, before fusion.
+
+What a compiler's backend starts from. Arrays are one device's parts. Reshards are steps of their own: a chain of
+collectives, or a slice. Reshapes, barriers and ops that change nothing share their operand's array; what follows from
+constants alone is made where it is read and has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost.collectives import Collective
+from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
+from autoshard.cost.spmd import Move, Partitioned
+from autoshard.graph.groups import free_ops
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import Shardings
+from autoshard.graph.simplify import fold
+from autoshard.graph.tiling import Tiling
+
+VIEWS = frozenset({"reshape", "optimization_barrier"})
+"""Kinds whose results are their operands' arrays under another type."""
+
+SLICE = "partition_slice"
+"""A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
+
+COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
+
+
+@dataclass(slots=True, eq=False)
+class Array:
+    """One device's part of a value, or of a value on its way to another sharding.
+
+    Attributes:
+        shape: of the part; None between two collectives of one reshard, of which only the size is known.
+        bytes: without padding of layouts.
+        maker: number of the step that makes it; -1 for an argument.
+        readers: numbers of the steps that read it, each once, ascending.
+        returned: it is a result of the program.
+        donated: and takes over the buffer of the argument that it updates.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: str
+    bytes: int
+    maker: int
+    readers: list[int] = field(default_factory=list)
+    returned: bool = False
+    donated: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One instruction of a device's program.
+
+    Attributes:
+        kind: StableHLO kind, collective kind, or `SLICE`.
+        op: the graph op that it belongs to.
+        reads, writes: numbers of arrays; `reads` in operand order, free operands left out.
+        flops: of contractions, on one device.
+        collective: what is moved, of collectives.
+        dim: of an all-gather or reduce-scatter the dim that it runs along, where it is one.
+    """
+
+    kind: str
+    op: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    flops: float = 0.0
+    collective: Collective | None = None
+    dim: int | None = None
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A device's program: steps in program order, arrays in order of making, arguments first."""
+
+    arrays: list[Array]
+    steps: list[Step]
+    graph: Graph
+
+
+def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned) -> Lowered:
+    """The steps of one device for a partitioned program."""
+    return _Lowering(graph, shardings, partitioned).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned) -> None:
+        self.graph, self.shardings, self.partitioned = graph, shardings, partitioned
+        self.arrays: list[Array] = []
+        self.steps: list[Step] = []
+        self.of: dict[Value, int | None] = {}  # value -> its array as made; None where it has none
+        self.copies: dict[int, int | None] = {}
+        self.moved: dict[Hashable, int] = {}
+        self.free = free_ops(graph)
+        self.folded = fold(graph)
+        self.copies_of: dict[Value, list[int]] = {}
+        for number, copy in enumerate(shardings.copies):
+            self.copies_of.setdefault(copy.value, []).append(number)
+
+    def run(self) -> Lowered:
+        for op in self.graph.ops:
+            results = [Value(op.id, i) for i in range(len(op.results))]
+            if op.kind == "argument":
+                for value in results:
+                    self.of[value] = self._array(value, -1)
+            elif op.id in self.free or all(value in self.folded.splat for value in results):
+                self.of.update((value, None) for value in results)
+            else:
+                self._op(op.id, results)
+            for value in results:
+                for number in self.copies_of.get(value, ()):
+                    self._copy(value, number)
+        self._outputs()
+        return Lowered(self.arrays, self.steps, self.graph)
+
+    def _array(self, value: Value, maker: int, tiling: Tiling | None = None) -> int:
+        kind = self.graph.type_of(value)
+        split = self.shardings.made[value] if tiling is None else tiling
+        shape = self.shardings.subaxes.shard(kind.shape, split)
+        self.arrays.append(Array(shape, kind.dtype, math.prod(shape) * dtype_bytes(kind.dtype), maker))
+        return len(self.arrays) - 1
+
+    def _step(
+        self, kind: str, op: int, reads: Sequence[int], writes: Sequence[int], flops: float = 0.0, **more: object
+    ) -> None:
+        number = len(self.steps)
+        for array in dict.fromkeys(reads):
+            self.arrays[array].readers.append(number)
+        for array in writes:
+            self.arrays[array].maker = number
+        self.steps.append(Step(kind, op, tuple(reads), tuple(writes), flops, **more))  # type: ignore[arg-type]
+
+    def _found(self, op: int | None, value: Value) -> int | None:
+        """The array of `value` that an op finds: the value as made, or an annotated copy."""
+        copy = self.shardings.copy_read(op, value)
+        return self.of[value] if copy is None else self.copies.get(copy, self.of[value])
+
+    def _op(self, number: int, results: list[Value]) -> None:
+        op, run = self.graph.ops[number], self.partitioned.runs[number]
+        reads = [self._found(number, value) for value in op.operands]
+        taken = 0
+        for move in run.moves:
+            source = reads[move.place]
+            taken += len(move.collectives)
+            if source is not None:
+                reads[move.place] = self._move(op.operands[move.place], source, move, number)
+        own = run.collectives[taken:]
+        same = self.folded.same.get(results[0])
+        place = op.operands.index(same) if same in op.operands else None
+        if not own and (op.kind in VIEWS or place is not None):
+            for i, value in enumerate(results):
+                self.of[value] = self._view(value, reads[i if place is None else place], number)
+            return
+        known = [array for array in reads if array is not None]
+        made = []
+        for i, value in enumerate(results):
+            array = self._array(value, -1)
+            if i == 0 and own:
+                self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
+            made.append(array)
+        flops = op_flops(op, self.graph) * run.share if op.kind in CONTRACTIONS else 0.0
+        self._step(op.kind, number, known, made, flops)
+        for value, array in zip(results, made, strict=True):
+            self.of[value] = array
+        if own:
+            self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _view(self, value: Value, source: int | None, op: int) -> int | None:
+        """A reshape's array: its operand's, or a slice of that where each device goes on with a part."""
+        if source is None:
+            return None
+        size = self._size(value, self.shardings.made[value])
+        if self.arrays[source].bytes <= size:
+            return source
+        array = self._array(value, -1)
+        self._step(SLICE, op, (source,), (array,))
+        return array
+
+    def _size(self, value: Value, tiling: Tiling) -> int:
+        kind = self.graph.type_of(value)
+        return math.prod(self.shardings.subaxes.shard(kind.shape, tiling)) * dtype_bytes(kind.dtype)
+
+    def _partial(self, value: Value, own: Sequence[Collective]) -> tuple[int, tuple[int, ...] | None]:
+        """Bytes and shape of what an op makes before its own collectives run."""
+        first = own[0]
+        made = self._size(value, self.shardings.made[value])
+        ways = self._ways(first)
+        size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.bytes
+        kind = self.graph.type_of(value)
+        same = size == made
+        return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
+
+    def _ways(self, collective: Collective) -> int:
+        """Devices of one group."""
+        ways = 1
+        for axis in collective.axes:
+            name, _, part = axis.partition("[")
+            ways *= int(part.partition("/")[0]) if part else self.shardings.subaxes.mesh.axis_size(name)
+        return ways
+
+    def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:
+        """The array after these collectives, the last of which (or a slice behind it) makes `tiling`."""
+        end = self._size(value, tiling)
+        dtype = self.graph.type_of(value).dtype
+        now = source
+        for i, collective in enumerate(collectives):
+            last = i == len(collectives) - 1
+            ways = self._ways(collective)
+            size = collective.bytes // ways if collective.kind == "reduce-scatter" else collective.bytes
+            if last and abs(size - end) <= end // 8:
+                array = self._array(value, -1, tiling)
+            else:
+                self.arrays.append(Array(None, dtype, size, -1))
+                array = len(self.arrays) - 1
+            dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
+            self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim)
+            now = array
+        if self.arrays[now].bytes > end:
+            array = self._array(value, -1, tiling)
+            self._step(SLICE, op, (now,), (array,))
+            now = array
+        return now
+
+    @staticmethod
+    def _dim(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> int | None:
+        if before is None or after is None or len(before) != len(after):
+            return None
+        changed = [dim for dim, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
+        return changed[0] if len(changed) == 1 else None
+
+    def _move(self, value: Value, source: int, move: Move, op: int) -> int:
+        if move.key in self.moved:
+            return self.moved[move.key]
+        self.moved[move.key] = self._chain(value, source, move.collectives, move.tiling, op)
+        return self.moved[move.key]
+
+    def _copy(self, value: Value, number: int) -> None:
+        copy = self.shardings.copies[number]
+        source = self.of[value] if copy.source is None else self.copies[copy.source]
+        move = self.partitioned.copied.get(number)
+        if source is None or move is None:
+            self.copies[number] = source
+        else:
+            self.copies[number] = self._move(value, source, move, value.op)
+
+    def _outputs(self) -> None:
+        updated = set()
+        for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
+            found = self._found(None, value)
+            if found is None or found in updated:
+                continue
+            array = self.arrays[found]
+            array.returned = True
+            if output.updates is not None and array.maker >= 0:
+                updated.add(found)
+                array.donated = True

@@ -1,0 +1,318 @@
+"""In which order a compiler runs the kernels of a program, and what is in memory meanwhile.
+
+Each order is one of XLA's (`hlo_memory_scheduler.cc`): breadth first (XLA's CPU compiler: whatever is ready, oldest
+first), depth first by fan-out and size, post-order, and a greedy list that always runs what frees most. Collectives are
+combined before that (`collective_combiner_utils.h`): independent ones of one kind, over the same axes, up to a size.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.kernels import Kernel
+from autoshard.cost.lowered import Array
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """Who waits for whom; kernels by their place in the list.
+
+    Attributes:
+        makers: per kernel the kernels whose arrays it reads, each once.
+        users: per kernel the kernels that read its arrays, each once.
+    """
+
+    makers: tuple[tuple[int, ...], ...]
+    users: tuple[tuple[int, ...], ...]
+
+
+def dependencies(kernels: Sequence[Kernel]) -> Dependencies:
+    """Makers and users of each kernel."""
+    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    makers = [tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels]
+    users: list[list[int]] = [[] for _ in kernels]
+    for number, before in enumerate(makers):
+        for one in before:
+            users[one].append(number)
+    return Dependencies(tuple(makers), tuple(map(tuple, users)))
+
+
+def combined(
+    kernels: list[Kernel],
+    key: Callable[[Kernel], Hashable],
+    size: Callable[[Kernel], int],
+    limit: float,
+    count: int = 256,
+) -> list[Kernel]:
+    """Merge collectives with equal keys (None is never merged) up to `limit` bytes, as long as none needs another.
+
+    In program order, as XLA does: a collective that would overflow the limit, or that depends on one of those taken,
+    closes what was taken so far.
+    """
+    ranks = _ranks(kernels)
+    groups: dict[Hashable, list[int]] = {}
+    for number, kernel in enumerate(kernels):
+        found = key(kernel)
+        if found is not None and size(kernel) <= limit:
+            groups.setdefault(found, []).append(number)
+    into: dict[int, list[int]] = {}
+    for members in groups.values():
+        taken: list[int] = []
+        total = 0
+        for number in members:
+            amount = size(kernels[number])
+            # Equal ranks never depend on each other; others are checked.
+            depends = bool(taken) and ranks[number] != ranks[taken[-1]] and _reaches(kernels, taken, number)
+            if taken and (total + amount > limit or depends or len(taken) >= count):
+                into[taken[-1]] = taken
+                taken, total = [], 0
+            taken.append(number)
+            total += amount
+        if taken:
+            into[taken[-1]] = taken
+    gone = {number for members in into.values() for number in members}
+    result = []
+    for number, kernel in enumerate(kernels):
+        if number in into and len(into[number]) > 1:
+            parts = [kernels[member] for member in into[number]]
+            result.append(
+                Kernel(
+                    tuple(step for part in parts for step in part.steps),
+                    tuple(dict.fromkeys(array for part in parts for array in part.reads)),
+                    tuple(array for part in parts for array in part.writes),
+                    kernel.kind,
+                    kernel.place,
+                    kernel.shares,
+                )
+            )
+        elif number not in gone or number in into:
+            result.append(kernel)
+    return _sorted(result)
+
+
+def _sorted(kernels: list[Kernel]) -> list[Kernel]:
+    """In an order that respects data flow, otherwise as they stand."""
+    deps = dependencies(kernels)
+    waiting = [len(before) for before in deps.makers]
+    ready = [number for number, count in enumerate(waiting) if not count]
+    result = []
+    while ready:
+        number = heapq.heappop(ready)
+        result.append(kernels[number])
+        for user in deps.users[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    return result
+
+
+def _ranks(kernels: Sequence[Kernel]) -> list[int]:
+    """Longest path from a kernel that waits for nothing."""
+    at: dict[int, int] = {}
+    ranks = []
+    for kernel in kernels:
+        rank = 1 + max((at[array] for array in kernel.reads if array in at), default=0)
+        ranks.append(rank)
+        at.update((array, rank) for array in kernel.writes)
+    return ranks
+
+
+def _reaches(kernels: Sequence[Kernel], sources: Sequence[int], target: int) -> bool:
+    """Whether `target` needs what one of `sources` makes; kernels are in an order that respects data flow."""
+    reached = {array for source in sources for array in kernels[source].writes}
+    for number in range(sources[0], target):
+        if not reached.isdisjoint(kernels[number].reads):
+            reached.update(kernels[number].writes)
+    return not reached.isdisjoint(kernels[target].reads)
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+def breadth_first(deps: Dependencies) -> list[int]:
+    """`BFScheduler`: a queue of what is ready."""
+    waiting = [len(before) for before in deps.makers]
+    ready = deque(number for number, left in enumerate(waiting) if not left)
+    order = []
+    while ready:
+        number = ready.popleft()
+        order.append(number)
+        for user in deps.users[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                ready.append(user)
+    return order
+
+
+def post_order(deps: Dependencies) -> list[int]:
+    """`PostOrderScheduler`: operands first, from each result in turn."""
+    return _depth_first(deps, lambda number: deps.makers[number])
+
+
+def depth_first(deps: Dependencies, sizes: Sequence[int]) -> list[int]:
+    """`DFSMemoryScheduler`: post-order that visits operands with the most fan-out, then the most bytes, first."""
+    fans, totals = [0] * len(deps.makers), [0] * len(deps.makers)
+    seen = 0
+    for number, makers in enumerate(deps.makers):
+        seen += sizes[number]
+        fans[number] = max(0, len(deps.users[number]) - 1) + sum(fans[maker] for maker in makers)
+        totals[number] = min(sizes[number] + sum(totals[maker] for maker in makers), seen)
+        fans[number] = min(fans[number], len(deps.makers))
+    return _depth_first(deps, lambda number: sorted(deps.makers[number], key=lambda m: (-fans[m], -totals[m], m)))
+
+
+def _depth_first(deps: Dependencies, operands: Callable[[int], Sequence[int]]) -> list[int]:
+    order: list[int] = []
+    done = bytearray(len(deps.makers))
+    for root in range(len(deps.makers)):
+        if deps.users[root] or done[root]:
+            continue
+        stack = [(root, iter(operands(root)))]
+        done[root] = 1
+        while stack:
+            number, left = stack[-1]
+            for maker in left:
+                if not done[maker]:
+                    done[maker] = 1
+                    stack.append((maker, iter(operands(maker))))
+                    break
+            else:
+                order.append(number)
+                stack.pop()
+    return order
+
+
+def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array]) -> list[int]:
+    """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users."""
+    left = dict.fromkeys((array for kernel in kernels for array in kernel.writes), 0)
+    for kernel in kernels:
+        for array in kernel.reads:
+            if array in left:
+                left[array] += 1
+    for array in left:
+        left[array] += arrays[array].returned
+    readers: dict[int, list[int]] = {array: [] for array in left}
+    for number, kernel in enumerate(kernels):
+        for array in kernel.reads:
+            if array in readers:
+                readers[array].append(number)
+    made = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
+    scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
+
+    def priority(number: int) -> tuple[float, float]:
+        if scalar[number]:
+            return float("-inf"), 0.0
+        freed = sum(arrays[array].bytes for array in kernels[number].reads if left.get(array) == 1)
+        return made[number] - freed, -len(deps.users[number])
+
+    waiting = [len(before) for before in deps.makers]
+    stamp = 0
+    current: dict[int, tuple[float, float]] = {}
+    heap: list[tuple[float, float, int, int]] = []
+
+    def push(number: int) -> None:
+        nonlocal stamp
+        found = priority(number)
+        if current.get(number) != found:
+            current[number] = found
+            stamp += 1
+            heapq.heappush(heap, (*found, -stamp, number))  # of equal priorities the latest, as a multimap's end
+
+    for number, count in enumerate(waiting):
+        if not count:
+            push(number)
+    order = []
+    done = bytearray(len(kernels))
+    while heap:
+        freed, users, _, number = heapq.heappop(heap)
+        if done[number] or current[number] != (freed, users):
+            continue
+        done[number] = 1
+        order.append(number)
+        changed = []
+        for array in kernels[number].reads:
+            if array in left:
+                left[array] -= 1
+                if left[array] == 1:
+                    changed.append(array)
+        for user in deps.users[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                push(user)
+        for array in changed:
+            for reader in readers[array]:
+                if not done[reader] and not waiting[reader]:
+                    push(reader)
+    return order
+
+
+# --- what is in memory -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Temporary memory of an order: all but arguments and results.
+
+    Attributes:
+        timeline: bytes at each position of the order.
+        spans: array -> (first, last) position at which it is in memory.
+        sizes: array -> bytes that it adds (0 where it takes over an operand's buffer).
+    """
+
+    timeline: np.ndarray
+    spans: dict[int, tuple[int, int]]
+    sizes: dict[int, int]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any position."""
+        return int(self.timeline.max()) if len(self.timeline) else 0
+
+
+def liveness(
+    kernels: Sequence[Kernel], order: Sequence[int], arrays: Sequence[Array], rounded: Callable[[Array], int]
+) -> Liveness:
+    """What is in memory when `kernels` run in `order`; `rounded` gives the bytes of an array's buffer."""
+    last: dict[int, int] = {}
+    for position, number in enumerate(order):
+        for array in kernels[number].reads:
+            last[array] = position
+    spans: dict[int, list[int]] = {}
+    buffer: dict[int, int] = {}  # array -> the array whose buffer it lies in
+    sizes: dict[int, int] = {}
+    change = np.zeros(len(order) + 1, dtype=np.int64)
+    for position, number in enumerate(order):
+        kernel = kernels[number]
+        free = [
+            array
+            for array in kernel.reads
+            if last[array] == position and array in buffer and spans[buffer[array]][1] <= position
+        ]
+        for array in kernel.writes:
+            found = arrays[array]
+            if found.returned:
+                continue
+            size = rounded(found)
+            held = array
+            if kernel.shares:
+                taken = next((one for one in free if sizes[buffer[one]] == size), None)
+                if taken is not None:
+                    free.remove(taken)
+                    held = buffer[taken]
+            buffer[array] = held
+            if held == array:
+                spans[array] = [position, position]
+                sizes[array] = size
+            spans[held][1] = max(spans[held][1], last.get(array, position))
+        change[position] += kernel.workspace
+        change[position + 1] -= kernel.workspace
+    for array, (start, end) in spans.items():
+        change[start] += sizes[array]
+        change[end + 1] -= sizes[array]
+    timeline = np.cumsum(change[:-1])
+    return Liveness(timeline, {array: (start, end) for array, (start, end) in spans.items()}, sizes)
