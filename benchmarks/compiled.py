@@ -1,23 +1,29 @@
-"""Plans held against compiled programs: fidelity of the prediction, and quality of the plan.
+"""Plans held against compiled programs: collectives and memory predicted, and the quality of the plan.
 
-For each model, target and plan (auto, by hand, random) the annotated program is compiled and its collectives and step
-time under the device model are put beside what was predicted. Compiled programs are cached on disk, every row is
-written as it is found, so a run that was stopped goes on where it was.
+For each model, target and plan (auto, by hand, random) the annotated program is compiled, and its collectives, memory
+and step time under the device model are put beside what was predicted. Compiled programs are cached on disk by what
+they are compiled from, and every row is written as it is found, so a run that was stopped goes on where it was. A row
+that other sources of autoshard made is made again: that compiles only where the annotated program changed.
 
     python benchmarks/compiled.py --models gpt2,mlp --targets cpu,tpu-v5e:2x4,h100:8 --out out/compiled.jsonl
+    python benchmarks/compiled.py --tables --out out/compiled.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models import program
-from tabulate import tabulate
+from compiled_tables import tables
+from models import MODELS, program
 
+import autoshard
 from autoshard import manual
 from autoshard.api import captured_graph, plan_graph
 from autoshard.graph.annotations import Annotations
@@ -26,12 +32,23 @@ from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.solver.formulate import random_annotations
 from autoshard.verify.check import compare_compiled
-from autoshard.verify.targets import Target, parse_target
+from autoshard.verify.targets import parse_target
 
 RANDOM_PLANS = 5
-
-
 PLANS = ["auto", *manual.PLANS, *(f"random{seed}" for seed in range(RANDOM_PLANS))]
+TARGETS = ["cpu", "h100:8", "h100:2x4", "tpu-v5e:2x4", "tpu-v5p:2x2x2"]
+
+Row = dict[str, Any]
+
+
+@cache
+def sources() -> str:
+    """What autoshard's code and data files are, in a few letters."""
+    digest = hashlib.sha256()
+    root = Path(autoshard.__file__).parent
+    for path in sorted(path for end in ("py", "json", "toml", "npz") for path in root.rglob(f"*.{end}")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
@@ -43,76 +60,62 @@ def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
     return manual.PLANS[name](graph, mesh)
 
 
-def row(model: str, target: Target, name: str, graph: Graph, mesh: Mesh, annotations: Annotations) -> dict[str, Any]:
+def measured(graph: Graph, mesh_text: str, target_text: str, name: str) -> Row:
     """Compile one plan for one target; figures of the prediction and of the compiled program."""
-    report, compiled = compare_compiled(
-        graph, annotations, mesh, target, annotate(graph.program, graph, annotations, mesh)
-    )
-    found = {"model": model, "target": str(target), "plan": name, **report.as_dict()}
-    return found | {"compile_s": round(compiled.seconds, 1)}
+    mesh = Mesh.parse(mesh_text, device=target_text.partition(":")[0])
+    target = parse_target(target_text, mesh.size)
+    chosen = annotations(name, graph, mesh)
+    report, compiled = compare_compiled(graph, chosen, mesh, target, annotate(graph.program, graph, chosen, mesh))
+    return report.as_dict() | {"compile_s": round(compiled.seconds, 1)}
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
-    """Fidelity and quality, one line per model and target."""
-    plans = list(dict.fromkeys(row["plan"] for row in rows))
-    hand = [name for name in plans if name in manual.PLANS]
-    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for one in rows:
-        cells.setdefault((one["model"], one["target"]), {})[one["plan"]] = one
-    fidelities, qualities = [], []
-    for (model, target), found in cells.items():
-        shown = [f"{found[p]['fidelity']:.1%}" if "fidelity" in found.get(p, {}) else "error" for p in plans]
-        fidelities.append([model, target, *shown])
-        seconds = {p: found[p]["compiled"]["step_time_s"] for p in ["auto", *hand] if "compiled" in found.get(p, {})}
-        best = min((seconds[p], p) for p in hand if p in seconds)
-        shown = [f"{seconds[p] * 1e3:.2f}" if p in seconds else "error" for p in ["auto", *hand]]
-        ratio = f"{seconds['auto'] / best[0]:.3f}" if "auto" in seconds else "error"
-        qualities.append([model, target, *shown, best[1], ratio])
-    return "\n\n".join(
-        [
-            "Fidelity: bytes of collectives that differ / bytes compiled\n"
-            + tabulate(fidelities, ["model", "target", *plans]),
-            "Step time of the compiled program under the device model, ms\n"
-            + tabulate(qualities, ["model", "target", "auto", *hand, "best by hand", "auto / best"]),
-        ]
-    )
+def read(path: Path) -> dict[tuple[str, ...], Row]:
+    """The rows of a file; the last of each model, target, mesh and plan counts."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {key(row): row for row in map(json.loads, lines)}
+
+
+def key(row: Row) -> tuple[str, ...]:
+    """What a row is about."""
+    return row["model"], row["target"], row["mesh"], row["plan"]
+
+
+def sweep(models: Iterable[str], targets: Iterable[str], plans: Iterable[str], mesh: str, out: Path) -> None:
+    """Make the rows that are missing, failed or were made by other sources."""
+    known = read(out)
+    for model in models:
+        graph = None
+        for target in targets:
+            for plan in plans:
+                row: Row = {"model": model, "target": target, "mesh": mesh, "plan": plan, "sources": sources()}
+                before = known.get(key(row), {"error": "not there"})
+                if before.get("sources") == sources() and "error" not in before:
+                    continue
+                graph = graph or captured_graph(program(model))
+                try:
+                    row |= {"target": target, **measured(graph, mesh, target, plan), **row}
+                except Exception as error:  # a sweep goes on past one failure, and shows it in the table
+                    row["error"] = f"{type(error).__name__}: {error}"
+                with out.open("a") as lines:
+                    lines.write(json.dumps(row) + "\n")
+                print(model, target, plan, row.get("fidelity", row.get("error")), file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mlp,gpt2,llama")
-    parser.add_argument("--targets", default="cpu,tpu-v5e:2x4,h100:8")
-    parser.add_argument("--plans", default="", help="only these, separated by commas")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--out", type=Path, default=Path("out/compiled.jsonl"))
+    parser.add_argument("--tables", action="store_true", help="only print what the file holds")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {(row["model"], row["target"], row["plan"]) for row in rows if "error" not in row}
-    rows = [row for row in rows if "error" not in row]
-    for model in options.models.split(","):
-        graph = None
-        for text in options.targets.split(","):
-            mesh = Mesh.parse(options.mesh, device=text.partition(":")[0])
-            target = parse_target(text, mesh.size)
-            for name in options.plans.split(",") if options.plans else PLANS:
-                if (model, str(target), name) in done:
-                    continue
-                graph = graph or captured_graph(program(model))
-                try:
-                    found = row(model, target, name, graph, mesh, annotations(name, graph, mesh))
-                except Exception as error:  # a sweep goes on past one failure, and shows it in the table
-                    found = {
-                        "model": model,
-                        "target": str(target),
-                        "plan": name,
-                        "error": f"{type(error).__name__}: {error}",
-                    }
-                rows.append(found)
-                with options.out.open("a") as out:
-                    out.write(json.dumps(found) + "\n")
-                print(model, target, name, found.get("fidelity", found.get("error")), file=sys.stderr, flush=True)
-    print(tables(rows))
+    if not options.tables:
+        sweep(
+            options.models.split(","), options.targets.split(","), options.plans.split(","), options.mesh, options.out
+        )
+    print(tables(list(read(options.out).values()), list(manual.PLANS)))
 
 
 if __name__ == "__main__":
