@@ -54,45 +54,62 @@ def combined(
     In program order, as XLA does: a collective that would overflow the limit, or that depends on one of those taken,
     closes what was taken so far.
     """
-    ranks = _ranks(kernels)
-    groups: dict[Hashable, list[int]] = {}
-    for number, kernel in enumerate(kernels):
-        found = key(kernel)
-        if found is not None and size(kernel) <= limit:
-            groups.setdefault(found, []).append(number)
-    into: dict[int, list[int]] = {}
-    for members in groups.values():
+    keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
+    keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
+    before = _ancestors(kernels)
+    merged: list[list[int]] = []
+    while keys:
+        active = keys[next(iter(keys))]
         taken: list[int] = []
-        total = 0
-        for number in members:
+        total, above, joined = 0, 0, 0
+        for number in [number for number, found in keys.items() if found == active]:
             amount = size(kernels[number])
-            # Equal ranks never depend on each other; others are checked.
-            depends = bool(taken) and ranks[number] != ranks[taken[-1]] and _reaches(kernels, taken, number)
-            if taken and (total + amount > limit or depends or len(taken) >= count):
-                into[taken[-1]] = taken
-                taken, total = [], 0
+            depends = before[number] & above or joined >> number & 1
+            if taken and (total + amount > limit or depends):
+                break
             taken.append(number)
             total += amount
-        if taken:
-            into[taken[-1]] = taken
-    gone = {number for members in into.values() for number in members}
-    result = []
-    for number, kernel in enumerate(kernels):
-        if number in into and len(into[number]) > 1:
-            parts = [kernels[member] for member in into[number]]
-            result.append(
-                Kernel(
-                    tuple(step for part in parts for step in part.steps),
-                    tuple(dict.fromkeys(array for part in parts for array in part.reads)),
-                    tuple(array for part in parts for array in part.writes),
-                    kernel.kind,
-                    kernel.place,
-                    kernel.shares,
-                )
+            above |= 1 << number
+            joined |= before[number]
+            del keys[number]
+            if len(taken) >= count:
+                break
+        if len(taken) > 1:
+            merged.append(taken)
+            for number, found in enumerate(before):  # what waits for one of them now waits for all
+                if found & above:
+                    before[number] = found | joined
+    if not merged:
+        return kernels
+    gone = {number for members in merged for number in members}
+    result = [kernel for number, kernel in enumerate(kernels) if number not in gone]
+    for members in merged:
+        parts = [kernels[number] for number in members]
+        result.append(
+            Kernel(
+                tuple(step for part in parts for step in part.steps),
+                tuple(dict.fromkeys(array for part in parts for array in part.reads)),
+                tuple(array for part in parts for array in part.writes),
+                parts[0].kind,
+                max(part.place for part in parts),
+                parts[0].shares,
             )
-        elif number not in gone or number in into:
-            result.append(kernel)
-    return _sorted(result)
+        )
+    return _sorted(sorted(result, key=lambda kernel: kernel.place))
+
+
+def _ancestors(kernels: Sequence[Kernel]) -> list[int]:
+    """Per kernel a bit set of those that it waits for, itself included; kernels respect data flow."""
+    maker: dict[int, int] = {}
+    found: list[int] = []
+    for number, kernel in enumerate(kernels):
+        bits = 1 << number
+        for array in kernel.reads:
+            if array in maker:
+                bits |= found[maker[array]]
+        found.append(bits)
+        maker.update(dict.fromkeys(kernel.writes, number))
+    return found
 
 
 def _sorted(kernels: list[Kernel]) -> list[Kernel]:
@@ -109,26 +126,6 @@ def _sorted(kernels: list[Kernel]) -> list[Kernel]:
             if not waiting[user]:
                 heapq.heappush(ready, user)
     return result
-
-
-def _ranks(kernels: Sequence[Kernel]) -> list[int]:
-    """Longest path from a kernel that waits for nothing."""
-    at: dict[int, int] = {}
-    ranks = []
-    for kernel in kernels:
-        rank = 1 + max((at[array] for array in kernel.reads if array in at), default=0)
-        ranks.append(rank)
-        at.update((array, rank) for array in kernel.writes)
-    return ranks
-
-
-def _reaches(kernels: Sequence[Kernel], sources: Sequence[int], target: int) -> bool:
-    """Whether `target` needs what one of `sources` makes; kernels are in an order that respects data flow."""
-    reached = {array for source in sources for array in kernels[source].writes}
-    for number in range(sources[0], target):
-        if not reached.isdisjoint(kernels[number].reads):
-            reached.update(kernels[number].writes)
-    return not reached.isdisjoint(kernels[target].reads)
 
 
 # --- orders ------------------------------------------------------------------------------------------------------
