@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoshard.cost.device import Target
+from autoshard.cost.device import Device
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Array, Lowered
 from autoshard.cost.schedule import (
@@ -53,6 +53,10 @@ class Backend:
     alignment = 64
     """Bytes to which buffers are rounded up."""
 
+    def __init__(self, device: Device) -> None:
+        """For one device kind."""
+        self.device = device
+
     def buffer_bytes(self, array: Array) -> int:
         """Bytes of an array's buffer."""
         return -(-array.bytes // self.alignment) * self.alignment
@@ -89,16 +93,16 @@ class Backend:
         return Compiled(program, tuple(kernels[number] for number in order), live, arguments, outputs)
 
 
-def backend_of(target: Target) -> Backend:
-    """The compiler of a target family."""
-    if target == "cpu":
+def backend_of(device: Device) -> Backend:
+    """The compiler of a device kind's target family."""
+    if device.target == "cpu":
         from autoshard.cost.backend_cpu import CpuBackend
 
-        return CpuBackend()
-    if target == "gpu":
+        return CpuBackend(device)
+    if device.target == "gpu":
         from autoshard.cost.backend_gpu import GpuBackend
 
-        return GpuBackend()
+        return GpuBackend(device)
     from autoshard.cost.backend_tpu import TpuBackend
 
-    return TpuBackend()
+    return TpuBackend(device)

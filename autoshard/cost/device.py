@@ -72,6 +72,8 @@ class Device:
         kernel_overhead: seconds to launch one fusion.
         collective_overhead: seconds to launch one collective, beside the links' latencies.
         achievable_compute, achievable_memory: part of the peaks that kernels reach.
+        multiprocessors, compute_capability: of an NVIDIA GPU (132 and 9.0 for an H100), by which XLA's GPU compiler
+            splits products; 0 where they do not apply.
         links: from the fastest to the slowest.
         source: where the figures come from.
     """
@@ -86,6 +88,8 @@ class Device:
     achievable_compute: float
     achievable_memory: float
     links: tuple[Link, ...]
+    multiprocessors: int = 0
+    compute_capability: float = 0.0
     source: str = field(default="", repr=False, compare=False)
 
     def __hash__(self) -> int:
@@ -278,7 +282,7 @@ class _Table:
 def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
-        "links", "source",
+        "multiprocessors", "compute_capability", "links", "source",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -308,6 +312,8 @@ def _device(table: _Table, name: str) -> Device:
         achievable_compute=achievable.number("compute", most=1),
         achievable_memory=achievable.number("memory", most=1),
         links=links,
+        multiprocessors=table.whole("multiprocessors") if "multiprocessors" in table.value else 0,
+        compute_capability=table.number("compute_capability") if "compute_capability" in table.value else 0.0,
         source=table.text("source"),
     )
 
