@@ -53,7 +53,8 @@ def plan(
         sample_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments (any device).
         mesh: a Mesh, a shape such as `(2, 4)`, or `"2x4"`.
         devices: how many devices there are, when no mesh is given: every shape of up to three axes is tried.
-        device: device kind of the mesh (`tpu-v5e`, `h100`…), when `mesh` is not a Mesh.
+        device: device kind of the mesh, when `mesh` is not a Mesh: `tpu-v5e`, `h100`… also with its topology
+            (`tpu-v5e:4x4:2slices`, `h100:2x8`).
         loss_fn: from the model's output to a scalar; default, with an optimizer, the output's own `.loss`.
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. Given a loss
             or an optimizer, a whole training step is planned, else the forward pass.
@@ -301,29 +302,55 @@ def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
 
 
 def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None) -> list[Mesh]:
-    """The meshes to plan for: the one given, or every shape of `devices` with up to three axes."""
+    """The meshes to plan for: the one given, or every shape of `devices` with up to three axes.
+
+    A device kind with a topology (`h100:2x8`) says itself how many there are; shapes that do not lie on it are out.
+    """
+    from autoshard.cost.device import DeviceError, load_device
+    from autoshard.cost.layout import check_layout
+
     if mesh is not None:
         if devices is not None:
             raise ValueError("give a mesh or a number of devices, not both")
-        if isinstance(mesh, Mesh):
-            if device is not None and device != mesh.device:
-                raise ValueError(f"the mesh is of {mesh.device}, but device={device!r}; give the mesh that device kind")
-            return [mesh]
-        if isinstance(mesh, str):
-            return [Mesh.parse(mesh, device=device or "cpu")]
-        if not hasattr(mesh, "__iter__"):
-            raise ValueError(
-                f"a mesh is a shape such as (2, 4) or '2x4', or a Mesh, not {mesh!r}; "
-                "to have every shape of 8 devices tried, pass devices=8"
-            )
-        return [Mesh(tuple(mesh), (), device or "cpu")]
+        given = _given_mesh(mesh, device)
+        check_layout(given)
+        return [given]
+    kind = device or "cpu"
+    if devices is None and ":" in kind:
+        devices = load_device(kind).devices
     if devices is None:
         raise ValueError("no devices are attached to plan for: pass a mesh such as mesh='2x4', or devices=8")
     if not isinstance(devices, int):
         raise ValueError(f"devices={devices!r}: a whole number of devices is needed")
     if not 1 <= devices <= MAX_DEVICES:
         raise ValueError(f"devices={devices}: at least one is needed" + f", at most {MAX_DEVICES:,}" * (devices > 1))
-    return [Mesh(shape, (), device or "cpu") for shape in factorisations(devices)]
+    meshes, problems = [], []
+    for shape in factorisations(devices):
+        candidate = Mesh(shape, (), kind)
+        try:
+            check_layout(candidate)
+        except DeviceError as error:
+            problems.append(error)
+        else:
+            meshes.append(candidate)
+    if not meshes:
+        raise problems[0]
+    return meshes
+
+
+def _given_mesh(mesh: Mesh | Sequence[int] | str, device: str | None) -> Mesh:
+    if isinstance(mesh, Mesh):
+        if device is not None and device != mesh.device:
+            raise ValueError(f"the mesh is of {mesh.device}, but device={device!r}; give the mesh that device kind")
+        return mesh
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh, device=device or "cpu")
+    if not hasattr(mesh, "__iter__"):
+        raise ValueError(
+            f"a mesh is a shape such as (2, 4) or '2x4', or a Mesh, not {mesh!r}; "
+            "to have every shape of 8 devices tried, pass devices=8"
+        )
+    return Mesh(tuple(mesh), (), device or "cpu")
 
 
 def factorisations(devices: int, axes: int = 3) -> list[tuple[int, ...]]:

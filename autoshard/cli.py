@@ -124,7 +124,14 @@ def _with_source(function: Any) -> Any:
 @click.option("--mesh", "mesh_shape", metavar="2x4", help="Devices along each mesh axis.")
 @click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Instead of --mesh: try every shape.")
-@click.option("--device", metavar="KIND", help="Device kind, such as tpu-v5e or h100; default cpu.")
+@click.option(
+    "--device",
+    metavar="KIND",
+    help="Device kind, such as tpu-v5e or h100, also with its topology: tpu-v5e:4x4:2slices, h100:2x8; default cpu.",
+)
+@click.option(
+    "--placement", metavar="DCN,ICI", help="The link that each axis of --mesh lies on; default: inner ones near."
+)
 @click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Plan a training step; default forward only.")
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
@@ -142,6 +149,7 @@ def plan(
     axes: str | None,
     devices: int | None,
     device: str | None,
+    placement: str | None,
     train: str | None,
     memory: str | None,
     hints: Sequence[str],
@@ -153,8 +161,9 @@ def plan(
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
     # All that can be wrong with the command itself, before anything heavy is imported.
-    meshes = candidate_meshes(parse_mesh(mesh_shape, axes, devices, device), devices, device)
-    _known_device(meshes[0].device)
+    if device is not None:
+        _known_device(device)
+    meshes = candidate_meshes(parse_mesh(mesh_shape, axes, devices, device, placement), devices, device)
     limit: float | Literal["device"] | None = "device"
     if memory is not None:
         limit = None if memory.lower() == "none" else parse_bytes(memory)
@@ -248,12 +257,12 @@ def verify(
 
     Exit status 1: the share of bytes that differ is above --max-fidelity, or the numbers of --run are unequal.
     """
-    from autoshard.verify.targets import parse_target
+    from autoshard.verify.targets import on_target, parse_target
 
     found = Plan.load(plan_file)
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
     if target is not None:
-        parse_target(target, found.mesh.size)
+        on_target(found.mesh, parse_target(target, found.mesh.size))
     if source.startswith("hf:"):  # the plan knows what it was planned with
         planned_batch, planned_seq, planned_train = planned_with(found)
         batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train

@@ -65,18 +65,21 @@ def pairs(kind: str, found: Sequence[tuple[str, T]]) -> dict[str, T]:
     return once
 
 
-def parse_mesh(shape: str | None, axes: str | None, devices: int | None, device: str | None) -> Mesh | None:
-    """The mesh of `--mesh`, `--axes` and `--device`; None when `--devices` leaves the shape open.
+def parse_mesh(
+    shape: str | None, axes: str | None, devices: int | None, device: str | None, placement: str | None = None
+) -> Mesh | None:
+    """The mesh of `--mesh`, `--axes`, `--device` and `--placement`; None when the shape is left open.
 
     Raises:
-        ValueError: none or both of `--mesh` and `--devices`, or no mesh.
+        ValueError: none or both of `--mesh` and `--devices` (or a device with a topology), or no mesh.
     """
     if shape is None:
-        if axes is not None:
-            raise ValueError("--axes names the axes of --mesh: give both")
-        if devices is None:
+        for option, given in (("--axes names the axes", axes), ("--placement places the axes", placement)):
+            if given is not None:
+                raise ValueError(f"{option} of --mesh: give both")
+        if devices is None and ":" not in (device or ""):
             raise ValueError("no mesh: pass --mesh 2x4, or --devices 8 to have every shape tried")
         return None
     if devices is not None:
         raise ValueError("give --mesh or --devices, not both")
-    return Mesh.parse(shape, axes, device or "cpu")
+    return Mesh.parse(shape, axes, device or "cpu", placement)

@@ -78,9 +78,11 @@ class Mesh:
     Attributes:
         shape: devices along each axis; one, two or three axes.
         axis_names: one distinct name per axis.
-        device: a device kind of `cost/devices.toml`, such as `tpu-v5e`.
-        placement: per axis the link it lies on, a link name of that device kind (`ici`, `nvlink`, `dcn`…);
-            empty means the device kind's default (see `cost.device.default_placement`).
+        device: a device kind of `cost/devices.toml`, such as `tpu-v5e`, or one with the topology that the devices stand
+            in: `tpu-v5e:4x4:2slices` (chips per torus dim, slices), `h100:2x8` (hosts x GPUs per host).
+        placement: per axis the link it lies on, a link name of that device kind (`ici`, `nvlink`, `dcn`…), or two, as
+            in `nvlink+ib`, for an axis that fills the rest of the first and goes on over the second; empty means that
+            inner axes fill the fast links (see `cost.device.default_placement`).
 
     Raises:
         ValueError: on clashing or missing names, sizes below one, or more than three axes.
@@ -121,12 +123,13 @@ class Mesh:
         object.__setattr__(self, "_sizes", dict(zip(names, shape, strict=True)))
 
     @classmethod
-    def parse(cls, text: str, axes: str | None = None, device: str = "cpu") -> Mesh:
-        """A mesh from the command line's `2x4` and `data,model`."""
+    def parse(cls, text: str, axes: str | None = None, device: str = "cpu", placement: str | None = None) -> Mesh:
+        """A mesh from the command line's `2x4`, `data,model` and `dcn,ici`."""
         if not re.fullmatch(r"\d+(x\d+)*", text):
             raise ValueError(f"a mesh shape is numbers joined by x, such as 2x4, not {text!r}")
         names = tuple(name.strip() for name in axes.split(",")) if axes else ()
-        return cls(tuple(int(size) for size in text.split("x")), names, device)
+        links = tuple(name.strip() for name in placement.split(",")) if placement else ()
+        return cls(tuple(int(size) for size in text.split("x")), names, device, links)
 
     @property
     def size(self) -> int:

@@ -448,9 +448,21 @@ class Plan:
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """`2x4 (data=2, model=4) of tpu-v5e`."""
-    axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
+    """`2x4 (data=2, model=4) of tpu-v5e`; where axes lie on several links, `(data=2 on ib, model=4 on nvlink)`."""
+    links = _links(mesh)
+    axes = ", ".join(f"{name}={size}{on}" for name, size, on in zip(mesh.axis_names, mesh.shape, links, strict=True))
     return f"{'x'.join(map(str, mesh.shape))} ({axes}) of {mesh.device}"
+
+
+def _links(mesh: Mesh) -> list[str]:
+    from autoshard.cost.device import DeviceError, default_placement
+
+    try:
+        placement = default_placement(mesh)
+    except DeviceError:  # a plan can be shown where its device file is not
+        placement = mesh.placement
+    several = len(set("+".join(placement).split("+"))) > 1
+    return [f" on {link}" for link in placement] if several else [""] * len(mesh.shape)
 
 
 def format_type(type: TensorType) -> str:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 from autoshard import cli
+from autoshard.mesh import Mesh
 from autoshard.plan import Plan, TensorPlan
 from autoshard.verify.check import VerifyReport
 from tests import plans
@@ -179,7 +180,18 @@ def test_the_exit_status_says_whether_the_plan_holds(run, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("abacus", "abacus"), ("tpu-v5e:2x2", "4"), ("h100:4", "4"), ("h100:two", "h100:two")],
+    [
+        ("abacus", "abacus"),
+        ("tpu-v5e:2x2", "target tpu-v5e:2x2 has 4 devices, but the plan's mesh has 8"),
+        ("tpu-v4:2x2x2", "has 16 devices (XLA counts two per tpu-v4 chip), but the plan's mesh has 8"),
+        ("tpu-v5p:2x2x2:2slices", "has 16 devices"),
+        ("h100:4", "has 4 devices"),
+        ("h100:2x8", "has 16 devices"),
+        ("h100:two", "h100:two"),
+        ("h100:1x1x8", "hosts x GPUs per host"),
+        ("a100:16", "nvlink joins at most 8 of a100-80gb"),
+        ("tpu-v5e:8x1:1slice:2", "number of slices"),
+    ],
 )
 def test_a_target_that_does_not_fit_is_refused(run, tmp_path, target, message):
     plans.saved(tmp_path / "plan.json")  # for 8 devices
@@ -187,6 +199,47 @@ def test_a_target_that_does_not_fit_is_refused(run, tmp_path, target, message):
     assert (status, out) == (2, "")
     assert re.fullmatch(r"autoshard: [^\n]*\n", err)
     assert message in err
+
+
+def test_a_plan_that_does_not_lie_on_the_target_is_refused(run, tmp_path):
+    found = plans.plan()
+    mesh = Mesh((2, 4), ("data", "model"), "tpu-v5e", ("dcn", "ici"))
+    replace(found, mesh=mesh).save(tmp_path / "plan.json")
+    status, out, err = run("verify", "plan.json", "nets.py:step", "--target", "tpu-v5e:2x4")
+    assert (status, out) == (2, "")
+    assert "mesh 2x4 does not lie on tpu-v5e:2x4 (data of 2 on dcn, model of 4 on ici)" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mesh", "said"),
+    [
+        (
+            ["--mesh", "2x4", "--device", "h100", "--placement", "ib,nvlink"],
+            Mesh((2, 4), ("data", "model"), "h100", ("ib", "nvlink")),
+            "2x4 (data=2 on ib, model=4 on nvlink) of h100",
+        ),
+        (
+            ["--mesh", "2x4", "--device", "tpu-v5e:2x2:2slices"],
+            Mesh((2, 4), ("data", "model"), "tpu-v5e:2x2:2slices"),
+            "2x4 (data=2 on dcn, model=4 on ici) of tpu-v5e:2x2:2slices",
+        ),
+        (
+            ["--mesh", "8", "--device", "h100:2x4"],
+            Mesh((8,), ("data",), "h100:2x4"),
+            "8 (data=8 on nvlink+ib) of h100:2x4",
+        ),
+    ],
+)
+def test_a_mesh_over_hosts_or_slices(run, tmp_path, arguments, mesh, said):
+    status, out, _ = run("plan", "nets.py:step", *arguments, "-o", "plan.json")
+    assert status == 0
+    assert said in out
+    assert Plan.load(tmp_path / "plan.json").mesh == mesh
+
+
+def test_a_device_kind_with_a_topology_says_how_many_there_are(run, tmp_path):
+    assert run("plan", "nets.py:mlp", "--device", "tpu-v5e:2x2", "-o", "plan.json")[0] == 0
+    assert Plan.load(tmp_path / "plan.json").mesh.size == 4
 
 
 def test_what_a_plan_was_planned_with():

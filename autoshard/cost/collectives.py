@@ -12,19 +12,24 @@ bandwidth at which it can:
   communication on architectures that support simultaneous communication over multiple links", PPoPP 2006). An
   all-to-all is bound by the links in the middle of a dim.
 - shared: one bus carries what all devices of the mesh receive.
-- several levels (within and between hosts): reduce-scatter inside, the outer level on 1/n of the bytes, all-gather
-  inside; an all-to-all sends at all levels at once.
+- several levels (within and between hosts or slices): reduce-scatter inside, the outer level on 1/n of the bytes,
+  all-gather inside. From a torus to the network between slices one after the other; from switch to switch at once, so
+  that the slowest counts ('How to Scale Your Model', GPUs, cross-node collectives: a ring at each depth, mostly
+  overlapped). An all-to-all sends at all levels at once.
+
+Where axes lie is `layout.py`'s. Groups that stand between each other on a torus dim share its links.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autoshard.cost.device import Device, Link, default_placement, fits, island_size
+from autoshard.cost.device import Device, Link
+from autoshard.cost.layout import Dim, layout, links_used
 from autoshard.mesh import Mesh
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -69,35 +74,34 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device
     Raises:
         KeyError: an axis that the mesh does not have.
         ValueError: an unknown kind.
+        DeviceError: the mesh does not lie on the device's topology.
     """
     if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         raise ValueError(f"no collective is called {kind!r}")
-    parts = [_part(axis, mesh) for axis in axes]
-    whole = math.prod(size for _, _, size in parts)
-    if whole == 1:
+    taken = dict(_part(axis, mesh) for axis in axes)
+    if math.prod(taken.values()) == 1:
         return 0.0, 0.0
-    levels = [level for level in _levels(frozenset(name for name, _, _ in parts), mesh, device) if level.size > 1]
+    levels = [level for level in _levels(taken, mesh, device) if level.size > 1]
     alpha, beta, inside = 0.0, 0.0, 1
-    for level in levels:
+    for i, level in enumerate(levels):
         if kind in ("all-to-all", "collective-permute"):
             alpha += level.latency
             beta = max(beta, level.exchange if kind == "all-to-all" else level.send)
         else:
             passes = 2 if kind == "all-reduce" else 1
             alpha += passes * level.latency
-            beta += passes * (level.size - 1) / level.size * level.gather / inside
+            own = passes * (level.size - 1) / level.size * level.gather / inside
+            piped = i > 0 and level.piped and levels[i - 1].piped
+            beta = max(beta, own) if piped else beta + own
         inside *= level.size
-    taken = math.prod(devices for _, devices, _ in parts)
-    if taken < whole and kind != "collective-permute":
-        beta *= (taken - 1) / taken * whole / (whole - 1)
     return device.collective_overhead + alpha, beta
 
 
-def _part(axis: str, mesh: Mesh) -> tuple[str, int, int]:
-    """(axis, devices of a group along it, its size) of `model` or `model[2/4]`; a part runs at its axis' bandwidth."""
+def _part(axis: str, mesh: Mesh) -> tuple[str, int]:
+    """(axis, devices of a group along it) of `model` or `model[2/4]`."""
     name, _, part = axis.partition("[")
     size = mesh.axis_size(name)
-    return name, int(part.split("/")[0]) if part else size, size
+    return name, int(part.split("/")[0]) if part else size
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class _Level:
     """The part of a collective that runs on one link.
 
     size: devices; latency: seconds for one pass over all of them; gather: seconds per byte that each device receives;
-    exchange: seconds per byte of an all-to-all's operand; send: seconds per byte of a permute.
+    exchange: seconds per byte of an all-to-all's operand; send: seconds per byte of a permute; piped: whether it runs
+    at the same time as a neighbouring level that is piped too.
     """
 
     size: int
@@ -113,100 +118,46 @@ class _Level:
     gather: float
     exchange: float
     send: float
+    piped: bool = False
 
 
-def _levels(axes: frozenset[str], mesh: Mesh, device: Device) -> list[_Level]:
-    """From the inside to the outside, what `axes` mean on each link of the device."""
+def _levels(taken: Mapping[str, int], mesh: Mesh, device: Device) -> list[_Level]:
+    """From the inside to the outside, what a collective over `taken` means on each link of the device.
+
+    `taken`: axis -> devices of a group along it; of a part of an axis, those that stand nearest.
+    """
+    left = dict(taken)
     levels = []
+    dims = layout(mesh, device)
     for link in device.links:
-        sizes = _sizes_on(mesh, device)[link.name]
-        count = math.prod(size for axis, size in sizes if axis in axes)
+        here: list[tuple[Dim, dict[str, int]]] = []
+        for dim in reversed([dim for dim in dims if dim.link is link]):
+            part = {axis: math.gcd(left.get(axis, 1), size) for axis, size in dim.parts}
+            for axis in part:
+                left[axis] = left.get(axis, 1) // part[axis]
+            here.append((dim, part))
+        count = math.prod(size for _, part in here for size in part.values())
         if link.topology == "torus":
-            levels.append(_torus_level(axes, sizes, count, link))
+            levels.append(_torus_level(here, count, link, taken))
         else:
             busy = mesh.size if link.topology == "shared" else 1
             each = busy / link.bandwidth
             rounds = math.ceil(math.log2(count)) if count > 1 else 0
-            levels.append(_Level(count, rounds * link.latency, each, (count - 1) / count * each, each))
+            exchange = (count - 1) / count * each
+            levels.append(_Level(count, rounds * link.latency, each, exchange, each, link.topology == "switch"))
     return levels
 
 
-@lru_cache(maxsize=256)
-def _sizes_on(mesh: Mesh, device: Device) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Link name -> (axis, devices of that axis on this link), outermost axis first."""
-    room = {link.name: island_size(link) for link in device.links}
-    parts: dict[str, list[tuple[str, int]]] = {link.name: [] for link in device.links}
-    placed = zip(mesh.axis_names, mesh.shape, default_placement(mesh, device), strict=True)
-    for axis, size, names in reversed(list(placed)):
-        links = names.split("+")
-        left = float(size)
-        for i, name in enumerate(links):
-            part = left if i == len(links) - 1 else fits(left, room[name])
-            parts[name].append((axis, int(part)))
-            room[name] /= part
-            left /= part
-    return {name: tuple(reversed(sizes)) for name, sizes in parts.items()}
-
-
-# --- torus -------------------------------------------------------------------------------------------------------
-
-_TorusDim = tuple[tuple[str, int], ...]
-"""What lies on one torus dim: (axis, devices), outermost first."""
-
-
-@lru_cache(maxsize=256)
-def torus_dims(sizes: tuple[tuple[str, int], ...], dims: int) -> tuple[_TorusDim, ...]:
-    """How mesh axes lie on a torus of `dims` dims: an axis per dim.
-
-    Spare dims go to the longest axes, split as squarely as they divide (8 devices of one axis on a 2D torus: 2x4);
-    where there are more axes than dims, the neighbouring two with the smallest product share one.
-    """
-    split = {axis: [size] for axis, size in sizes if size > 1}
-    while split and sum(map(len, split.values())) < dims:
-        finer = {axis: _cube(math.prod(parts), len(parts) + 1) for axis, parts in split.items()}
-        able = [axis for axis, parts in finer.items() if min(parts) > 1]
-        if not able:
-            break
-        longest = max(able, key=lambda axis: max(split[axis]))
-        split[longest] = finer[longest]
-    lying: list[_TorusDim] = [((axis, part),) for axis, parts in split.items() for part in parts]
-    while len(lying) > dims:
-        joint = min(range(len(lying) - 1), key=lambda i: _extent(lying[i]) * _extent(lying[i + 1]))
-        lying[joint : joint + 2] = [lying[joint] + lying[joint + 1]]
-    return tuple(lying)
-
-
-def _cube(size: int, parts: int) -> list[int]:
-    """`parts` factors of `size`, ascending, the largest as small as it can be."""
-    if parts == 1:
-        return [size]
-    ways = [[d, *_cube(size // d, parts - 1)] for d in range(1, size + 1) if size % d == 0]
-    return sorted(min(ways, key=lambda way: (max(way), -min(way))))
-
-
-def _extent(dim: _TorusDim) -> int:
-    return math.prod(size for _, size in dim)
-
-
-def _torus_level(axes: frozenset[str], sizes: tuple[tuple[str, int], ...], count: int, link: Link) -> _Level:
+def _torus_level(dims: list[tuple[Dim, dict[str, int]]], count: int, link: Link, axes: Collection[str]) -> _Level:
     latency, bandwidth, exchange, send = 0.0, 0.0, 0.0, 0.0
-    for dim in torus_dims(sizes, link.dims):
-        n = math.prod(size for axis, size in dim if axis in axes)
+    for dim, part in dims:
+        links, ring, n, stride = links_used(part, dim.parts, dim.wraps, axes)
         if n == 1:
             continue
-        # Devices of one group sit `stride` apart where a minor axis of the same dim is not in the collective: as many
-        # groups share each link.
-        innermost = max(i for i, (axis, _) in enumerate(dim) if axis in axes)
-        stride = math.prod(size for _, size in dim[innermost + 1 :])
-        way = link.bandwidth / stride
-        if n == _extent(dim) and link.wraps(n):
-            latency += link.latency * (n // 2)
-            bandwidth += 2 * way
-            hops = sum(min(k, n - k) for k in range(n))
-            exchange = max(exchange, hops / n / (2 * way))
-        else:
-            latency += link.latency * (n - 1) * stride
-            bandwidth += way
-            exchange = max(exchange, (n // 2) * ((n + 1) // 2) / n / way)
-        send = max(send, 1 / way)
+        latency += link.latency * (n // 2 if ring else n - 1) * stride
+        bandwidth += links * link.bandwidth
+        # Bytes that the busiest link carries per byte of each device's operand.
+        crossing = sum(min(k, n - k) for k in range(n)) if ring else (n // 2) * ((n + 1) // 2)
+        exchange = max(exchange, crossing / n / (links * link.bandwidth))
+        send = max(send, stride / link.bandwidth)
     return _Level(count, latency, 1 / bandwidth if bandwidth else 0.0, exchange, send)

@@ -1,17 +1,19 @@
 """What a device kind can do: read from `devices.toml`, or from a file of the user's in the same format.
 
-A *device* is what XLA counts as one. Where the axes of a mesh lie (torus dims, a host's switch, the network between
-hosts) is a *placement*: per axis the name of a link, or `nvlink+ib` for an axis whose inner part lies on one link and
-whose outer part on the other.
+A *device* is what XLA counts as one. A device kind may come with its *topology*: `tpu-v5e:4x4:2slices` (chips per torus
+dim, slices), `h100:2x8` (hosts x GPUs per host). Where the axes of a mesh lie (torus dims, a host's switch, the network
+between hosts) is a *placement*: per axis the name of a link, or `nvlink+ib` for an axis whose inner part lies on one
+link and whose outer part on the other; `layout.py` makes coordinates of it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -42,6 +44,8 @@ class Link:
         island: how many devices it joins; 0 is any number.
         dims: torus dims; 0 unless a torus.
         wrap_multiple: a torus dim whose size is a multiple of this wraps around.
+        wrap_whole: dims wrap around only where all of them are such multiples.
+        shape: devices along each torus dim, where a topology was given.
         source: where the figures come from.
     """
 
@@ -52,11 +56,14 @@ class Link:
     island: int
     dims: int = 0
     wrap_multiple: int = 0
+    wrap_whole: bool = False
+    shape: tuple[int, ...] = ()
     source: str = field(default="", repr=False, compare=False)
 
-    def wraps(self, size: int) -> bool:
-        """Whether a torus dim of `size` devices closes to a ring; two devices share one link, so 2 never does."""
-        return self.topology == "torus" and size > 2 and size % self.wrap_multiple == 0
+    def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+        """Which dims of a torus of `shape` close to a ring; two devices share one link, so 2 never does."""
+        able = [size > 2 and size % self.wrap_multiple == 0 for size in shape]
+        return tuple(able) if not self.wrap_whole or all(able[: self.dims]) else (False,) * len(shape)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,9 @@ class Device:
         multiprocessors, compute_capability: of an NVIDIA GPU (132 and 9.0 for an H100), by which XLA's GPU compiler
             splits products; 0 where they do not apply.
         links: from the fastest to the slowest.
+        chip_devices: how many devices XLA counts per chip (place on a torus).
+        topology: chips per torus dim of one slice, or (hosts, devices per host); empty where none was given.
+        slices: slices of that topology.
         source: where the figures come from.
     """
 
@@ -90,7 +100,20 @@ class Device:
     links: tuple[Link, ...]
     multiprocessors: int = 0
     compute_capability: float = 0.0
+    chip_devices: int = 1
+    topology: tuple[int, ...] = ()
+    slices: int = 1
     source: str = field(default="", repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """The name without a topology."""
+        return self.name.partition(":")[0]
+
+    @property
+    def devices(self) -> int | None:
+        """How many devices the topology has in all; None where none was given."""
+        return math.prod(self.topology) * self.chip_devices * self.slices if self.topology else None
 
     def __hash__(self) -> int:
         """By name: devices are keys of hot caches."""
@@ -114,20 +137,103 @@ class Device:
         return self.flops["f32"]
 
 
+@lru_cache(maxsize=64)
+def _with_topology(device: Device, text: str) -> Device:
+    """The device kind as it stands in a topology: how many its innermost link joins, and in which shape."""
+    inner = device.links[0]
+    if inner.topology == "torus":
+        topology, slices = _torus_topology(device, text)
+        shape = (*topology, device.chip_devices) if device.chip_devices > 1 else topology
+        inner = replace(inner, island=math.prod(shape) if len(device.links) > 1 else 0, shape=shape)
+    elif inner.topology == "switch" and len(device.links) > 1:
+        topology, slices = _hosts(device, text), 1
+        inner = replace(inner, island=topology[1])
+    else:
+        raise DeviceError(
+            f"a device of kind {device.name} has no topology: write {device.name}, not {device.name}:{text}"
+        )
+    name = f"{device.name}:{'x'.join(map(str, topology))}" + (f":{slices}slices" if slices > 1 else "")
+    return replace(device, name=name, links=(inner, *device.links[1:]), topology=topology, slices=slices)
+
+
+TOPOLOGIES = "tpu-v5e:2x4, tpu-v5e:4x4:2slices (a topology per slice), h100:8, h100:2x8 (hosts x GPUs per host)"
+
+
+def _malformed(device: Device, text: str, why: str) -> DeviceError:
+    return DeviceError(f"malformed topology '{device.name}:{text}': {why}; write it like {TOPOLOGIES}")
+
+
+def _torus_topology(device: Device, text: str) -> tuple[tuple[int, ...], int]:
+    first, *rest = text.split(":")
+    link, dims = device.links[0], device.links[0].dims
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+" if dims > 1 else r"[1-9]\d*", first):
+        why = "a TPU needs its topology" if device.target == "tpu" else f"{device.name} needs its topology"
+        raise _malformed(device, text, f"{why}, chips per torus dim such as {'x'.join(['2'] * (dims - 1) + ['4'])}")
+    slices = 1
+    if rest:
+        match = re.fullmatch(r"([1-9]\d*)slices?", rest[0])
+        if not match or len(rest) > 1:
+            raise _malformed(device, text, "after the topology comes nothing, or the number of slices such as 2slices")
+        slices = int(match[1])
+    topology = tuple(int(size) for size in first.split("x"))
+    if len(topology) > dims:
+        raise _malformed(device, text, f"{device.name} is a torus of {dims} dims")
+    topology += (1,) * (dims - len(topology))
+    devices = math.prod(topology) * device.chip_devices
+    if link.island and devices > link.island:
+        most = link.island // device.chip_devices
+        raise _malformed(device, text, f"a slice of {device.name} has at most {most} chips, not {math.prod(topology)}")
+    if slices > 1 and len(device.links) == 1:
+        raise _malformed(device, text, f"{device.name} has no link between slices")
+    return topology, slices
+
+
+def _hosts(device: Device, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", text):
+        raise _malformed(
+            device, text, "a GPU target needs its number of GPUs, such as 8, or hosts x GPUs per host, such as 2x8"
+        )
+    sizes = tuple(int(size) for size in text.split("x"))
+    hosts, each = sizes if len(sizes) == 2 else (1, sizes[0])
+    if each > device.links[0].island:
+        most = device.links[0].island
+        example = f"{-(-hosts * each // most)}x{most}"
+        raise _malformed(
+            device, text, f"{device.links[0].name} joins at most {most} of {device.name}, not {each}: such as {example}"
+        )
+    return hosts, each
+
+
 def target_of(device: Device) -> Target:
     """Whose partitioner's behaviour is modelled for this device kind."""
     return device.target
+
+
+ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
+"""Other names of kinds."""
 
 
 def load_device(name_or_path: str | os.PathLike[str]) -> Device:
     """A device kind by name, or the one device of a TOML file (`file.toml`, or `file.toml#name` if it has several).
 
     A name is looked up in the file that the environment variable AUTOSHARD_DEVICES names, then in the built-in ones.
+    A topology may follow: `tpu-v5e:4x4:2slices`, `h100:2x8`, `file.toml:2x8`.
 
     Raises:
-        DeviceError: no such kind; or a malformed file, naming file and field.
+        DeviceError: no such kind; a malformed file, naming file and field; or a topology that the kind cannot have.
     """
-    text = os.fspath(name_or_path)
+    kind, topology = split_topology(os.fspath(name_or_path))
+    device = _load_kind(ALIASES.get(kind, kind))
+    return device if topology is None else _with_topology(device, topology)
+
+
+def split_topology(text: str) -> tuple[str, str | None]:
+    """`tpu-v5e:4x4:2slices` as `tpu-v5e` and `4x4:2slices`; None where no topology follows."""
+    found = re.fullmatch(r"(.*\.toml(?:#[^:]*)?|[^:]*)(?::(.*))?", text, re.DOTALL)
+    return (found[1], found[2]) if found else (text, None)
+
+
+def _load_kind(text: str) -> Device:
     path, _, wanted = text.partition("#")
     if path.endswith(".toml"):
         devices = _read(path, _stamp(path))
@@ -275,6 +381,12 @@ class _Table:
             self.fail(key, f"must be a whole number, not {value!r}")
         return int(value)
 
+    def flag(self, key: str) -> bool:
+        value = self.value.get(key, False)
+        if not isinstance(value, bool):
+            self.fail(key, f"must be true or false, not {value!r}")
+        return value
+
     def table(self, key: str) -> _Table:
         return _Table(self.get(key), self.where, f"{self.path}.{key}")
 
@@ -282,7 +394,7 @@ class _Table:
 def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
-        "multiprocessors", "compute_capability", "links", "source",
+        "multiprocessors", "compute_capability", "links", "source", "chip_devices",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -314,6 +426,7 @@ def _device(table: _Table, name: str) -> Device:
         links=links,
         multiprocessors=table.whole("multiprocessors") if "multiprocessors" in table.value else 0,
         compute_capability=table.number("compute_capability") if "compute_capability" in table.value else 0.0,
+        chip_devices=table.whole("chip_devices") if "chip_devices" in table.value else 1,
         source=table.text("source"),
     )
 
@@ -322,8 +435,9 @@ def _link(table: _Table) -> Link:
     topology = cast(Topology, table.choice("topology", ("torus", "switch", "shared")))
     torus = topology == "torus"
     table.only(
-        "name", "topology", "bandwidth", "latency", "island", "source", *(("dims", "wrap_multiple") if torus else ())
-    )
+        "name", "topology", "bandwidth", "latency", "island", "source",
+        *(("dims", "wrap_multiple", "wrap_whole") if torus else ()),
+    )  # fmt: skip
     name = table.text("name")
     if "+" in name:
         table.fail("name", f"must not contain '+', which joins links in a placement: {name!r}")
@@ -335,5 +449,6 @@ def _link(table: _Table) -> Link:
         island=table.whole("island", zero=True),
         dims=table.whole("dims") if torus else 0,
         wrap_multiple=table.whole("wrap_multiple") if torus else 0,
+        wrap_whole=table.flag("wrap_whole"),
         source=table.text("source"),
     )

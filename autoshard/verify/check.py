@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autoshard.cost.device import load_device
+from autoshard.cost.layout import device_order, machine
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.fidelity import Fidelity, fidelity
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.judge import Judged, judged
 from autoshard.verify.schedule import overlapped_seconds
-from autoshard.verify.targets import Target, parse_target
+from autoshard.verify.targets import Target, on_target, parse_target
 from autoshard.verify.work import compiled_work
 
 if TYPE_CHECKING:
@@ -95,13 +97,12 @@ def compare_compiled(
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
     from autoshard.api import predict_annotations
-    from autoshard.cost.device import load_device
     from autoshard.lower.stablehlo import donated
 
-    kind = load_device(target.device)
-    targeted = mesh if mesh.device == target.device else dataclasses.replace(mesh, device=target.device, placement=())
+    targeted = on_target(mesh, target)
+    kind = load_device(targeted.device)
     prediction = predict_annotations(graph, annotations, targeted)
-    compiled = compile_module(module, target, donate=donated(graph.program))
+    compiled = compile_module(module, target, donate=donated(graph.program), order=device_order(targeted, kind))
     parsed = parse_hlo(compiled.hlo_text)
     collectives = compiled_collectives(parsed, targeted, target.family)
     names = {op.index: (op.name, op.module) for op in graph.program.ops}
@@ -151,6 +152,7 @@ def verify_plan(
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
     chosen.packages()
+    on_target(plan.mesh, chosen)
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     plan.check_program(program)
@@ -168,17 +170,6 @@ def verify_plan(
 
 
 def default_target(mesh: Mesh) -> str:
-    """The target of a mesh's own device kind: a TPU topology of its shape, GPUs of one host, or the CPU."""
-    from autoshard.cost.device import load_device
-
-    family = load_device(mesh.device).target
-    if family == "tpu":
-        shape = [size for size in mesh.shape if size > 1]
-        squarest = shape if len(shape) > 1 else [mesh.size // _factor(mesh.size), _factor(mesh.size)]
-        return f"{mesh.device}:{'x'.join(str(size) for size in sorted(squarest))}"
-    return f"{mesh.device}:{mesh.size}" if family == "gpu" else "cpu"
-
-
-def _factor(size: int) -> int:
-    """The largest factor of `size` that is at most its square root."""
-    return next(factor for factor in range(int(size**0.5), 0, -1) if size % factor == 0)
+    """The target that a mesh lies on: its device kind with a topology, as it says or as it is placed."""
+    device = load_device(mesh.device)
+    return machine(mesh, device) if device.target != "cpu" else "cpu"

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +103,7 @@ def compile_module(
     target: Target | str,
     *,
     donate: Mapping[int, int] | None = None,
+    order: Sequence[int] | None = None,
     cache_dir: Path | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Compiled:
@@ -113,6 +114,8 @@ def compile_module(
             and `custom_call @Sharding`. An argument without one is replicated.
         target: a Target or its text.
         donate: argument index -> index of the result that takes over its buffer.
+        order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
+            `cost/layout.py`); default partition i on device i.
         cache_dir: where compiled programs are kept; default `default_cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 
@@ -123,8 +126,9 @@ def compile_module(
     target = parse_target(target) if isinstance(target, str) else target
     versions = target.packages()
     donate = dict(sorted((donate or {}).items()))
+    moved = [] if order is None or target.family == "cpu" or list(order) == sorted(order) else list(order)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    entry = root / "compiled" / _key(stablehlo, target, donate, versions)
+    entry = root / "compiled" / _key(stablehlo, target, donate, moved, versions)
     cached = (entry / "result.json").exists()
     if not cached:
         root = entry.parent
@@ -135,7 +139,7 @@ def compile_module(
                 f"cannot keep compiled programs in {root}: {error.strerror}; set AUTOSHARD_CACHE to a directory"
             ) from error
         with tempfile.TemporaryDirectory(dir=root, prefix="tmp-") as work:
-            _run_worker(Path(work), stablehlo, target, donate, timeout)
+            _run_worker(Path(work), stablehlo, target, donate, moved, timeout)
             _publish(Path(work), entry)
     result = json.loads((entry / "result.json").read_text())
     return Compiled(
@@ -148,11 +152,15 @@ def compile_module(
     )
 
 
-def _key(stablehlo: bytes, target: Target, donate: Mapping[int, int], versions: Mapping[str, str]) -> str:
+def _key(
+    stablehlo: bytes, target: Target, donate: Mapping[int, int], order: list[int], versions: Mapping[str, str]
+) -> str:
     digest = hashlib.sha256(stablehlo)
     described = asdict(target) | {"text": None}  # `cpu` and `cpu:8` are one target
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     facts: dict[str, Any] = {"target": described, "donate": list(donate.items()), "versions": dict(versions)}
+    if order:
+        facts["order"] = order
     digest.update(json.dumps(facts | {"flags": flags, "worker": WORKER_VERSION}, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
@@ -171,9 +179,11 @@ def _publish(work: Path, entry: Path) -> None:
             raise
 
 
-def _run_worker(work: Path, stablehlo: bytes, target: Target, donate: Mapping[int, int], timeout: float) -> None:
+def _run_worker(
+    work: Path, stablehlo: bytes, target: Target, donate: Mapping[int, int], order: list[int], timeout: float
+) -> None:
     (work / "module.mlir").write_bytes(stablehlo)
-    request = {"module": "module.mlir", "target": asdict(target), "donate": donate}
+    request = {"module": "module.mlir", "target": asdict(target), "donate": donate, "order": order}
     (work / "request.json").write_text(json.dumps(request))
     command = [*WORKER, str(work / "request.json")]
     # With -P nothing in the current directory shadows a module; this package is found wherever it was found here.

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
 
+from autoshard.cost.device import ALIASES, TOPOLOGIES, DeviceError, load_device, split_topology
+from autoshard.cost.layout import check_layout
 from autoshard.errors import AutoshardError
+from autoshard.mesh import Mesh
 
 Family = Literal["cpu", "tpu", "gpu"]
 
-FORMS = "cpu, tpu-v5e:2x4, tpu-v5e:4x4:2slices (a topology per slice), h100:8, h100:2x8 (hosts x GPUs per host)"
+FORMS = f"cpu, {TOPOLOGIES}"
 
-# jax devices per chip: v4 counts two cores, the later ones one device a chip (measured with libtpu 0.0.51).
-_TPU_DEVICES_PER_CHIP = {"v4": 2, "v5e": 1, "v5p": 1, "v6e": 1}
-_TPU_TORUS_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
-_GPU_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
+TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+"""Kinds that libtpu compiles for without them."""
 
 
 class TargetError(AutoshardError, ValueError):
@@ -91,14 +91,15 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
     kind, *rest = text.strip().lower().split(":")
     if kind == "cpu":
         target = _cpu(text, rest, mesh_size)
+    elif kind in TPUS:
+        target = _placed(text.strip().lower(), "tpu")
+    elif ALIASES.get(kind, kind) in gpu_limits():
+        target = _placed(text.strip().lower(), "gpu")
     elif kind.startswith("tpu-"):
-        target = _tpu(text, kind, rest)
-    elif _GPU_ALIASES.get(kind, kind) in gpu_limits():
-        target = _gpu(text, kind, rest)
+        raise TargetError(f"unknown target {text!r}: TPU kinds are {', '.join(TPUS)}")
     else:
-        tpus = ", ".join(f"tpu-{generation}" for generation in _TPU_DEVICES_PER_CHIP)
-        gpus = ", ".join(sorted({*gpu_limits(), *_GPU_ALIASES}))
-        raise TargetError(f"unknown target {text!r}: known are cpu, {tpus}, {gpus}; write it like {FORMS}")
+        gpus = ", ".join(sorted({*gpu_limits(), *ALIASES}))
+        raise TargetError(f"unknown target {text!r}: known are cpu, {', '.join(TPUS)}, {gpus}; write it like {FORMS}")
     if mesh_size is not None and target.num_devices != mesh_size:
         raise TargetError(
             f"target {target} has {target.num_devices} devices{_counted(target)}, but the plan's mesh has {mesh_size}: "
@@ -107,8 +108,25 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
     return target
 
 
+def on_target(mesh: Mesh, target: Target) -> Mesh:
+    """The mesh as it lies on a target: with its topology, and where both are of one device kind, as it was placed.
+
+    Raises:
+        TargetError: the mesh does not lie on the target; says why.
+    """
+    if target.family == "cpu":
+        return replace(mesh, device=target.device, placement=())
+    same = load_device(mesh.device).kind == target.device
+    placed = replace(mesh, device=str(target), placement=mesh.placement if same else ())
+    try:
+        check_layout(placed)
+    except DeviceError as error:
+        raise TargetError(str(error)) from None
+    return placed
+
+
 def _counted(target: Target) -> str:
-    if target.family == "tpu" and _TPU_DEVICES_PER_CHIP[target.device.removeprefix("tpu-")] > 1:
+    if target.family == "tpu" and load_device(target.device).chip_devices > 1:
         return f" (XLA counts two per {target.device} chip)"
     return ""
 
@@ -127,35 +145,17 @@ def _cpu(text: str, rest: list[str], mesh_size: int | None) -> Target:
     return Target("cpu", "cpu", "cpu", mesh_size)
 
 
-def _tpu(text: str, kind: str, rest: list[str]) -> Target:
-    generation = kind.removeprefix("tpu-")
-    if generation not in _TPU_DEVICES_PER_CHIP:
-        known = ", ".join(f"tpu-{name}" for name in _TPU_DEVICES_PER_CHIP)
-        raise TargetError(f"unknown target {text!r}: TPU kinds are {known}")
-    if not rest or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", rest[0]):
-        raise _malformed(text, "a TPU needs its topology, chips per torus dim such as 2x4 or 2x2x2")
-    slices = 1
-    if len(rest) > 1:
-        match = re.fullmatch(r"([1-9]\d*)slices?", rest[1])
-        if not match or len(rest) > 2:
-            raise _malformed(text, "after the topology comes nothing, or the number of slices such as 2slices")
-        slices = int(match[1])
-    topology = tuple(int(size) for size in rest[0].split("x"))
-    dims = _TPU_TORUS_DIMS[generation]
-    if len(topology) > dims:
-        raise _malformed(text, f"{kind} is a torus of {dims} dims")
-    topology += (1,) * (dims - len(topology))
-    devices = math.prod(topology) * _TPU_DEVICES_PER_CHIP[generation] * slices
-    name = f"{kind}:{'x'.join(map(str, topology))}" + (f":{slices}slices" if slices > 1 else "")
-    return Target(name, "tpu", kind, devices, topology, slices)
-
-
-def _gpu(text: str, kind: str, rest: list[str]) -> Target:
-    if len(rest) != 1 or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", rest[0]):
-        raise _malformed(
-            text, "a GPU target needs its number of GPUs, such as 8, or hosts x GPUs per host, such as 2x8"
-        )
-    sizes = [int(size) for size in rest[0].split("x")]
-    hosts, gpus = sizes if len(sizes) == 2 else (1, sizes[0])
-    name = f"{kind}:{rest[0]}"
-    return Target(name, "gpu", _GPU_ALIASES.get(kind, kind), hosts * gpus, (hosts, gpus))
+def _placed(text: str, family: Family) -> Target:
+    """A TPU or GPU target; its topology is read as that of a device kind."""
+    kind, topology = split_topology(text)
+    try:
+        if topology is None:
+            load_device(f"{kind}:")  # says what is missing
+        device = load_device(text)
+    except DeviceError as error:
+        raise TargetError(str(error)) from None
+    assert device.devices is not None
+    suffix = device.name.partition(":")[2]
+    if family == "gpu":
+        suffix = topology or ""
+    return Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices)

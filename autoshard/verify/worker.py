@@ -34,14 +34,19 @@ def main() -> None:
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     module = (request_path.parent / request["module"]).read_bytes()
     donate = {int(argument): int(output) for argument, output in request["donate"].items()}
-    text, result = compile_for(module, target, donate)
+    text, result = compile_for(module, target, donate, request.get("order", []))
     with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
 
 
-def compile_for(stablehlo: bytes, target: Target, donate: dict[int, int]) -> tuple[str, dict[str, Any]]:
-    """The optimized HLO text of one device, and its memory in bytes and compile time in seconds."""
+def compile_for(
+    stablehlo: bytes, target: Target, donate: dict[int, int], order: list[int]
+) -> tuple[str, dict[str, Any]]:
+    """The optimized HLO text of one device, and its memory in bytes and compile time in seconds.
+
+    `order`: partition -> device in the order of `_devices`; empty for partition i on device i.
+    """
     import numpy as np
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import _jax
@@ -53,6 +58,7 @@ def compile_for(stablehlo: bytes, target: Target, donate: dict[int, int]) -> tup
         _drop_layouts(module.operation)
         results = _prepare_main(module, donate)
         devices = _devices(target)
+        devices = [devices[number] for number in order] or devices
         options = xc.CompileOptions()
         build = options.executable_build_options
         options.num_replicas = build.num_replicas = 1
@@ -141,7 +147,7 @@ def _dictionaries(op: Any, name: str, count: int) -> list[dict[str, Any]]:
 
 
 def _devices(target: Target) -> list[Any]:
-    """The target's devices in mesh order: the outermost mesh axis lies across slices or hosts, then torus dim 0."""
+    """The target's devices by slice or host, then by coordinates (dim 0 slowest), then within the chip."""
     if target.family == "cpu":
         import jax
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from autoshard.cost.device import Device, DeviceError, default_placement, load_device, target_of
+from autoshard.cost.device import DeviceError, default_placement, load_device, target_of
 from autoshard.mesh import Mesh
 
 KINDS = ["tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "cpu"]
@@ -146,11 +145,69 @@ def test_the_file_is_installed_with_the_package() -> None:
     assert resources.files("autoshard.cost").joinpath("devices.toml").is_file()
 
 
-def test_only_full_torus_dims_wrap_around() -> None:
-    def wraps(device: Device, size: int) -> bool:
-        return device.links[0].wraps(size)
+def test_which_torus_dims_wrap_around() -> None:
+    def wraps(kind: str, *shape: int) -> tuple[bool, ...]:
+        return load_device(kind).links[0].wraps(shape)
 
-    assert [size for size in (2, 4, 8, 16) if wraps(load_device("tpu-v5e"), size)] == [16]
-    assert [size for size in (2, 4, 6, 8, 12) if wraps(load_device("tpu-v5p"), size)] == [4, 8, 12]
-    assert not wraps(load_device("h100"), 8)
-    assert not math.isinf(load_device("tpu-v5e").links[0].island)
+    assert wraps("tpu-v5e", 8, 16) == (False, True), "a v5e dim of 16 is a ring, whatever the others are"
+    assert wraps("tpu-v6e", 16, 16) == (True, True)
+    assert wraps("tpu-v5p", 4, 4, 8) == (True, True, True)
+    assert wraps("tpu-v5p", 2, 4, 4) == (False, False, False), "only whole cubes of 4x4x4 have optical links"
+    assert wraps("tpu-v4", 4, 4, 4, 2) == (True, True, True, False), "the two devices of a chip are no torus dim"
+    assert wraps("tpu-v4", 2, 2, 4, 2) == (False,) * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "devices", "islands"),
+    [
+        ("tpu-v5e:2x4", "tpu-v5e:2x4", 8, [8, 0]),
+        ("tpu-v5e:4x4:2slices", "tpu-v5e:4x4:2slices", 32, [16, 0]),
+        ("tpu-v5p:2x2", "tpu-v5p:2x2x1", 4, [4, 0]),
+        ("tpu-v4:2x2x1", "tpu-v4:2x2x1", 8, [8, 0]),
+        ("tpu-v6e:16x16", "tpu-v6e:16x16", 256, [256, 0]),
+        ("h100:8", "h100:1x8", 8, [8, 0]),
+        ("a100:2x4", "a100-80gb:2x4", 8, [4, 0]),
+        ("b200:4x8", "b200:4x8", 32, [8, 0]),
+    ],
+)
+def test_a_kind_with_its_topology(text: str, name: str, devices: int, islands: list[int]) -> None:
+    device = load_device(text)
+    assert (device.name, device.devices, [link.island for link in device.links]) == (name, devices, islands)
+    assert device.kind == name.partition(":")[0]
+    assert device.flops == load_device(text.partition(":")[0]).flops
+    assert load_device(name) == device
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tpu-v5e:8", "'tpu-v5e:8': a TPU needs its topology, chips per torus dim such as 2x4"),
+        ("tpu-v5e:", "a TPU needs its topology"),
+        ("tpu-v5e:2x2x2", "tpu-v5e is a torus of 2 dims"),
+        ("tpu-v5e:32x16", "a slice of tpu-v5e has at most 256 chips, not 512"),
+        ("tpu-v4:32x16x16", "a slice of tpu-v4 has at most 4096 chips"),
+        ("tpu-v5p:2x2x2:two", "number of slices such as 2slices"),
+        ("tpu-v5p:2x2x2:0slices", "number of slices"),
+        ("h100:16", "nvlink joins at most 8 of h100, not 16: such as 2x8"),
+        ("h100:2x16", "such as 4x8"),
+        ("h100:2x8:2slices", "hosts x GPUs per host"),
+        ("cpu:8", "a device of kind cpu has no topology: write cpu, not cpu:8"),
+        ("tpu-v9:2x4", "no device kind is called 'tpu-v9'"),
+    ],
+)
+def test_a_topology_that_cannot_be_says_why(text: str, says: str) -> None:
+    with pytest.raises(DeviceError) as error:
+        load_device(text)
+    assert says in str(error.value)
+
+
+def test_a_file_with_a_topology(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    near = MINE[MINE.index("[[mine") :].replace('"wire"', '"near"').replace("island = 0", "island = 4")
+    path.write_text(MINE.replace("[[mine", near + "[[mine"))
+    device = load_device(f"{path}:3x2")
+    assert (device.name, device.devices, device.links[0].island) == ("mine:3x2", 6, 2)
+    assert load_device(f"{path}#mine:3x2") == device
+    path.write_text(MINE)
+    with pytest.raises(DeviceError, match="a device of kind mine has no topology"):
+        load_device(f"{path}:2x4")
