@@ -1,22 +1,60 @@
 """XLA's GPU compiler: what it fuses, combines, and in which order it runs.
 
-Loops fuse into loops and into reductions; a product takes in transposes. Collectives of one kind are combined up to
-30 MiB of results (`kDefault*CombineThreshold`), all-reduces work in place. Of three orders the one with the lowest peak
-is taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
+Loops fuse into loops and into sums as long as that moves fewer bytes (`PriorityFusion`); a product takes in
+transposes, and is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collectives of one kind are
+combined up to 30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one
+array into which their operands are copied (`AllReduceContiguous`). Of three orders the one with the lowest peak is
+taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 from autoshard.cost.backend import Backend
-from autoshard.cost.kernels import Fusion, Kernel
-from autoshard.cost.lowered import Lowered
-from autoshard.cost.schedule import Dependencies, combined, depth_first, greedy, liveness, post_order
+from autoshard.cost.compute import dtype_bytes
+from autoshard.cost.kernels import LOOPS, Fusion, Kernel
+from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.multi_output import merged_outputs
+from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.schedule import Dependencies, combined, depth_first, greedy, liveness, post_order, results_in_order
+from autoshard.cost.split_k import Product, split_k
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 THRESHOLD = 30 * 2**20
 """Bytes of results up to which collectives are combined (xla/service/collective_utils.h)."""
+FUSED = LOOPS | {"reduce"}
+"""Kinds of kernels that may have several results."""
+MOST_OPERANDS = 64
+SMALL = 1024
+"""Bytes of an array below which reading it once is no reason to merge kernels."""
+PARTS = "sum_of_parts"
+"""The sum behind a product that was cut along its contraction: it fuses as a producer."""
+
+
+class GpuFusion(Fusion):
+    """Fusion as long as it saves traffic."""
+
+    def inlined(self, step: Step) -> bool:
+        """Loops, and sums of a product's parts."""
+        return step.kind in LOOPS or step.kind == PARTS
+
+    def absorbs(self, step: Step) -> bool:
+        """Loops and sums take loops in."""
+        return super().absorbs(step) or step.kind == PARTS
+
+    def expensive(self, step: Step) -> bool:
+        """What costs is traffic, not arithmetic."""
+        return False
+
+    def reads_more(self, step: Step) -> bool:
+        """Whether running in every reader moves more than one write and a read each."""
+        array = self.arrays[step.writes[0]]
+        kernels = len({self.root[reader] for reader in array.readers})
+        read = sum(self.arrays[operand].bytes for operand in dict.fromkeys(step.reads))
+        return kernels * read > read + array.bytes + kernels * array.bytes
 
 
 class GpuBackend(Backend):
@@ -24,9 +62,32 @@ class GpuBackend(Backend):
 
     alignment = 128
 
+    def rewrite(self, program: Lowered) -> Lowered:
+        """Products cut along their contraction."""
+        rewriter = Rewriter(program)
+        for step in program.steps:
+            product = _product(program, step) if step.kind == "dot_general" else None
+            parts, padded = (1, 0) if product is None else self._split(product)
+            if product is None or parts == 1:
+                rewriter.emit(step)
+                continue
+            reads = list(step.reads)
+            for place, array in enumerate(reads):
+                if padded != product.k:
+                    reads[place] = rewriter.array(array, bytes=program.arrays[array].bytes * padded // product.k)
+                    rewriter.emit(Step("pad", step.op, (array,), (reads[place],)))
+            out = program.arrays[step.writes[0]]
+            cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
+            rewriter.emit(Step(step.kind, step.op, tuple(reads), (cut,), step.flops))
+            rewriter.emit(Step(PARTS, step.op, (cut,), step.writes))
+        return rewriter.result()
+
+    def _split(self, product: Product) -> tuple[int, int]:
+        return split_k(product, self.device.multiprocessors, self.device.compute_capability)
+
     def fusion(self, program: Lowered) -> Fusion:
-        """Loops and reductions."""
-        return Fusion(program)
+        """See `GpuFusion`."""
+        return GpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Independent collectives of one kind over the same devices, up to 30 MiB."""
@@ -41,14 +102,76 @@ class GpuBackend(Backend):
         def size(kernel: Kernel) -> int:
             return sum(program.arrays[array].bytes for array in kernel.writes)
 
+        arrays = program.arrays
+        kernels = merged_outputs(kernels, partial(self._alike, arrays), lambda array: arrays[array].bytes >= SMALL)
         for kernel in kernels:
             if kernel.kind == "all-reduce":
                 kernel.shares = True
-        return combined(kernels, key, size, THRESHOLD)
+        merged = combined(kernels, key, size, THRESHOLD)
+        found = []
+        for kernel in merged:
+            if kernel.kind == "all-reduce" and len(kernel.writes) > 1:
+                found += self._contiguous(kernel, program)
+            else:
+                found.append(kernel)
+        return found
+
+    @staticmethod
+    def _alike(arrays: Sequence[Array], one: Kernel, other: Kernel) -> bool:
+        """Whether two kernels may be one with several results: loops, and sums, over equally many elements."""
+        if one.kind not in FUSED or other.kind not in FUSED or len({*one.reads, *other.reads}) > MOST_OPERANDS:
+            return False
+        sizes = [
+            max(math.prod(arrays[array].shape or (0,)) for array in (*kernel.writes, *kernel.reads))
+            if kernel.kind == "reduce"
+            else math.prod(arrays[kernel.writes[0]].shape or (0,))
+            for kernel in (one, other)
+        ]
+        return sizes[0] == sizes[1] > 0
+
+    @staticmethod
+    def _contiguous(kernel: Kernel, program: Lowered) -> list[Kernel]:
+        """A combined all-reduce: its operands are copied into one array, which is summed in place and cut again."""
+        arrays = program.arrays
+        size = sum(arrays[array].bytes for array in kernel.writes)
+        first = arrays[kernel.writes[0]]
+        numbers = []
+        for _ in range(2):
+            arrays.append(Array(None, first.dtype, size, first.maker))
+            numbers.append(len(arrays) - 1)
+        copied = Kernel((), kernel.reads, (numbers[0],), "concatenate", kernel.place)
+        summed = Kernel(kernel.steps, (numbers[0],), (numbers[1],), kernel.kind, kernel.place, shares=True)
+        slices = [Kernel((), (numbers[1],), (array,), "slice", kernel.place) for array in kernel.writes]
+        return [copied, summed, *slices]
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The order with the lowest peak of three."""
         arrays = program.arrays
         sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
-        orders = [greedy(kernels, deps, arrays), depth_first(deps, sizes), post_order(deps)]
+        results = results_in_order(kernels, program)
+        orders = [greedy(kernels, deps, arrays), depth_first(deps, results, sizes), post_order(deps, results)]
         return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes).peak)
+
+
+def _product(program: Lowered, step: Step) -> Product | None:
+    """The matrices of a dot on one device; None where they cannot be told."""
+    if len(step.reads) != 2:
+        return None
+    lhs, rhs = (program.arrays[array] for array in step.reads)
+    out = program.arrays[step.writes[0]]
+    op = program.graph.ops[step.op]
+    if len(op.attrs["lhs_contract"]) != 1 or "i32" in (lhs.dtype, rhs.dtype):
+        return None
+    widths = [dtype_bytes(array.dtype) for array in (lhs, rhs, out)]
+    sizes = [array.bytes // width for array, width in zip((lhs, rhs, out), widths, strict=True)]
+    batches = len(op.attrs["lhs_batch"])
+    known = next((array.shape for array in (lhs, rhs) if array.shape is not None), None)
+    if batches and known is None:
+        return None
+    names = "lhs_batch" if lhs.shape is not None else "rhs_batch"
+    batch = math.prod(known[dim] for dim in op.attrs[names]) if batches and known is not None else 1
+    if not all(sizes) or not batch:
+        return None
+    # sizes are batch * (mk, nk, mn)
+    k = max(1, round(math.sqrt(sizes[0] * sizes[1] / (sizes[2] * batch))))
+    return Product(batch, max(1, sizes[0] // (batch * k)), max(1, sizes[1] // (batch * k)), k, *widths)

@@ -75,10 +75,11 @@ class Step:
 
 @dataclass(slots=True)
 class Lowered:
-    """A device's program: steps in program order, arrays in order of making, arguments first."""
+    """A device's program: steps in program order, arrays, and those of them that are its results, in their order."""
 
     arrays: list[Array]
     steps: list[Step]
+    results: list[int]
     graph: Graph
 
 
@@ -114,8 +115,7 @@ class _Lowering:
             for value in results:
                 for number in self.copies_of.get(value, ()):
                     self._copy(value, number)
-        self._outputs()
-        return Lowered(self.arrays, self.steps, self.graph)
+        return Lowered(self.arrays, self.steps, self._outputs(), self.graph)
 
     def _array(self, value: Value, maker: int, tiling: Tiling | None = None) -> int:
         kind = self.graph.type_of(value)
@@ -247,14 +247,18 @@ class _Lowering:
         else:
             self.copies[number] = self._move(value, source, move, value.op)
 
-    def _outputs(self) -> None:
+    def _outputs(self) -> list[int]:
+        """Mark the program's results; their arrays."""
+        results = []
         updated = set()
         for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
             found = self._found(None, value)
             if found is None or found in updated:
                 continue
+            results.append(found)
             array = self.arrays[found]
             array.returned = True
             if output.updates is not None and array.maker >= 0:
                 updated.add(found)
                 array.donated = True
+        return results

@@ -49,7 +49,8 @@ class Rewriter:
                 self.arrays[new].returned = True
                 self.arrays[new].donated = self.arrays[old].donated
                 self.arrays[old].returned = False
-        return Lowered(self.arrays, self.steps, self.source.graph)
+        results = [self.instead.get(array, array) for array in self.source.results]
+        return Lowered(self.arrays, self.steps, results, self.source.graph)
 
 
 def without_reduce_scatter(rewriter: Rewriter, step: Step) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import Array
+from autoshard.cost.lowered import Array, Lowered
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def combined(
     """
     keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
     keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
-    before = _ancestors(kernels)
+    before = ancestors(kernels)
     merged: list[list[int]] = []
     while keys:
         active = keys[next(iter(keys))]
@@ -95,10 +95,10 @@ def combined(
                 parts[0].shares,
             )
         )
-    return _sorted(sorted(result, key=lambda kernel: kernel.place))
+    return in_order(sorted(result, key=lambda kernel: kernel.place))
 
 
-def _ancestors(kernels: Sequence[Kernel]) -> list[int]:
+def ancestors(kernels: Sequence[Kernel]) -> list[int]:
     """Per kernel a bit set of those that it waits for, itself included; kernels respect data flow."""
     maker: dict[int, int] = {}
     found: list[int] = []
@@ -112,7 +112,7 @@ def _ancestors(kernels: Sequence[Kernel]) -> list[int]:
     return found
 
 
-def _sorted(kernels: list[Kernel]) -> list[Kernel]:
+def in_order(kernels: list[Kernel]) -> list[Kernel]:
     """In an order that respects data flow, otherwise as they stand."""
     deps = dependencies(kernels)
     waiting = [len(before) for before in deps.makers]
@@ -126,6 +126,12 @@ def _sorted(kernels: list[Kernel]) -> list[Kernel]:
             if not waiting[user]:
                 heapq.heappush(ready, user)
     return result
+
+
+def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
+    """The kernels that make the program's results, in the order of the results."""
+    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    return list(dict.fromkeys(maker[array] for array in program.results if array in maker))
 
 
 # --- orders ------------------------------------------------------------------------------------------------------
@@ -146,12 +152,12 @@ def breadth_first(deps: Dependencies) -> list[int]:
     return order
 
 
-def post_order(deps: Dependencies) -> list[int]:
-    """`PostOrderScheduler`: operands first, from each result in turn."""
-    return _depth_first(deps, lambda number: deps.makers[number])
+def post_order(deps: Dependencies, results: Sequence[int]) -> list[int]:
+    """`PostOrderScheduler`: operands first, from each of `results` (kernels that make them) in turn."""
+    return _depth_first(deps, results, lambda numbers: numbers)
 
 
-def depth_first(deps: Dependencies, sizes: Sequence[int]) -> list[int]:
+def depth_first(deps: Dependencies, results: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """`DFSMemoryScheduler`: post-order that visits operands with the most fan-out, then the most bytes, first."""
     fans, totals = [0] * len(deps.makers), [0] * len(deps.makers)
     seen = 0
@@ -160,23 +166,26 @@ def depth_first(deps: Dependencies, sizes: Sequence[int]) -> list[int]:
         fans[number] = max(0, len(deps.users[number]) - 1) + sum(fans[maker] for maker in makers)
         totals[number] = min(sizes[number] + sum(totals[maker] for maker in makers), seen)
         fans[number] = min(fans[number], len(deps.makers))
-    return _depth_first(deps, lambda number: sorted(deps.makers[number], key=lambda m: (-fans[m], -totals[m], m)))
+    return _depth_first(deps, results, lambda numbers: sorted(numbers, key=lambda m: (-fans[m], -totals[m], m)))
 
 
-def _depth_first(deps: Dependencies, operands: Callable[[int], Sequence[int]]) -> list[int]:
+def _depth_first(
+    deps: Dependencies, results: Sequence[int], visited: Callable[[Sequence[int]], Sequence[int]]
+) -> list[int]:
     order: list[int] = []
     done = bytearray(len(deps.makers))
-    for root in range(len(deps.makers)):
-        if deps.users[root] or done[root]:
+    rest = [number for number, users in enumerate(deps.users) if not users]
+    for root in (*visited(results), *rest):
+        if done[root]:
             continue
-        stack = [(root, iter(operands(root)))]
+        stack = [(root, iter(visited(deps.makers[root])))]
         done[root] = 1
         while stack:
             number, left = stack[-1]
             for maker in left:
                 if not done[maker]:
                     done[maker] = 1
-                    stack.append((maker, iter(operands(maker))))
+                    stack.append((maker, iter(visited(deps.makers[maker]))))
                     break
             else:
                 order.append(number)
