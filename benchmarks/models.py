@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 from autoshard.capture.program import Program
 from autoshard.capture.sources import Source, load_source
 
 
-def hf(model_type: str, batch: int = 8, seq: int = 512, **settings: object) -> Source:
+def hf(model_type: str, batch: int = 8, seq: int | None = 512, **settings: object) -> Source:
     """A transformers type; `settings` change fields of its default configuration."""
     text = {key: str(value) for key, value in settings.items()}
     return load_source(f"hf:{model_type}", batch=batch, seq=seq, settings=text, train="adamw")
@@ -29,6 +31,75 @@ def mlp() -> Source:
     return Source(model, inputs, lambda out: out.square().mean(), adamw, train=True)
 
 
+def unet() -> Source:
+    """The classical U-Net for segmentation: two levels down and up, 64 to 256 wide, 16 images of 128 x 128."""
+    import torch
+
+    with torch.device("meta"):
+        model = _unet(channels=3, classes=2, widths=(64, 128, 256))
+        images, classes = torch.empty(16, 3, 128, 128), torch.empty(16, 128, 128, dtype=torch.int64)
+    return Source(model, (images, classes), torch.nn.functional.cross_entropy, adamw, train=True)
+
+
+def denoiser() -> Source:
+    """A U-Net that predicts noise: group norms, nearest-neighbour upsampling, attention-free; mean squared error."""
+    import torch
+
+    with torch.device("meta"):
+        model = _unet(channels=4, classes=4, widths=(64, 128, 256), noise=True)
+        images, noise = torch.empty(16, 4, 64, 64), torch.empty(16, 4, 64, 64)
+    return Source(model, (images, noise), torch.nn.functional.mse_loss, adamw, train=True)
+
+
+def _unet(channels: int, classes: int, widths: tuple[int, ...], noise: bool = False) -> Any:
+    """Ronneberger et al. 2015 (arXiv:1505.04597) with padded convolutions: skips joined on the channel dim.
+
+    Batch norms, max pools and transposed convolutions; or, for noise prediction (Ho et al. 2020, arXiv:2006.11239),
+    group norms, strided convolutions and nearest-neighbour upsampling.
+    """
+    from torch import nn
+
+    def block(before: int, after: int) -> nn.Module:
+        parts: list[nn.Module] = []
+        for source in (before, after):
+            norm = nn.GroupNorm(32, after) if noise else nn.BatchNorm2d(after)
+            parts += [nn.Conv2d(source, after, 3, padding=1), norm, nn.SiLU() if noise else nn.ReLU()]
+        return nn.Sequential(*parts)
+
+    def down(width: int) -> nn.Module:
+        return nn.Conv2d(width, width, 3, stride=2, padding=1) if noise else nn.MaxPool2d(2)
+
+    def up(before: int, after: int) -> nn.Module:
+        if noise:
+            return nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(before, after, 3, padding=1))
+        return nn.ConvTranspose2d(before, after, 2, stride=2)
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pairs = list(pairwise(widths))
+            self.enter = block(channels, widths[0])
+            self.downs = nn.ModuleList(down(width) for width, _ in pairs)
+            self.encoder = nn.ModuleList(block(width, wider) for width, wider in pairs)
+            self.ups = nn.ModuleList(up(wider, width) for width, wider in reversed(pairs))
+            self.decoder = nn.ModuleList(block(2 * width, width) for width, _ in reversed(pairs))
+            self.head = nn.Conv2d(widths[0], classes, 1)
+
+        def forward(self, images: Any) -> Any:
+            import torch
+
+            x = self.enter(images)
+            skips = []
+            for shrink, convolve in zip(self.downs, self.encoder, strict=True):
+                skips.append(x)
+                x = convolve(shrink(x))
+            for grow, convolve in zip(self.ups, self.decoder, strict=True):
+                x = convolve(torch.cat([skips.pop(), grow(x)], dim=1))
+            return self.head(x)
+
+    return UNet()
+
+
 def adamw(parameters: object) -> object:
     """The optimizer of every step here."""
     import torch
@@ -42,6 +113,10 @@ MODELS: dict[str, Callable[[], Source]] = {
     "llama": partial(
         hf, "llama", num_hidden_layers=2, hidden_size=2048, intermediate_size=5632, num_attention_heads=16
     ),
+    "vit": partial(hf, "vit", batch=32, seq=None, num_hidden_layers=2),
+    "resnet": partial(hf, "resnet", batch=32, seq=None, depths="[1, 1, 1, 1]", hidden_sizes="[256, 512, 1024, 2048]"),
+    "unet": unet,
+    "denoiser": denoiser,
 }
 """Name -> the source; add a model here and every benchmark has it."""
 

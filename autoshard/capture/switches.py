@@ -11,6 +11,7 @@ tensors on an XLA device.
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt` | torch_xla makes `batch-norm-training` of them, which is gathered |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
 | `embedding` | `F.embedding` and its gradient | torch_xla flattens the indices |
+| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear ones as products with their weights | torch_xla has no lowering of the gradients |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -28,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture import ops
 
-DEFAULT: tuple[str, ...] = ("linear", "matmul", "norm", "cross_entropy", "embedding", "transformers")
+DEFAULT: tuple[str, ...] = ("linear", "matmul", "norm", "cross_entropy", "embedding", "interpolate", "transformers")
 
 Handler = Callable[..., Any]
 _HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in DEFAULT}
@@ -434,6 +435,70 @@ def _embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     return ops.embedding(weight, input, padding_idx)
+
+
+# Interpolation.
+
+
+@replaces("interpolate", F.interpolate)
+def _interpolate(
+    input: torch.Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    rank = input.dim() - 2
+    sizes = _per_dim(size, rank)
+    factors = _per_dim(scale_factor, rank)
+    if antialias or rank < 1 or sizes is None or factors is None:
+        return _UNTOUCHED
+    extents = input.shape[2:]
+    into = [new or math.floor(old * (factor or 1)) for new, old, factor in zip(sizes, extents, factors, strict=True)]
+    if mode in ("nearest", "nearest-exact"):
+        if any(
+            new % old or factor not in (None, new // old)
+            for new, old, factor in zip(into, extents, factors, strict=True)
+        ):
+            return _UNTOUCHED
+        for dim, (new, old) in enumerate(zip(into, extents, strict=True), 2):
+            if new != old:
+                input = _repeated(input, dim, new // old)
+        return input
+    if mode not in ("linear", "bilinear", "trilinear"):
+        return _UNTOUCHED
+    exact = [None if recompute_scale_factor else factor for factor in factors]
+    for dim, (new, old, factor) in enumerate(zip(into, extents, exact, strict=True), 2):
+        if new != old:
+            weights = _linear_weights(old, new, factor, bool(align_corners), input)
+            input = _matmul(input.transpose(dim, -1), weights).transpose(dim, -1)
+    return input
+
+
+def _per_dim(value: Any, rank: int) -> list[Any] | None:
+    values = list(value) if isinstance(value, list | tuple) else [value] * rank
+    return values if len(values) == rank else None
+
+
+def _repeated(x: torch.Tensor, dim: int, times: int) -> torch.Tensor:
+    """Each element of `dim` several times, side by side."""
+    shape = list(x.shape)
+    spread = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], times, *shape[dim + 1 :])
+    return spread.reshape(*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
+
+
+def _linear_weights(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
+    """[old, new]: how much of each element goes into each position; those between two share by distance."""
+    at = torch.arange(new, device=like.device, dtype=torch.float32)
+    if corners:
+        at = at * ((old - 1) / max(new - 1, 1))
+    else:
+        at = ((at + 0.5) * (1 / factor if factor else old / new) - 0.5).clamp(min=0)
+    at = at.clamp(max=old - 1)
+    elements = torch.arange(old, device=like.device, dtype=torch.float32)
+    return (1 - (at - elements.unsqueeze(-1)).abs()).clamp(min=0).to(like.dtype)
 
 
 @contextlib.contextmanager

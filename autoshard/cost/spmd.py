@@ -18,7 +18,9 @@ from autoshard.cost import spmd_shape
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
-from autoshard.cost.spmd_dot import DotPartitioner, Sum, dot_dims
+from autoshard.cost.spmd_conv import ConvolutionPartitioner
+from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
+from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
@@ -301,8 +303,8 @@ class Partitioner:
         if not op.operands:
             return Emission((), (), self.share(op, results[0]), reads)
         kind = op.kind
-        if kind == "dot_general":
-            return self._dot(op, reads, results[0])
+        if kind in ("dot_general", "convolution"):
+            return self._contraction(op, reads, results[0])
         if kind == "reshape":
             return spmd_shape.reshape(self, op, reads[0], results[0])
         if kind == "slice":
@@ -311,6 +313,10 @@ class Partitioner:
             return spmd_shape.pad(self, op, reads, results[0])
         if kind == "concatenate":
             return spmd_shape.concatenate(self, op, reads, results[0])
+        if kind == "reduce_window":
+            return spmd_shape.reduce_window(self, op, reads, results)
+        if kind == "select_and_scatter":
+            return spmd_shape.select_and_scatter(self, op, reads, results[0])
         if kind == "reverse":
             return spmd_shape.reverse(self, op, reads[0], results[0])
         if kind == "reduce":
@@ -400,18 +406,32 @@ class Partitioner:
                 source, target = source // size, target // size
         return self.subaxes.axes(moved)
 
-    def _dot(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
+    def permutes(self, moved: Iterable[Moved], tiling: Tiling, dtype: str) -> list[Step]:
+        """The collectives of a halo exchange of an array that is split by `tiling`."""
+        return [
+            ("collective-permute", self.permute_axes(tiling[one.dim], one.pairs), one.elements * bytes_of(dtype))
+            for one in moved
+        ]
+
+    def _contraction(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
         lhs, rhs = (self.graph.type_of(value) for value in op.operands[:2])
         out = op.results[0]
-        attrs = dict(op.attrs)
-        dims = dot_dims(len(lhs.shape), len(rhs.shape), attrs)
-        plan = DotPartitioner(dims, self.subaxes).plan(
+        dims = self.transfers.contraction(op)
+        if op.kind == "convolution":
+            partitioner: DotPartitioner = ConvolutionPartitioner(dims, self.subaxes, op.attrs, out.shape)
+        else:
+            partitioner = DotPartitioner(dims, self.subaxes)
+        plan = partitioner.plan(
             (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
         )
-        moves = []
+        moves: list[tuple[int, Hashable, tuple[Step, ...]]] = []
         own: list[Step] = []
         for step in plan.steps:
-            if isinstance(step, Sum):
+            if isinstance(step, Halo):
+                kind = lhs if step.place == 0 else rhs
+                axes, size = self.permute_axes(step.axes, step.pairs), step.elements * bytes_of(kind.dtype)
+                moves.append((step.place, step.key, (("collective-permute", axes, size),)))
+            elif isinstance(step, Sum):
                 own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.kept))
             elif step.place == 2:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
@@ -422,7 +442,7 @@ class Partitioner:
                 steps = self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer)
                 end = self.resharder.destination(step.shape, dtype, step.source, step.target, step.outer)
                 moves.append((step.place, (step.outer, step.source, end), steps))
-        whole = math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in attrs["lhs_contract"])
+        whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
 
     def sums(self, axes: tuple[tuple[int, ...], ...], size: int, kept: Collection[int]) -> list[Step]:

@@ -11,9 +11,10 @@ Windowed (looped) einsums, which XLA's defaults keep for operands of hundreds of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from autoshard.graph.contraction import Dims
 from autoshard.graph.tiling import Subaxes, Tiling
 
 Shape = tuple[int, ...]
@@ -43,6 +44,25 @@ class Sum:
     kept: Dim = ()
 
 
+@dataclass(frozen=True)
+class Halo:
+    """A permute of `elements` elements of operand `place`, between the shards of a dim that `axes` split.
+
+    Attributes:
+        pairs: (source shard, target shard).
+        key: of the exchange that it is part of: the same exchange of one value is made once.
+    """
+
+    place: int
+    axes: Dim
+    pairs: tuple[tuple[int, int], ...]
+    elements: int
+    key: Hashable
+
+
+Step = Move | Sum | Halo
+
+
 @dataclass
 class DotPlan:
     """What one contraction turns into.
@@ -52,37 +72,12 @@ class DotPlan:
         macs: multiply-adds per device.
     """
 
-    steps: list[Move | Sum] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     macs: int = 0
 
 
 @dataclass(frozen=True)
-class Dims:
-    """Dims of a contraction: (lhs, rhs, out) triples; -1 where a side lacks it."""
-
-    batch: tuple[tuple[int, int, int], ...]
-    contract: tuple[tuple[int, int], ...]
-    left: tuple[tuple[int, int], ...]
-    right: tuple[tuple[int, int], ...]
-
-
-def dot_dims(lhs_rank: int, rhs_rank: int, attrs: dict[str, tuple[int, ...]]) -> Dims:
-    """The dims of a `dot_general` (result: batch, free dims of lhs, free dims of rhs)."""
-    batch = tuple((a, b, i) for i, (a, b) in enumerate(zip(attrs["lhs_batch"], attrs["rhs_batch"], strict=True)))
-    contract = tuple(zip(attrs["lhs_contract"], attrs["rhs_contract"], strict=True))
-    left = [d for d in range(lhs_rank) if d not in attrs["lhs_batch"] and d not in attrs["lhs_contract"]]
-    right = [d for d in range(rhs_rank) if d not in attrs["rhs_batch"] and d not in attrs["rhs_contract"]]
-    start = len(batch)
-    return Dims(
-        batch,
-        contract,
-        tuple((d, start + i) for i, d in enumerate(left)),
-        tuple((d, start + len(left) + i) for i, d in enumerate(right)),
-    )
-
-
-@dataclass(frozen=True)
-class _Side:
+class Side:
     """An operand within a group: its shape there, how it is split there, bytes of an element."""
 
     place: int
@@ -108,15 +103,19 @@ class DotPartitioner:
     ) -> DotPlan:
         """The steps for operands given as (shape, tiling, bytes of an element), and a result (shape, tiling)."""
         everything = tuple(range(len(self.subaxes.sizes)))
-        made = self._dot(_Side(0, *lhs), _Side(1, *rhs), out[0], out[1], everything, (), self._leaf)
+        made = self._dot(Side(0, *lhs), Side(1, *rhs), out[0], out[1], everything, (), self._leaf)
         if made is None:
             raise AssertionError("PartitionDot always finds a way")
         return self.result
 
+    def whole_macs(self, lhs: Shape, rhs: Shape, out: Shape) -> int:
+        """Multiply-adds of the whole contraction, counted as in `DotPlan`."""
+        return math.prod(out) * math.prod(lhs[dim] for dim, _ in self.dims.contract)
+
     # ---- recursion ---------------------------------------------------------------------------------------------
 
     def _dot(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
     ) -> Shape | None:
         for strict in (True, False):
             steps, macs = len(self.result.steps), self.result.macs
@@ -125,13 +124,16 @@ class DotPartitioner:
                 return found
             del self.result.steps[steps:]
             self.result.macs = macs
-        # Reshard both operands to what the result asks of them.
+        return self._default(lhs, rhs, shape, out, outer, create)
+
+    def _default(self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create) -> Shape | None:
+        """Reshard both operands to what the result asks of them."""
         lhs = self._moved(lhs, self._asked(0, lhs, out), outer)
         rhs = self._moved(rhs, self._asked(1, rhs, out), outer)
         return self._make(lhs, rhs, create)
 
     def _try(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
     ) -> Shape | None:
         found = self._base(lhs, rhs, shape, out, devices, outer, create, move=False)
         if found is None:
@@ -148,7 +150,7 @@ class DotPartitioner:
         return found
 
     def _base(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, move: bool
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, move: bool
     ) -> Shape | None:
         """`PartitionBaseCase`: every sharding uses all devices of the group, or none."""
         if any(self._partial(tiling, devices) for tiling in (lhs.tiling, rhs.tiling, out)):
@@ -203,7 +205,7 @@ class DotPartitioner:
         return made
 
     def _group_batch(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
     ) -> Shape | None:
         d = self.dims
         lhs_dims, rhs_dims = tuple(b[0] for b in d.batch), tuple(b[1] for b in d.batch)
@@ -244,7 +246,7 @@ class DotPartitioner:
         return self._reshard_result(shape, made_as, out, outer, made)
 
     def _to_output_batch(
-        self, side: _Side, dims: Dim, out: Tiling, out_dims: Dim, other: _Side, devices: Dim
+        self, side: Side, dims: Dim, out: Tiling, out_dims: Dim, other: Side, devices: Dim
     ) -> Tiling | None:
         """The operand with the result's batch sharding; other dims are gathered where devices run out."""
         wanted = list(side.tiling)
@@ -284,7 +286,7 @@ class DotPartitioner:
         return tuple(wanted[dim] if dim in dims else freed[dim] for dim in range(len(wanted)))
 
     def _group_free(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
     ) -> Shape | None:
         """Group by dims that one operand and the result split alike; the other operand is whole in each group."""
         d = self.dims
@@ -335,8 +337,8 @@ class DotPartitioner:
 
     def _other_within(
         self,
-        side: _Side,
-        other: _Side,
+        side: Side,
+        other: Side,
         shape: Shape,
         out: Tiling,
         out_other: int,
@@ -382,7 +384,7 @@ class DotPartitioner:
         rest = tuple(() if dim in dims else axes for dim, axes in enumerate(other.tiling))
         return self._renamed(rest, group, _without(devices, group))
 
-    def _expected_other(self, place: int, other: _Side, out: Tiling, side: _Side, devices: Dim) -> Tiling:
+    def _expected_other(self, place: int, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
         """What the result and the matching operand together ask of the other operand."""
         found = self._asked(place, other, out)
         offered: list[Dim] = [()] * len(other.tiling)
@@ -394,7 +396,7 @@ class DotPartitioner:
         return tuple(offered) if self.subaxes.tiles(tuple(offered)) > self.subaxes.tiles(found) else found
 
     def _group_contract(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
     ) -> Shape | None:
         d = self.dims
         ways = self.subaxes.ways
@@ -415,8 +417,8 @@ class DotPartitioner:
     def _contract_on(
         self,
         pairs: tuple[tuple[int, int], ...],
-        lhs: _Side,
-        rhs: _Side,
+        lhs: Side,
+        rhs: Side,
         shape: Shape,
         out: Tiling,
         devices: Dim,
@@ -467,7 +469,7 @@ class DotPartitioner:
         return self._reshard_result(shape, made_as, out, outer, made)
 
     def _contract_output(
-        self, lhs: _Side, rhs: _Side, shape: Shape, out: Tiling, group: Dim, devices: Dim
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, group: Dim, devices: Dim
     ) -> tuple[Tiling, Tiling, Dim, Dim]:
         """(the sharding the result is made under, the one within a group, dims scattered, axes summed after that)."""
         subaxes = self.subaxes
@@ -502,7 +504,7 @@ class DotPartitioner:
 
     # ---- leaves ------------------------------------------------------------------------------------------------
 
-    def _make(self, lhs: _Side, rhs: _Side, create: Create) -> Shape:
+    def _make(self, lhs: Side, rhs: Side, create: Create) -> Shape:
         return create(self.subaxes.shard(lhs.shape, lhs.tiling), self.subaxes.shard(rhs.shape, rhs.tiling))
 
     def _leaf(self, left: Shape, right: Shape) -> Shape:
@@ -524,10 +526,10 @@ class DotPartitioner:
     def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: Dim) -> None:
         self.result.steps.append(Sum(axes, math.prod(made), kept))
 
-    def _moved(self, side: _Side, want: Tiling, outer: Dim) -> _Side:
+    def _moved(self, side: Side, want: Tiling, outer: Dim) -> Side:
         if want != side.tiling:
             self.result.steps.append(Move(side.place, side.shape, side.tiling, want, outer))
-        return _Side(side.place, side.shape, want, side.width)
+        return Side(side.place, side.shape, want, side.width)
 
     def _reshard_result(
         self, shape: Shape, made_as: Tiling, out: Tiling, outer: Dim, made: Shape | None
@@ -543,7 +545,7 @@ class DotPartitioner:
 
     # ---- shardings seen from another side ----------------------------------------------------------------------
 
-    def _asked(self, place: int, side: _Side, out: Tiling) -> Tiling:
+    def _asked(self, place: int, side: Side, out: Tiling) -> Tiling:
         """An operand's batch and free dims as the result has them."""
         asked: list[Dim] = [()] * len(side.tiling)
         for b in self.dims.batch:
@@ -552,7 +554,7 @@ class DotPartitioner:
             asked[mine] = out[o]
         return tuple(asked)
 
-    def _operand_as_out(self, place: int, side: _Side, rank: int) -> Tiling:
+    def _operand_as_out(self, place: int, side: Side, rank: int) -> Tiling:
         found: list[Dim] = [()] * rank
         for b in self.dims.batch:
             found[b[2]] = side.tiling[b[place]]
@@ -560,13 +562,13 @@ class DotPartitioner:
             found[o] = side.tiling[mine]
         return tuple(found)
 
-    def _lhs_as_rhs(self, lhs: _Side, rhs: _Side) -> Tiling:
+    def _lhs_as_rhs(self, lhs: Side, rhs: Side) -> Tiling:
         found: list[Dim] = [()] * len(rhs.tiling)
         for pair in (*(b[:2] for b in self.dims.batch), *self.dims.contract):
             found[pair[1]] = lhs.tiling[pair[0]]
         return tuple(found)
 
-    def _rhs_as_lhs(self, lhs: _Side, rhs: _Side) -> Tiling:
+    def _rhs_as_lhs(self, lhs: Side, rhs: Side) -> Tiling:
         found: list[Dim] = [()] * len(lhs.tiling)
         for pair in (*(b[:2] for b in self.dims.batch), *self.dims.contract):
             found[pair[0]] = rhs.tiling[pair[1]]
@@ -580,16 +582,16 @@ class DotPartitioner:
     def _partial(self, tiling: Tiling, devices: Dim) -> bool:
         return 1 < self.subaxes.tiles(tiling) < self.subaxes.ways(devices)
 
-    def _shard_bytes(self, side: _Side) -> int:
+    def _shard_bytes(self, side: Side) -> int:
         return math.prod(self.subaxes.shard(side.shape, side.tiling)) * side.width
 
-    def _within(self, side: _Side, group: Dim) -> _Side:
+    def _within(self, side: Side, group: Dim) -> Side:
         inside = set(group)
         shape = tuple(
             -(-size // self.subaxes.ways(tuple(axis for axis in axes if axis in inside)))
             for size, axes in zip(side.shape, side.tiling, strict=True)
         )
-        return _Side(side.place, shape, _dropped(side.tiling, group), side.width)
+        return Side(side.place, shape, _dropped(side.tiling, group), side.width)
 
     def _cut(self, shape: Shape, tiling: Tiling, dims: Iterable[int]) -> Shape:
         cut = set(dims)
@@ -667,5 +669,5 @@ def _dropped(tiling: Tiling, group: Dim) -> Tiling:
     return tuple(tuple(axis for axis in axes if axis not in inside) for axes in tiling)
 
 
-def _nothing(side: _Side) -> Tiling:
+def _nothing(side: Side) -> Tiling:
     return ((),) * len(side.tiling)

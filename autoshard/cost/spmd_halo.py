@@ -7,6 +7,7 @@ or, where halos are far larger than a result's shard, permutes of the pieces tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,23 +15,28 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Window:
-    """How result positions of one dim read the operand: position i reads element `start + i * stride`.
+    """How result positions of one dim read the operand: position i reads `taps` elements from `start + i * stride` on.
 
     Attributes:
         size: the operand's extent.
         count: the result's extent.
         start: may be negative (padding).
+        taps: elements read, `dilation` apart.
+        base: distance of the operand's elements on the line that the window moves along; between them it reads nothing.
     """
 
     size: int
     count: int
     start: int
     stride: int = 1
+    taps: int = 1
+    dilation: int = 1
+    base: int = 1
 
     @property
     def trivial(self) -> bool:
         """Whether result and operand are the same."""
-        return self.size == self.count and self.start == 0 and self.stride == 1
+        return self.size == self.count and self.start == 0 and self.stride == self.taps == self.base == 1
 
 
 @dataclass(frozen=True)
@@ -46,25 +52,82 @@ class Permute:
     pairs: tuple[tuple[int, int], ...]
 
 
+Exchange = tuple[int, tuple[Permute, ...]]
+"""Extent of every shard's part of the dim afterwards, and the permutes."""
+
+
 @lru_cache(maxsize=4096)
-def exchange(window: Window, shards: int) -> tuple[int, tuple[Permute, ...]] | None:
-    """What each of `shards` shards of a dim receives: (extent of its part afterwards, permutes).
+def exchange(window: Window, shards: int) -> Exchange | None:
+    """What each of `shards` shards of a dim receives.
 
     None where the partitioner gives up and gathers the dim.
     """
     per_shard = -(-window.count // shards)
     shard = -(-window.size // shards)
-    extent = window.stride * (per_shard - 1) + 1
-    left = [shard * i - window.start - window.stride * per_shard * i for i in range(shards)]
-    right = [window.stride * per_shard * i + extent - shard * (i + 1) + window.start for i in range(shards)]
-    if window.count < shards:
+    reach = (window.taps - 1) * window.dilation + 1
+    if window.count < shards or (window.stride > 1 and window.stride * per_shard % window.base):
         return None
+    # Whole steps of padding are elements of their own, what remains is left to the op.
+    padding = int(-window.start / window.base)
+    rest = -window.start - padding * window.base
+    first = [(window.stride * per_shard * i + window.base - 1 - rest) // window.base for i in range(shards)]
+    length = window.stride * (per_shard - 1) + reach
+    limit = [(window.stride * per_shard * i + length + window.base - 1 - rest) // window.base for i in range(shards)]
+    left = [shard * i + padding - first[i] for i in range(shards)]
+    right = [limit[i] - shard * (i + 1) - padding for i in range(shards)]
+    extent = max(end - start for start, end in zip(first, limit, strict=True))
+    return halos(window.size, shard, extent, left, right)
+
+
+def halos(size: int, shard: int, extent: int, left: Sequence[int], right: Sequence[int]) -> Exchange | None:
+    """What shards of `shard` elements receive who miss `left` and `right` elements on their sides and read `extent`.
+
+    None where halos are so large that the partitioner gathers the dim instead.
+    """
+    shards = len(left)
     if max(*left, *right) > 2 * extent:
         if extent * 2 >= shards * shard:
             return None
-        return extent, _compact(window.size, shard, left, right)
+        return extent, _compact(size, shard, left, right)
     permutes = _plain(shard, left, right)
     return None if permutes is None else (extent, permutes)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A permute of a whole array's halo.
+
+    Attributes:
+        dim: along which it moves.
+        pairs: (source shard, target shard) of that dim.
+        elements: that one device sends.
+    """
+
+    dim: int
+    pairs: tuple[tuple[int, int], ...]
+    elements: int
+
+
+def exchange_all(
+    local: Sequence[int], found: Sequence[tuple[int, Exchange | None]]
+) -> tuple[tuple[int, ...], tuple[Moved, ...]] | None:
+    """Halos of several dims, one after the other: (the local shape afterwards, the permutes); None if one gives up.
+
+    Args:
+        local: one device's shape before.
+        found: (dim, its exchange).
+    """
+    shape = list(local)
+    moved = []
+    for dim, one in found:
+        if one is None:
+            return None
+        extent, permutes = one
+        for permute in permutes:
+            shape[dim] = permute.extent
+            moved.append(Moved(dim, permute.pairs, math.prod(shape)))
+        shape[dim] = extent
+    return tuple(shape), tuple(moved)
 
 
 def _plain(shard: int, left: Sequence[int], right: Sequence[int]) -> tuple[Permute, ...] | None:

@@ -1,17 +1,17 @@
-"""What GSPMD emits for ops that move elements: reshape, slice, pad, concatenate, reverse.
+"""What GSPMD emits for ops that move elements, and for windows: reshape, slice, pad, concatenate, reverse, pooling.
 
 Each function gets the partitioner, the op, the shardings its operands are found under and the one its result is wanted
-under. They follow `HandleReshape`, `HandleSlice`, `HandlePad`, `HandleConcatenate` and `HandleReverse` of XLA
+under. They follow `HandleReshape`, `HandleSlice`, `HandlePad`, `HandleReduceWindow` and so on of XLA
 (xla/service/spmd/spmd_partitioner.cc).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from autoshard.cost.spmd_halo import Window, exchange
+from autoshard.cost.spmd_halo import Exchange, Window, exchange, exchange_all, halos
 from autoshard.cost.spmd_reshard import Step
 from autoshard.graph.ops import Op
 from autoshard.graph.tiling import Tiling
@@ -73,6 +73,77 @@ def pad(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> 
     return _windowed(owner, op, reads[0], result, result, windows)
 
 
+def reduce_window(owner: Partitioner, op: Op, reads: Sequence[Tiling], results: Sequence[Tiling]) -> Emission:
+    """Under the result's sharding, as a window over the operand; a replicated result is computed whole everywhere."""
+    attrs = op.attrs
+    shape, result = owner.graph.type_of(op.operands[0]).shape, results[0]
+    if len(results) > 1 or not any(result):
+        whole = tuple(owner.nothing(owner.graph.type_of(value).shape) for value in op.operands)
+        return owner.moved(op, tuple(reads), whole, 1.0)
+    windows = tuple(
+        Window(size, count, -low, stride, taps, dilation, base)
+        for size, count, (low, _), stride, taps, dilation, base in zip(
+            shape,
+            op.results[0].shape,
+            attrs["padding"],
+            attrs["stride"],
+            attrs["window"],
+            attrs["window_dilation"],
+            attrs["base_dilation"],
+            strict=True,
+        )
+    )
+    return _windowed(owner, op, reads[0], result, result, windows)
+
+
+def select_and_scatter(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
+    """Operand and source under the result's sharding; halos of both along split dims that windows cover."""
+    attrs = op.attrs
+    shapes = [owner.graph.type_of(value).shape for value in op.operands]
+    wanted = (result, result, owner.nothing(shapes[2]))
+    own: list[Step] = []
+    local = [list(owner.subaxes.shard(shape, result)) for shape in shapes[:2]]
+    for dim, axes in enumerate(result):
+        if not axes:
+            continue
+        data, source = _scattered(shapes[0][dim], shapes[1][dim], owner.subaxes.ways(axes), attrs, dim)
+        for place, found in ((1, source), (0, data)):
+            done = exchange_all(local[place], [(dim, found)])
+            if done is None:
+                whole = tuple(owner.nothing(shape) for shape in shapes)
+                return owner.moved(op, tuple(reads), whole, 1.0)
+            local[place] = list(done[0])
+            own.extend(owner.permutes(done[1], result, op.results[0].dtype))
+    return owner.moved(op, tuple(reads), wanted, owner.share(op, result), own)
+
+
+def _scattered(
+    size: int, windows: int, shards: int, attrs: Mapping[str, Any], dim: int
+) -> tuple[Exchange | None, Exchange | None]:
+    """Halos of the operand and of the source of a select_and_scatter along one dim."""
+    stride, low = attrs["stride"][dim], attrs["padding"][dim][0]
+    taps = max(stride, attrs["window"][dim])
+    shard, source = -(-size // shards), -(-windows // shards)
+    first = [(shard * i + low - taps + stride) // stride for i in range(shards)]
+    limit = [(shard * (i + 1) + low + stride - 1) // stride for i in range(shards)]
+    most = max(end - start for start, end in zip(first, limit, strict=True))
+    source_halos = halos(
+        windows,
+        source,
+        most,
+        [source * i - first[i] for i in range(shards)],
+        [limit[i] - source * (i + 1) for i in range(shards)],
+    )
+    data_halos = halos(
+        size,
+        shard,
+        (most - 1) * stride + taps,
+        [shard * i + low - first[i] * stride for i in range(shards)],
+        [limit[i] * stride - (shard * (i + 1) + stride + low - taps) for i in range(shards)],
+    )
+    return data_halos, source_halos
+
+
 def _windowed(
     owner: Partitioner, op: Op, source: Tiling, result: Tiling, run_as: Tiling, windows: tuple[Window, ...]
 ) -> Emission:
@@ -86,18 +157,12 @@ def _windowed(
     if busy and (not any(source) or source == whole):
         target = source  # every device pads and slices what it has
     elif busy:
-        local = list(subaxes.shard(kind.shape, run_as))
-        for dim in busy:
-            found = exchange(windows[dim], subaxes.ways(run_as[dim]))
-            if found is None:
-                own = list(owner.resharder.reshard(kind.shape, kind.dtype, run_as, whole))
-                break
-            extent, permutes = found
-            for permute in permutes:
-                local[dim] = permute.extent
-                axes = owner.permute_axes(run_as[dim], permute.pairs)
-                own.append(("collective-permute", axes, math.prod(local) * bytes_of(kind.dtype)))
-            local[dim] = extent
+        found = [(dim, exchange(windows[dim], subaxes.ways(run_as[dim]))) for dim in busy]
+        done = exchange_all(subaxes.shard(kind.shape, run_as), found)
+        if done is None:
+            own = list(owner.resharder.reshard(kind.shape, kind.dtype, run_as, whole))
+        else:
+            own = owner.permutes(done[1], run_as, kind.dtype)
     own.extend(owner.resharder.reshard(op.results[0].shape, kind.dtype, run_as, result))
     reads = tuple(owner.nothing(owner.graph.type_of(value).shape) for value in op.operands[1:])
     return owner.moved(op, (source, *reads), (target, *reads), owner.share(op, run_as), own)

@@ -308,8 +308,10 @@ class _Propagation:
             return False
         if level < FORWARD_LEVEL.get(op.kind, 1):
             return False
-        if op.kind in ("dot_general", "dot") or (op.kind == "convolution" and self.transfers.is_dot(op)):
+        if op.kind == "dot_general":
             return self._dot_from_operands(node, op, level)
+        if op.kind == "convolution":
+            return self._convolution_from_operands(node, op, level)
         changed = False
         operands = self.operands[node]
         elementwise = op.kind in ELEMENTWISE
@@ -359,6 +361,13 @@ class _Propagation:
             if tiling is None or not any(tiling) or tiling[dim]:
                 return False
         return True
+
+    def _convolution_from_operands(self, node: int, op: Op, level: int) -> bool:
+        tilings = [self.tiling[operand] for operand in self.operands[node]]
+        if not self.transfers.slides_over_parts(op, tilings):
+            return self._dot_from_operands(node, op, level)
+        moved = None if tilings[0] is None else self.transfers.slid_forward(op, tilings[0])
+        return moved is not None and self._improve(node, moved, level)
 
     def _dot_from_operands(self, node: int, op: Op, level: int) -> bool:
         found: list[Tiling | None] = []

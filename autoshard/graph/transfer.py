@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autoshard.graph.contraction import Dims, convolution_dims, dot_dims, kernel_is_small
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -50,6 +51,7 @@ class Transfers:
         self.graph = graph
         self.subaxes = subaxes
         self._maps: dict[tuple[int, int], tuple[int, ...] | None] = {}
+        self._contractions: dict[int, Dims] = {}
 
     def operand_bytes(self, op: Op, place: int) -> int:
         """Bytes of the whole operand."""
@@ -57,8 +59,47 @@ class Transfers:
         return math.prod(kind.shape) * bytes_of(kind.dtype)
 
     def is_dot(self, op: Op) -> bool:
-        """Whether a convolution has no spatial dims to speak of, so that it is partitioned as a contraction."""
-        return not op.attrs["lhs"][2:]
+        """Whether a convolution has no spatial dims to speak of, so that it is a contraction of whole operands."""
+        return not self.contraction(op).spatial
+
+    def contraction(self, op: Op) -> Dims:
+        """The dims of a `dot_general` or convolution."""
+        known = self._contractions.get(op.id)
+        if known is None:
+            lhs, rhs = (self.graph.type_of(value).shape for value in op.operands[:2])
+            if op.kind == "convolution":
+                known = convolution_dims(lhs, rhs, op.attrs)
+            else:
+                known = dot_dims(len(lhs), len(rhs), op.attrs)
+            self._contractions[op.id] = known
+        return known
+
+    def slides_over_parts(self, op: Op, operands: Sequence[Tiling | None]) -> bool:
+        """Whether a convolution's result follows its input alone: a dim that it slides over is split, or it is
+        grouped.
+        """
+        dims = self.contraction(op)
+        if not dims.spatial:
+            return False
+        grouped = op.attrs["feature_groups"] > 1 or op.attrs["batch_groups"] > 1
+        lhs, rhs = operands[:2]
+        return grouped or any((lhs and lhs[dim[0]]) or (rhs and rhs[dim[1]]) for dim in dims.spatial)
+
+    def slid_forward(self, op: Op, tiling: Tiling) -> Tiling | None:
+        """The result's sharding where `slides_over_parts`, from the input's; None where it says nothing."""
+        attrs = op.attrs
+        rhs = self.graph.type_of(op.operands[1]).shape
+        if not any(tiling):
+            return ((),) * len(tiling)
+        if not kernel_is_small(rhs, op.results[0].shape, attrs):
+            # XLA keeps the input's batch dim, at the place that it has in the input.
+            return tuple(axes if dim == attrs["lhs"][0] else () for dim, axes in enumerate(tiling))
+        if tiling[attrs["lhs"][1]]:
+            return None
+        moved: list[tuple[int, ...]] = [()] * len(tiling)
+        for dim, into in zip(attrs["lhs"], attrs["out"], strict=True):
+            moved[into] = tiling[dim]
+        return tuple(moved)
 
     def dim_map(self, op: Op, place: int) -> tuple[int, ...] | None:
         """Per result dim the dim of operand `place` that it follows, or -1; None where nothing carries over."""
@@ -116,16 +157,15 @@ class Transfers:
         self, op: Op, place: int, found: Tiling, operands: Sequence[Tiling | None], level: int
     ) -> Tiling | None:
         """A contraction's operand also takes the other operand's batch and contracted dims, where they merge."""
-        if op.kind != "dot_general":
+        if op.kind == "convolution" and not self.is_dot(op):
             return None
         other = operands[1 - place]
         if other is None:
             return found
-        mine, theirs = ("lhs", "rhs") if place == 0 else ("rhs", "lhs")
+        dims = self.contraction(op)
         asked: list[tuple[int, ...]] = [()] * len(found)
-        for group in ("batch", "contract"):
-            for dim, other_dim in zip(op.attrs[f"{mine}_{group}"], op.attrs[f"{theirs}_{group}"], strict=True):
-                asked[dim] = other[other_dim]
+        for pair in (*(triple[:2] for triple in dims.batch), *dims.contract):
+            asked[pair[place]] = other[pair[1 - place]]
         offered = tuple(asked)
         tiles, subaxes = self.subaxes.tiles, self.subaxes
         before, after = tiles(found), tiles(offered)
@@ -194,31 +234,22 @@ class Transfers:
             if place > 1:
                 return None
             return tuple(dim if operand[dim] == op.results[0].shape[dim] else -1 for dim in range(rank))
-        if kind == "dot_general":
+        if kind == "dot_general" or (kind == "convolution" and place < 2):
             return self._dot_map(op, place)
         if kind == "gather":
             return self._gather_map(op, place)
         if kind == "scatter":
             return self._scatter_map(op, place)
-        if kind == "convolution":
-            return self._convolution_map(op, place)
         return None
 
     def _dot_map(self, op: Op, place: int) -> tuple[int, ...]:
-        attrs = op.attrs
-        ranks = [len(self.graph.type_of(value).shape) for value in op.operands[:2]]
-        free = [
-            [
-                dim
-                for dim in range(ranks[i])
-                if dim not in attrs[f"{side}_batch"] and dim not in attrs[f"{side}_contract"]
-            ]
-            for i, side in enumerate(("lhs", "rhs"))
-        ]
-        batch = attrs["lhs_batch" if place == 0 else "rhs_batch"]
-        left = free[0] if place == 0 else [-1] * len(free[0])
-        right = free[1] if place == 1 else [-1] * len(free[1])
-        return (*batch, *left, *right)
+        dims = self.contraction(op)
+        found = [-1] * len(op.results[0].shape)
+        for triple in dims.batch:
+            found[triple[2]] = triple[place]
+        for mine, into in dims.right if place else dims.left:
+            found[into] = mine
+        return tuple(found)
 
     def _gather_map(self, op: Op, place: int) -> tuple[int, ...] | None:
         attrs = op.attrs
@@ -255,17 +286,4 @@ class Transfers:
         for update_dim, dim in zip(attrs["window_dims"], windows, strict=True):
             if updates[update_dim] == shape[dim]:
                 dims[dim] = update_dim
-        return tuple(dims)
-
-    def _convolution_map(self, op: Op, place: int) -> tuple[int, ...] | None:
-        """The result follows the batch and spatial dims of the input and the output features of the kernel."""
-        if place > 1:
-            return None
-        dims = [-1] * len(op.results[0].shape)
-        out = op.attrs["out"]
-        if place == 0:
-            dims[out[0]] = op.attrs["lhs"][0]
-            return tuple(dims)
-        if op.attrs["feature_groups"] == 1 and op.attrs["batch_groups"] == 1:
-            dims[out[1]] = op.attrs["rhs"][0]
         return tuple(dims)

@@ -64,6 +64,13 @@ CASES: dict[str, Case] = {
     "batch norm in eval": (
         lambda i, s: F.batch_norm(i, torch.ones(D).to(i.device), torch.full((D,), 2.0).to(i.device), s), (image, scale),
     ),
+    "nearest": (lambda i: F.interpolate(i, scale_factor=2), (image,)),
+    "nearest to a size": (lambda i: F.interpolate(i, size=(15, 5), mode="nearest-exact"), (image,)),
+    "bilinear": (lambda i: F.interpolate(i, scale_factor=1.5, mode="bilinear"), (image,)),
+    "bilinear by corners": (
+        lambda i: F.interpolate(i, size=(7, 9), mode="bilinear", align_corners=True), (image,),
+    ),
+    "bilinear smaller": (lambda i: F.interpolate(i, size=(2, 3), mode="bilinear"), (image,)),
     "cross entropy": (lambda z: F.cross_entropy(z.view(-1, V), LABELS.to(z.device).view(-1)), (logits,)),
     "cross entropy, summed": (
         lambda z: F.cross_entropy(z.reshape(-1, V), LABELS.to(z.device).reshape(-1), reduction="sum"), (logits,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from autoshard.capture.program import Argument, AtenOp, Output, Program, TensorType
 from autoshard.graph.annotations import Annotations
@@ -44,18 +45,98 @@ OPS: dict[str, tuple[list[Shape], Shape, str]] = {
 }
 
 
-def program(names: list[str] | None = None) -> tuple[Program, Graph]:
-    """A module that runs each op of `OPS` (or of `names`) on arguments of its own, and returns the results."""
+def _convolution(
+    labels: str, stride: int = 1, pad: str = "1, 1", base: int = 1, dilation: int = 1, **groups: int
+) -> str:
+    window = f"stride = [{stride}, {stride}], pad = [[{pad}], [{pad}]], "
+    window += f"lhs_dilate = [{base}, {base}], rhs_dilate = [{dilation}, {dilation}]"
+    counts = {"batch_group_count": 1, "feature_group_count": 1} | groups
+    attributes = ", ".join(f"{name} = {count} : i64" for name, count in counts.items())
+    return f"stablehlo.convolution({{0}}, {{1}}) dim_numbers = {labels}, window = {{{{{window}}}}} {{{{{attributes}}}}}"
+
+
+def _pool(op: str, operands: str, window: int, stride: int, regions: str) -> str:
+    return (
+        f'"stablehlo.{op}"({operands}, %zero) <{{{{window_dimensions = array<i64: 1, 1, {window}, {window}>, '
+        f"window_strides = array<i64: 1, 1, {stride}, {stride}>, padding = dense<0> : tensor<4x2xi64>}}}}> ({regions})"
+    )
+
+
+def _region(body: str) -> str:
+    return f"{{{{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): {body} }}}}"
+
+
+_MAXIMUM = _region("%m = stablehlo.maximum %a, %b : tensor<f32> stablehlo.return %m : tensor<f32>")
+_ADD = _region("%m = stablehlo.add %a, %b : tensor<f32> stablehlo.return %m : tensor<f32>")
+_GE = _region(
+    "%m = stablehlo.compare GE, %a, %b : (tensor<f32>, tensor<f32>) -> tensor<i1> stablehlo.return %m : tensor<i1>"
+)
+_FORWARD = "[b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1]"
+_TO_INPUT = "[b, f, 0, 1]x[0, 1, o, i]->[b, f, 0, 1]"
+_TO_WEIGHT = "[f, b, 0, 1]x[i, o, 0, 1]->[0, 1, b, f]"
+
+# What torch_xla makes of convolutions and pools, forwards and backwards; kernels are reversed before they arrive here.
+WINDOWS: dict[str, tuple[list[Shape], Shape, str]] = {
+    "conv": ([(16, 32, 32, 32), (64, 32, 3, 3)], (16, 64, 32, 32), _convolution(_FORWARD)),
+    "conv_strided": ([(16, 32, 32, 32), (64, 32, 3, 3)], (16, 64, 16, 16), _convolution(_FORWARD, stride=2)),
+    "conv_of_one": ([(16, 32, 16, 16), (64, 32, 1, 1)], (16, 64, 16, 16), _convolution(_FORWARD, pad="0, 0")),
+    "conv_patches": ([(16, 8, 64, 64), (64, 8, 8, 8)], (16, 64, 8, 8), _convolution(_FORWARD, stride=8, pad="0, 0")),
+    "conv_input": ([(16, 64, 32, 32), (3, 3, 32, 64)], (16, 32, 32, 32), _convolution(_TO_INPUT)),
+    "conv_input_strided": (
+        [(16, 64, 16, 16), (3, 3, 32, 64)],
+        (16, 32, 32, 32),
+        _convolution(_TO_INPUT, pad="1, 2", base=2),
+    ),
+    "conv_weight": ([(16, 32, 32, 32), (16, 64, 32, 32)], (3, 3, 32, 64), _convolution(_TO_WEIGHT)),
+    "conv_weight_of_one": (
+        [(16, 32, 16, 16), (16, 64, 16, 16)],
+        (1, 1, 32, 64),
+        _convolution(_TO_WEIGHT, pad="0, 0"),
+    ),
+    "conv_weight_strided": (
+        [(16, 32, 32, 32), (16, 64, 16, 16)],
+        (3, 3, 32, 64),
+        _convolution(_TO_WEIGHT, pad="1, 0", dilation=2),
+    ),
+    "depthwise": ([(16, 32, 32, 32), (32, 1, 3, 3)], (16, 32, 32, 32), _convolution(_FORWARD, feature_group_count=32)),
+    "depthwise_weight": (
+        [(16, 32, 32, 32), (16, 32, 32, 32)],
+        (3, 3, 1, 32),
+        _convolution(_TO_WEIGHT, batch_group_count=32),
+    ),
+    "grouped": ([(16, 32, 32, 32), (64, 8, 3, 3)], (16, 64, 32, 32), _convolution(_FORWARD, feature_group_count=4)),
+    "grouped_weight": (
+        [(16, 32, 32, 32), (16, 64, 32, 32)],
+        (3, 3, 8, 64),
+        _convolution(_TO_WEIGHT, batch_group_count=4),
+    ),
+    "pool": ([(16, 32, 32, 32)], (16, 32, 16, 16), _pool("reduce_window", "{0}", 2, 2, _MAXIMUM)),
+    "pool_overlapping": ([(16, 32, 33, 33)], (16, 32, 16, 16), _pool("reduce_window", "{0}", 3, 2, _MAXIMUM)),
+    "pool_back": (
+        [(16, 32, 32, 32), (16, 32, 16, 16)],
+        (16, 32, 32, 32),
+        _pool("select_and_scatter", "{0}, {1}", 2, 2, f"{_GE}, {_ADD}"),
+    ),
+    "pool_overlapping_back": (
+        [(16, 32, 32, 32), (16, 32, 15, 15)],
+        (16, 32, 32, 32),
+        _pool("select_and_scatter", "{0}, {1}", 3, 2, f"{_GE}, {_ADD}"),
+    ),
+}
+
+
+def program(names: list[str] | None = None, ops: dict[str, Any] = OPS) -> tuple[Program, Graph]:
+    """A module that runs each of `ops` (or those of `names`) on arguments of its own, and returns the results."""
     arguments: list[str] = []
     lines = ["%zero = stablehlo.constant dense<0.0> : tensor<f32>"]
     results, inputs, outputs, atens = [], [], [], []
-    for index, (name, (operands, result, text)) in enumerate((n, OPS[n]) for n in names or OPS):
+    for index, (name, (operands, result, text)) in enumerate((n, ops[n]) for n in names or ops):
         read = []
         for place, shape in enumerate(operands):
             read.append(f"%{name}{place}")
             arguments.append(f"%{name}{place}: {tensor(shape)}")
             inputs.append(Argument(f"{name}{place}", "input", TensorType(shape, "f32")))
-        kinds = [tensor(shape) for shape in operands] + (["tensor<f32>"] if "init" in text else [])
+        kinds = [tensor(shape) for shape in operands] + (["tensor<f32>"] if "%zero" in text else [])
         signature = tensor(result) if name in ("sum",) else f"({', '.join(kinds)}) -> {tensor(result)}"
         lines.append(f'%{name} = {text.format(*read)} : {signature} loc("op{index}")')
         marker = '{mhlo.sharding = "{replicated}"}'
