@@ -30,6 +30,8 @@ from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import Transfers, bytes_of
 
 Shape = tuple[int, ...]
+MoveKey = tuple[Hashable, Hashable, Tiling]
+"""Names what a move makes of a value; the last part is how that is split."""
 
 _MOVES = frozenset({"reshape", "transpose", "convert"})
 """Kinds through which the reader of a sum is looked for."""
@@ -103,7 +105,7 @@ class Emission:
         own: the op's own collectives.
     """
 
-    moves: tuple[tuple[int, tuple[tuple[int, ...], Tiling, Tiling], tuple[Step, ...]], ...]
+    moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
     own: tuple[Step, ...]
     share: float
     reads: tuple[Tiling, ...]
@@ -424,13 +426,13 @@ class Partitioner:
         plan = partitioner.plan(
             (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
         )
-        moves: list[tuple[int, Hashable, tuple[Step, ...]]] = []
+        moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
         own: list[Step] = []
         for step in plan.steps:
             if isinstance(step, Halo):
                 kind = lhs if step.place == 0 else rhs
-                axes, size = self.permute_axes(step.axes, step.pairs), step.elements * bytes_of(kind.dtype)
-                moves.append((step.place, step.key, (("collective-permute", axes, size),)))
+                steps = tuple(self.permutes(step.moved, step.tiling, kind.dtype))
+                moves.append((step.place, (step.key, None, step.tiling), steps))
             elif isinstance(step, Sum):
                 own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.kept))
             elif step.place == 2:

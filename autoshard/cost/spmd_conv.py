@@ -9,11 +9,11 @@ before the contraction is, in every group of devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from autoshard.cost.spmd_dot import Create, Dim, DotPartitioner, Halo, Shape, Side
-from autoshard.cost.spmd_halo import Exchange, Window, exchange, exchange_all, halos
+from autoshard.cost.spmd_halo import Exchange, Moved, Window, exchange, exchange_all, halos
 from autoshard.graph.contraction import Dims
 from autoshard.graph.tiling import Subaxes, Tiling
 
@@ -27,6 +27,7 @@ class ConvolutionPartitioner(DotPartitioner):
     def __init__(self, dims: Dims, subaxes: Subaxes, attrs: Mapping[str, Any], out: Shape) -> None:
         """For a convolution with these attributes (see `graph/stablehlo_attrs.py`), whose whole result is `out`."""
         super().__init__(dims, subaxes)
+        self.whole = dims
         self.attrs = attrs
         self.out = out
         self.sliding = {o: out[o] for _, _, o, _ in dims.spatial}
@@ -45,8 +46,17 @@ class ConvolutionPartitioner(DotPartitioner):
             return found[0]
         return super()._try(lhs, rhs, shape, out, devices, outer, create, strict)
 
-    def _default(self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create) -> Shape | None:
-        """Every device computes everything, and keeps its part."""
+    def _default(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
+    ) -> Shape | None:
+        """Every device computes everything, and keeps its part: measured wherever a kernel slides over the input,
+        unless the dims of one side split the result over all devices.
+        """
+        d, count = self.dims, self.subaxes.ways(devices)
+        free = ((b[2] for b in d.batch), (m[1] for m in d.left), (n[1] for n in d.right))
+        whole = any(self._ways(out, dims) == count for dims in free)
+        if self.groups == 1 and (whole or not d.spatial):
+            return super()._default(lhs, rhs, shape, out, devices, outer, create)
         lhs, rhs = (self._moved(side, _whole(side.tiling), outer) for side in (lhs, rhs))
         return self._reshard_result(shape, _whole(out), out, outer, self._make(lhs, rhs, create))
 
@@ -60,15 +70,19 @@ class ConvolutionPartitioner(DotPartitioner):
         summed = any(lhs.tiling[a] for a, _ in d.contract) and any(rhs.tiling[b] for _, b in d.contract)
         if not (slides and not batched and not summed) and self.groups == 1:
             return None
-        if self.attrs["feature_groups"] > 1 and rhs.shape[self.attrs["rhs"][1]] > 1:
-            return (None,)
+        features = self.attrs["rhs"][1]
+        if self.attrs["feature_groups"] > 1 and self.subaxes.shard(rhs.shape, rhs.tiling)[features] > 1:
+            return (None,)  # groups of several input features
         made = self._grouped(lhs, rhs, shape, out, devices, outer, create) if self.groups > 1 else None
         if made is None and any(lhs.tiling) and any(rhs.tiling):
             made = self._both_split(lhs, rhs, shape, out, devices, outer, create)
         if made is None and any(out):
             made = self._as_result(lhs, rhs, shape, out, outer, create)
         if made is None and self.groups > 1:
-            return (None if strict else self._group_axes_only(lhs, rhs, shape, out, outer, create),)
+            made = self._within_groups(lhs, rhs, shape, out, devices, outer, create, strict)
+            if made is None and not strict:
+                made = self._group_axes_only(lhs, rhs, shape, out, outer, create)
+            return (made,)
         return None if made is None else (made,)
 
     # ---- spatial dims ------------------------------------------------------------------------------------------
@@ -91,7 +105,7 @@ class ConvolutionPartitioner(DotPartitioner):
         for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
             window = Window(
                 lhs.shape[a],
-                shape[o],
+                self.out[o],
                 -attrs["padding"][i][0],
                 attrs["stride"][i],
                 rhs.shape[b],
@@ -110,7 +124,7 @@ class ConvolutionPartitioner(DotPartitioner):
             self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), outer)
         else:
             self._halos(lhs, done[1], ("window", outer, asked, tuple(windows)))
-        return self._make_local(lhs, rhs, create, self.subaxes.shard(shape, out))
+        return self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, out))
 
     def _both_split(
         self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
@@ -140,14 +154,14 @@ class ConvolutionPartitioner(DotPartitioner):
                 return None
             count = self.subaxes.ways(lhs_tiling[a])
             if count > 1:
-                found.append((a, self._kernel_halos(i, lhs.shape[a], rhs.shape[b], shape[o], count)))
+                found.append((a, self._kernel_halos(i, lhs.shape[a], rhs.shape[b], self.out[o], count)))
         done = exchange_all(self.subaxes.shard(lhs.shape, lhs_tiling), found)
         if done is None:
             return None
         lhs = self._moved(lhs, lhs_tiling, outer)
         rhs = self._moved(rhs, rhs_tiling, outer)
         self._halos(lhs, done[1], ("kernel", outer, lhs_tiling, rhs.shape, rhs_tiling))
-        made = self._make_local(lhs, rhs, create, shape)
+        made = self._make_local(lhs, rhs, create, self.out)
         self._sum((devices,), made, tuple(axis for dim in out for axis in dim))
         return self._sliced(shape, out)
 
@@ -161,9 +175,9 @@ class ConvolutionPartitioner(DotPartitioner):
         right = [-step * s - step + 1 - dilation + stride * (count - 1) - low for s in range(shards)]
         return halos(size, shard, stride * (count - 1) + (part - 1) * dilation + 1, left, right)
 
-    def _halos(self, lhs: Side, moved: tuple[Any, ...], key: Any) -> None:
-        for number, one in enumerate(moved):
-            self.result.steps.append(Halo(0, lhs.tiling[one.dim], one.pairs, one.elements, (*key, number)))
+    def _halos(self, lhs: Side, moved: tuple[Moved, ...], key: Hashable) -> None:
+        if moved:
+            self.result.steps.append(Halo(0, lhs.tiling, moved, key))
 
     # ---- groups ------------------------------------------------------------------------------------------------
 
@@ -205,8 +219,25 @@ class ConvolutionPartitioner(DotPartitioner):
         else:
             return None
         made_as = self._aligned_by_groups(0, lhs.tiling, 2)
-        made = self._make_local(lhs, rhs, create, self.subaxes.shard(shape, made_as))
+        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
         return self._reshard_result(shape, made_as, out, outer, made)
+
+    def _within_groups(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+    ) -> Shape | None:
+        """Groups over some of the devices, as if they were a batch dim; the rest within each part."""
+        a, b, o = self._group_dims()
+        ways = self.subaxes.ways
+        if ways(out[o]) == 1 or ways(out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
+            return None
+        if lhs.shape[a] != rhs.shape[b] and (not any(lhs.tiling) or self.groups % ways(lhs.tiling[a])):
+            return None
+        before = self.dims
+        contract = before.contract if self.attrs["batch_groups"] > 1 else ()
+        self.dims = Dims((*before.batch, (a, b, o)), contract, (), (), before.spatial)
+        made = self._group_batch(lhs, rhs, shape, out, devices, outer, create, strict)
+        self.dims = before
+        return made
 
     def _group_axes_only(
         self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create
@@ -220,7 +251,7 @@ class ConvolutionPartitioner(DotPartitioner):
         lhs = self._moved(lhs, _only(lhs.tiling, a, axes), outer)
         rhs = self._moved(rhs, _only(rhs.tiling, b, axes), outer)
         made_as = _only(out, o, axes)
-        made = self._make_local(lhs, rhs, create, self.subaxes.shard(shape, made_as))
+        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
         return self._reshard_result(shape, made_as, out, outer, made)
 
     # ---- leaves ------------------------------------------------------------------------------------------------
@@ -234,7 +265,7 @@ class ConvolutionPartitioner(DotPartitioner):
         return made
 
     def _leaf(self, left: Shape, right: Shape) -> Shape:
-        d = self.dims
+        d = self.whole
         out = [1] * len(self.out)
         for a, b, o in d.batch:
             out[o] = min(left[a], right[b])

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from autoshard.cost.spmd_halo import Moved
 from autoshard.graph.contraction import Dims
 from autoshard.graph.tiling import Subaxes, Tiling
 
@@ -46,17 +47,16 @@ class Sum:
 
 @dataclass(frozen=True)
 class Halo:
-    """A permute of `elements` elements of operand `place`, between the shards of a dim that `axes` split.
+    """A halo exchange of operand `place`, split by `tiling`.
 
     Attributes:
-        pairs: (source shard, target shard).
-        key: of the exchange that it is part of: the same exchange of one value is made once.
+        moved: its permutes.
+        key: names the exchange: the same one of one value is made once.
     """
 
     place: int
-    axes: Dim
-    pairs: tuple[tuple[int, int], ...]
-    elements: int
+    tiling: Tiling
+    moved: tuple[Moved, ...]
     key: Hashable
 
 
@@ -124,9 +124,11 @@ class DotPartitioner:
                 return found
             del self.result.steps[steps:]
             self.result.macs = macs
-        return self._default(lhs, rhs, shape, out, outer, create)
+        return self._default(lhs, rhs, shape, out, devices, outer, create)
 
-    def _default(self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create) -> Shape | None:
+    def _default(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
+    ) -> Shape | None:
         """Reshard both operands to what the result asks of them."""
         lhs = self._moved(lhs, self._asked(0, lhs, out), outer)
         rhs = self._moved(rhs, self._asked(1, rhs, out), outer)

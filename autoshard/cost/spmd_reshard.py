@@ -63,16 +63,27 @@ class Resharder:
         key = (shape, dtype, source, target, outer)
         known = self._known.get(key)
         if known is None:
-            total = bytes_of(dtype)
-            for size, before, after in zip(shape, source, target, strict=True):
-                ways = max(self.subaxes.ways(before), self.subaxes.ways(after))
-                total *= -(-size // ways) * ways
+            width = bytes_of(dtype)
+            total = width * self._padded(shape, source, target)
+            gathered = width * self._padded(shape, source)
             steps = self._named_steps(shape, source, target, outer)
             if steps is None:
                 kept, parts = self._steps(source, target)
                 steps = [(kind, axes, share / kept) for kind, axes, share in parts]
-            known = self._known[key] = tuple((kind, axes, math.ceil(share * total)) for kind, axes, share in steps)
+            # What gathers everything knows nothing yet of the dims that are split afterwards.
+            known = self._known[key] = tuple(
+                (kind, axes, math.ceil(share * (gathered if kind == "all-gather" and share == 1 else total)))
+                for kind, axes, share in steps
+            )
         return known
+
+    def _padded(self, shape: tuple[int, ...], *tilings: Tiling) -> int:
+        """Elements of an array of `shape`, padded so that each of `tilings` splits every dim evenly."""
+        elements = 1
+        for dim, size in enumerate(shape):
+            ways = max(self.subaxes.ways(tiling[dim]) for tiling in tilings)
+            elements *= -(-size // ways) * ways
+        return elements
 
     def destination(
         self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()

@@ -17,7 +17,7 @@ from autoshard.mesh import Mesh, replicated
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.fidelity import fidelity
-from tests.cost.zoo import OPS, program, random_annotations
+from tests.cost.zoo import OPS, WINDOWS, program, random_annotations
 from tests.graph.helpers import only
 
 MESH = Mesh((2, 4), ("data", "model"))
@@ -33,7 +33,7 @@ def predicted(graph, annotations, mesh=MESH, target="cpu"):
 
 def alone(name, *specs, result=None, target="cpu", mesh=MESH):
     """Collectives of one op of the zoo, its operands' specs given, and its result's if `result` is."""
-    _, graph = program([name])
+    _, graph = program([name], OPS | WINDOWS)
     pins = {Value(i): spec for i, spec in enumerate(specs)}
     if result is not None:
         pins[graph.outputs[0]] = result
@@ -56,6 +56,18 @@ def test_random_shardings_of_single_ops_compile_to_what_is_predicted(shape, seed
     said = partition(graph, propagate(graph, annotations, mesh), "cpu").collectives
     compared = fidelity(said, found, aten_of=lambda op: graph.ops[op].aten)
     assert predicted(graph, annotations, mesh) == normalise(found), compared.table()
+
+
+@pytest.mark.parametrize(("seed", "results"), [(5, 1.0), (7, 1.0), (2, 0.0)])
+def test_random_shardings_of_convolutions_and_pools_compile_to_what_is_predicted(seed, results):
+    # Data parallelism of a convolution used to be predicted as an all-gather of its input.
+    made, graph = program(ops=WINDOWS)
+    annotations = random_annotations(graph, MESH, seed, results)
+    compiled = compile_module(annotate(made, graph, annotations, MESH), "cpu:8")
+    found = compiled_collectives(compiled.hlo_text, MESH, "cpu")
+    said = partition(graph, propagate(graph, annotations, MESH), "cpu").collectives
+    compared = fidelity(said, found, aten_of=lambda op: graph.ops[op].aten)
+    assert predicted(graph, annotations) == normalise(found), compared.table()
 
 
 # --- textbook cases, on paper -------------------------------------------------------------------------------------
@@ -102,6 +114,41 @@ def test_an_idle_axis_is_used_behind_the_plans_back():
 
 def test_heads_split_like_the_features_need_nothing():
     assert alone("heads", (("data",), (), ("model",))) == {}
+
+
+IMAGES, IN_SPACE = (("data",), (), (), ()), (("data",), (), ("model",), ())
+
+
+def test_a_convolution_of_split_images_needs_nothing_and_its_weight_gradient_one_sum():
+    assert alone("conv", IMAGES, ((),) * 4) == {}
+    assert alone("conv_weight", IMAGES, IMAGES) == {("all-reduce", ("data",)): 3 * 3 * 32 * 64 * 4}
+
+
+def test_a_convolution_split_in_space_exchanges_its_edges():
+    row = 16 // 2 * 32 * 32 * 4
+    assert alone("conv", IN_SPACE, ((),) * 4) == {("collective-permute", ("model",)): 2 * row}
+    # The weight's gradient: edges again, and a sum in space beside the one over the images.
+    assert alone("conv_weight", IN_SPACE, IN_SPACE) == {
+        ("collective-permute", ("model",)): 2 * row,
+        ("all-reduce", ("model",)): 3 * 3 * 32 * 64 * 4,
+        ("all-reduce", ("data",)): 3 * 3 * 32 * 64 * 4,
+    }
+
+
+def test_convolutions_split_by_features():
+    assert alone("conv", IMAGES, (("model",), (), (), ())) == {}
+    summed = alone("conv", (("data",), ("model",), (), ()), ((), ("model",), (), ()))
+    assert summed == {("all-reduce", ("model",)): 16 // 2 * 64 * 32 * 32 * 4}
+    both = (("data",), ("model",), (), ())
+    assert alone("depthwise", both, (("model",), (), (), ()), result=both) == {}
+
+
+def test_pools_that_do_not_overlap_need_no_edges():
+    assert alone("pool", IN_SPACE) == alone("pool_back", IN_SPACE, IN_SPACE) == {}
+
+
+def test_patches_split_in_space_need_no_edges():
+    assert alone("conv_patches", IN_SPACE, ((),) * 4, result=IN_SPACE) == {}
 
 
 def test_a_sum_over_a_split_dim():
