@@ -3,8 +3,9 @@
 Loops fuse into loops and into sums as long as that moves fewer bytes (`PriorityFusion`); a product takes in
 transposes, and is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collectives of one kind are
 combined up to 30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one
-array into which their operands are copied (`AllReduceContiguous`). Of three orders the one with the lowest peak is
-taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
+array into which their operands are copied (`AllReduceContiguous`). They run one after the other, in post-order
+(`CollectivesScheduleLinearizer`): what waits for the last of them waits for them all. Of three
+orders the one with the lowest peak is taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from functools import partial
 from autoshard.cost.backend import Backend
 from autoshard.cost.compute import dtype_bytes
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
-from autoshard.cost.schedule import Dependencies, combined, depth_first, greedy, liveness, post_order, results_in_order
+from autoshard.cost.schedule import (
+    Dependencies,
+    chained,
+    combined,
+    depth_first,
+    greedy,
+    liveness,
+    post_order,
+    results_in_order,
+)
 from autoshard.cost.split_k import Product, split_k
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
@@ -149,8 +159,10 @@ class GpuBackend(Backend):
         arrays = program.arrays
         sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
         results = results_in_order(kernels, program)
+        chain = [number for number in post_order(deps, results) if kernels[number].kind in COLLECTIVES]
+        deps = chained(deps, chain)
         orders = [greedy(kernels, deps, arrays), depth_first(deps, results, sizes), post_order(deps, results)]
-        return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes).peak)
+        return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
 
 def _product(program: Lowered, step: Step) -> Product | None:

@@ -8,14 +8,14 @@ constants alone is made where it is read and has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, Partitioned
 from autoshard.graph.groups import free_ops
-from autoshard.graph.ops import Graph, Value
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Tiling
@@ -27,6 +27,10 @@ SLICE = "partition_slice"
 """A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
 
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
+
+
+MASKED = frozenset({"dot_general", "reduce"})
+"""Kinds that sum over dims: what lies beyond the end of an unevenly split one must not count."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +100,7 @@ class _Lowering:
         self.of: dict[Value, int | None] = {}  # value -> its array as made; None where it has none
         self.copies: dict[int, int | None] = {}
         self.moved: dict[Hashable, int] = {}
+        self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
         self.free = free_ops(graph)
         self.folded = fold(graph)
         self.copies_of: dict[Value, list[int]] = {}
@@ -149,6 +154,8 @@ class _Lowering:
             if source is not None:
                 reads[move.place] = self._move(op.operands[move.place], source, move, number)
         own = run.collectives[taken:]
+        if op.kind in MASKED:
+            self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
         same = self.folded.same.get(results[0])
         place = op.operands.index(same) if same in op.operands else None
         if not own and (op.kind in VIEWS or place is not None):
@@ -168,6 +175,24 @@ class _Lowering:
             self.of[value] = array
         if own:
             self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _mask(self, op: Op, reads: list[int | None], moved: Mapping[int, Tiling], read: Sequence[Tiling]) -> None:
+        """What is summed over an unevenly split dim is cleared beyond its end first."""
+        for place, dims in enumerate(_summed(op)):
+            array = reads[place]
+            if array is None:
+                continue
+            shape = self.graph.type_of(op.operands[place]).shape
+            tiling = moved.get(place, read[place])
+            uneven = tuple(dim for dim in dims if shape[dim] % self.shardings.subaxes.ways(tiling[dim]))
+            if not uneven:
+                continue
+            if (array, uneven) not in self.masks:
+                old = self.arrays[array]
+                self.arrays.append(Array(old.shape, old.dtype, old.bytes, -1))
+                self.masks[array, uneven] = len(self.arrays) - 1
+                self._step("select", op.id, (array,), (len(self.arrays) - 1,))
+            reads[place] = self.masks[array, uneven]
 
     def _view(self, value: Value, source: int | None, op: int) -> int | None:
         """A reshape's array: its operand's, or a slice of that where each device goes on with a part."""
@@ -262,3 +287,10 @@ class _Lowering:
                 updated.add(found)
                 array.donated = True
         return results
+
+
+def _summed(op: Op) -> list[tuple[int, ...]]:
+    """Per operand the dims that an op sums over."""
+    if op.kind == "dot_general":
+        return [tuple(op.attrs["lhs_contract"]), tuple(op.attrs["rhs_contract"])]
+    return [tuple(op.attrs["dims"])] * (len(op.operands) // 2)

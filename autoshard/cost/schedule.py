@@ -8,6 +8,7 @@ combined before that (`collective_combiner_utils.h`): independent ones of one ki
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -25,21 +26,39 @@ class Dependencies:
     Attributes:
         makers: per kernel the kernels whose arrays it reads, each once.
         users: per kernel the kernels that read its arrays, each once.
+        waits: per kernel those that must run before it: its makers, and what it is held back for.
+        frees: the other way round.
     """
 
     makers: tuple[tuple[int, ...], ...]
     users: tuple[tuple[int, ...], ...]
+    waits: tuple[tuple[int, ...], ...]
+    frees: tuple[tuple[int, ...], ...]
 
 
 def dependencies(kernels: Sequence[Kernel]) -> Dependencies:
     """Makers and users of each kernel."""
     maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-    makers = [tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels]
-    users: list[list[int]] = [[] for _ in kernels]
+    makers = tuple(tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels)
+    users = _reversed(makers)
+    return Dependencies(makers, users, makers, users)
+
+
+def chained(deps: Dependencies, chain: Sequence[int]) -> Dependencies:
+    """With each kernel of `chain` held back until the one before it has run; `chain` must respect data flow."""
+    waits = list(deps.waits)
+    for before, after in itertools.pairwise(chain):
+        if before not in waits[after]:
+            waits[after] = (*waits[after], before)
+    return Dependencies(deps.makers, deps.users, tuple(waits), _reversed(waits))
+
+
+def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    users: list[list[int]] = [[] for _ in makers]
     for number, before in enumerate(makers):
         for one in before:
             users[one].append(number)
-    return Dependencies(tuple(makers), tuple(map(tuple, users)))
+    return tuple(map(tuple, users))
 
 
 def combined(
@@ -139,13 +158,13 @@ def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
 
 def breadth_first(deps: Dependencies) -> list[int]:
     """`BFScheduler`: a queue of what is ready."""
-    waiting = [len(before) for before in deps.makers]
+    waiting = [len(before) for before in deps.waits]
     ready = deque(number for number, left in enumerate(waiting) if not left)
     order = []
     while ready:
         number = ready.popleft()
         order.append(number)
-        for user in deps.users[number]:
+        for user in deps.frees[number]:
             waiting[user] -= 1
             if not waiting[user]:
                 ready.append(user)
@@ -174,18 +193,18 @@ def _depth_first(
 ) -> list[int]:
     order: list[int] = []
     done = bytearray(len(deps.makers))
-    rest = [number for number, users in enumerate(deps.users) if not users]
+    rest = [number for number, users in enumerate(deps.frees) if not users]
     for root in (*visited(results), *rest):
         if done[root]:
             continue
-        stack = [(root, iter(visited(deps.makers[root])))]
+        stack = [(root, iter(visited(deps.waits[root])))]
         done[root] = 1
         while stack:
             number, left = stack[-1]
             for maker in left:
                 if not done[maker]:
                     done[maker] = 1
-                    stack.append((maker, iter(visited(deps.makers[maker]))))
+                    stack.append((maker, iter(visited(deps.waits[maker]))))
                     break
             else:
                 order.append(number)
@@ -216,7 +235,7 @@ def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array
         freed = sum(arrays[array].bytes for array in kernels[number].reads if left.get(array) == 1)
         return made[number] - freed, -len(deps.users[number])
 
-    waiting = [len(before) for before in deps.makers]
+    waiting = [len(before) for before in deps.waits]
     stamp = 0
     current: dict[int, tuple[float, float]] = {}
     heap: list[tuple[float, float, int, int]] = []
@@ -246,7 +265,7 @@ def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array
                 left[array] -= 1
                 if left[array] == 1:
                     changed.append(array)
-        for user in deps.users[number]:
+        for user in deps.frees[number]:
             waiting[user] -= 1
             if not waiting[user]:
                 push(user)
@@ -281,9 +300,18 @@ class Liveness:
 
 
 def liveness(
-    kernels: Sequence[Kernel], order: Sequence[int], arrays: Sequence[Array], rounded: Callable[[Array], int]
+    kernels: Sequence[Kernel],
+    order: Sequence[int],
+    arrays: Sequence[Array],
+    rounded: Callable[[Array], int],
+    results: bool = False,
 ) -> Liveness:
-    """What is in memory when `kernels` run in `order`; `rounded` gives the bytes of an array's buffer."""
+    """What is in memory when `kernels` run in `order`.
+
+    Args:
+        rounded: the bytes of an array's buffer.
+        results: also count the program's results, from where they are made to the end.
+    """
     last: dict[int, int] = {}
     for position, number in enumerate(order):
         for array in kernels[number].reads:
@@ -302,7 +330,9 @@ def liveness(
         for array in kernel.writes:
             found = arrays[array]
             if found.returned:
-                continue
+                if not results:
+                    continue
+                last[array] = len(order) - 1
             size = rounded(found)
             held = array
             if kernel.shares:
