@@ -28,6 +28,9 @@ class Compiled:
         program: its steps and arrays.
         kernels: in the order in which they run.
         live: temporary memory over that order.
+        argument_bytes, output_bytes: of arguments, and of results that replace none.
+        laid_out: bytes of device memory for temporaries where that is not the most that is live at once: some lie
+            elsewhere, some leave gaps.
     """
 
     program: Lowered = field(repr=False)
@@ -35,11 +38,12 @@ class Compiled:
     live: Liveness = field(repr=False)
     argument_bytes: int
     output_bytes: int
+    laid_out: int | None = None
 
     @property
     def temporary_bytes(self) -> int:
-        """Most bytes that are neither arguments nor results."""
-        return self.live.peak
+        """Bytes of device memory for what is neither argument nor result."""
+        return self.live.peak if self.laid_out is None else self.laid_out
 
     @property
     def peak_bytes(self) -> int:

@@ -85,6 +85,7 @@ class Device:
         chip_devices: how many devices XLA counts per chip (place on a torus).
         topology: chips per torus dim of one slice, or (hosts, devices per host); empty where none was given.
         slices: slices of that topology.
+        on_chip_bytes: memory beside the device memory that the compiler places values in (a TPU's VMEM or CMEM).
         source: where the figures come from.
     """
 
@@ -103,6 +104,7 @@ class Device:
     chip_devices: int = 1
     topology: tuple[int, ...] = ()
     slices: int = 1
+    on_chip_bytes: int = 0
     source: str = field(default="", repr=False, compare=False)
 
     @property
@@ -394,7 +396,7 @@ class _Table:
 def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
-        "multiprocessors", "compute_capability", "links", "source", "chip_devices",
+        "multiprocessors", "compute_capability", "links", "source", "chip_devices", "on_chip_bytes",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -427,6 +429,7 @@ def _device(table: _Table, name: str) -> Device:
         multiprocessors=table.whole("multiprocessors") if "multiprocessors" in table.value else 0,
         compute_capability=table.number("compute_capability") if "compute_capability" in table.value else 0.0,
         chip_devices=table.whole("chip_devices") if "chip_devices" in table.value else 1,
+        on_chip_bytes=table.whole("on_chip_bytes", zero=True) if "on_chip_bytes" in table.value else 0,
         source=table.text("source"),
     )
 

@@ -1,0 +1,70 @@
+"""Which temporaries a TPU keeps in its on-chip memory (VMEM), and where the others lie in device memory.
+
+XLA's memory space assignment (`xla/service/memory_space_assignment`) gives on-chip memory to what gains most from it:
+values are taken in order of uses ÷ √size. A value that fits for its whole life never has a buffer in device memory.
+Any other has one from its maker to its last reader, and is on chip between two uses where it fits.
+
+Device memory is laid out in the order in which values are made, each in the tightest gap that holds it: gaps that are
+too small for what comes later make the whole larger than the most that is live at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One value: its bytes, and the positions at which it is made and then read, ascending."""
+
+    bytes: int
+    uses: tuple[int, ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First and last position at which it is in memory."""
+        return self.uses[0], self.uses[-1]
+
+
+def off_chip(lives: Sequence[Life], capacity: int) -> list[int]:
+    """Which of `lives`, by place, need a buffer in device memory when `capacity` bytes lie on chip."""
+    if not lives:
+        return []
+    taken = np.zeros(max(life.uses[-1] for life in lives) + 1, dtype=np.int64)
+
+    def fits(start: int, end: int, size: int) -> bool:
+        if size > capacity or int(taken[start : end + 1].max()) + size > capacity:
+            return False
+        taken[start : end + 1] += size
+        return True
+
+    found = []
+    for place in sorted(range(len(lives)), key=lambda i: (-len(lives[i].uses) / math.sqrt(max(lives[i].bytes, 1)), i)):
+        life = lives[place]
+        if not fits(*life.span, life.bytes):
+            found.append(place)
+            for start, end in zip(life.uses, life.uses[1:], strict=False):
+                fits(start, end, life.bytes)
+    return sorted(found)
+
+
+def packed(blocks: Sequence[tuple[int, int, int]]) -> int:
+    """Bytes of a heap that holds blocks of (first, last, bytes), each put into the tightest gap when it is made."""
+    height = 0
+    held: list[tuple[int, int, int]] = []  # offset, top, last position; by offset
+    for start, end, size in sorted(blocks, key=lambda block: block[0]):
+        held = [block for block in held if block[2] >= start]
+        at, room, top = -1, 0, 0
+        for place, (offset, above, _) in enumerate(held):
+            if offset - top >= size and (at < 0 or offset - top < room):
+                at, room, where = place, offset - top, top
+            top = max(top, above)
+        if at < 0:
+            at, where = len(held), top
+        held.insert(at, (where, where + size, end))
+        height = max(height, where + size)
+    return height
