@@ -73,6 +73,9 @@ class Backend:
         """Which steps run as one."""
         return Fusion(program)
 
+    def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
+        """Change dtypes and sizes of the arrays that kernels write to those that they are kept in."""
+
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Collectives merged."""
         return kernels
@@ -81,10 +84,16 @@ class Backend:
         """In which order the kernels run."""
         return breadth_first(deps)
 
+    def lay_out(self, kernels: Sequence[Kernel], live: Liveness) -> int | None:
+        """Bytes of device memory for the temporaries of kernels in their order; None: the most that is live at once."""
+        return None
+
     def compile(self, program: Lowered) -> Compiled:
         """Kernels, order and memory of one device's program."""
         program = self.rewrite(program)
-        kernels = self.combine(self.fusion(program).kernels(), program)
+        kernels = self.fusion(program).kernels()
+        self.store(kernels, program)
+        kernels = self.combine(kernels, program)
         deps = dependencies(kernels)
         order = self.order(kernels, deps, program)
         live = liveness(kernels, order, program.arrays, self.buffer_bytes)
@@ -94,7 +103,8 @@ class Backend:
             for array in program.arrays
             if array.returned and not array.donated and array.maker >= 0
         )
-        return Compiled(program, tuple(kernels[number] for number in order), live, arguments, outputs)
+        ordered = tuple(kernels[number] for number in order)
+        return Compiled(program, ordered, live, arguments, outputs, self.lay_out(ordered, live))
 
 
 def backend_of(device: Device) -> Backend:

@@ -9,23 +9,25 @@ All-reduces do not work in place; collectives are combined up to 120 MiB.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence
 
-from autoshard.cost.backend import Backend, Compiled
+from autoshard.cost.backend import Backend
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import SLICE, Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.schedule import Dependencies, combined, dependencies, greedy, liveness
+from autoshard.cost.schedule import Dependencies, Liveness, combined, greedy
 from autoshard.graph.groups import ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
 """Bytes of results up to which collectives are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
 
+COPIES_BYTES = 80 * 2**14
+"""Bookkeeping of asynchronous copies: up to 40 each way are under way (libtpu's `xla_msa_max_outstanding_prefetches`
+and `_evictions`), each with a block of 16 KiB."""
+
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
 """Kinds that pass their operands' elements on."""
-
-PRODUCTS = CONTRACTIONS
 
 
 class TpuFusion(Fusion):
@@ -34,7 +36,7 @@ class TpuFusion(Fusion):
     def cluster(self) -> None:
         """A product's kernel goes on as long as one elementwise step alone reads what it made."""
         for number, step in enumerate(self.steps):
-            if step.kind not in PRODUCTS or self.root[number] != number:
+            if step.kind not in CONTRACTIONS or self.root[number] != number:
                 continue
             members, last = [number], number
             while (following := self._following(last)) is not None:
@@ -56,7 +58,7 @@ class TpuFusion(Fusion):
 
     def absorbs(self, step: Step) -> bool:
         """Loops, sums and products take in what is made elementwise."""
-        return super().absorbs(step) or step.kind in PRODUCTS
+        return super().absorbs(step) or step.kind in CONTRACTIONS
 
     def inlined(self, step: Step) -> bool:
         """Whatever makes each element of its result from few of its operands, gathers left out."""
@@ -129,55 +131,48 @@ class TpuBackend(Backend):
         """What frees most first."""
         return greedy(kernels, deps, program.arrays)
 
-    def compile(self, program: Lowered) -> Compiled:
-        """Kernels, order and memory of one device's program."""
-        kernels = self.fusion(program).kernels()
-        _round(program, {array for kernel in kernels for array in kernel.writes})
-        kernels = self.combine(kernels, program)
-        order = self.order(kernels, dependencies(kernels), program)
-        live = liveness(kernels, order, program.arrays, self.buffer_bytes)
-        arrays = program.arrays
-        arguments = sum(self.buffer_bytes(array) for array in arrays if array.maker < 0)
-        outputs = sum(
-            self.buffer_bytes(array) for array in arrays if array.returned and not array.donated and array.maker >= 0
-        )
-        uses: dict[int, list[int]] = {array: [start] for array, (start, _) in live.spans.items()}
-        for position, number in enumerate(order):
-            for array in kernels[number].reads:
+    def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
+        """What products alone read is kept in the dtype that they run in."""
+        rounded = _Rounded(program)
+        for kernel in kernels:
+            for array in kernel.writes:
+                if rounded.is_kept_narrow(array):
+                    found = program.arrays[array]
+                    found.dtype, found.bytes = "bf16", found.bytes // 2
+
+    def lay_out(self, kernels: Sequence[Kernel], live: Liveness) -> int:
+        """What finds no room on chip, as a heap."""
+        uses = {array: [start] for array, (start, _) in live.spans.items()}
+        for position, kernel in enumerate(kernels):
+            for array in kernel.reads:
                 if array in uses:
                     uses[array].append(position)
-        held = list(uses)
-        lives = [Life(live.sizes[array], (*uses[array],)) for array in held]
+        lives = [Life(live.sizes[array], tuple(at)) for array, at in uses.items()]
         blocks = [(*lives[place].span, lives[place].bytes) for place in off_chip(lives, self.device.on_chip_bytes)]
-        return Compiled(
-            program, tuple(kernels[number] for number in order), live, arguments, outputs, packed(blocks) + ASYNC_BYTES
-        )
+        return packed(blocks) + COPIES_BYTES
 
 
-ASYNC_BYTES = 80 * 2**14
-"""Bookkeeping of asynchronous copies: up to 40 each way are under way (`xla_msa_max_outstanding_prefetches`), 16 KiB each."""
+class _Rounded:
+    """Which arrays only products read, through moves perhaps; sums run where the array is made."""
 
+    def __init__(self, program: Lowered) -> None:
+        self.arrays, self.steps = program.arrays, program.steps
+        self.known: dict[int, bool] = {}
 
-def _round(program: Lowered, kept: Set[int]) -> None:
-    """Give the arrays of `kept` that products alone read the dtype that products run in."""
-    known: dict[int, bool] = {}
+    def is_kept_narrow(self, array: int) -> bool:
+        found = self.arrays[array]
+        if found.dtype != "f32" or found.shape is None or not self._only_products(array):
+            return False
+        return any(self.steps[reader].kind != "reduce" for reader in found.readers)
 
-    def rounds(array: int) -> bool:
-        if array not in known:
-            known[array] = False
-            found = program.arrays[array]
-            known[array] = bool(found.readers) and not found.returned and all(map(passes, found.readers))
-        return known[array]
+    def _only_products(self, array: int) -> bool:
+        if array not in self.known:
+            found = self.arrays[array]
+            self.known[array] = bool(found.readers) and not found.returned and all(map(self._passes, found.readers))
+        return self.known[array]
 
-    def passes(reader: int) -> bool:
-        step = program.steps[reader]
-        if step.kind in PRODUCTS or step.kind == "reduce":
+    def _passes(self, reader: int) -> bool:
+        step = self.steps[reader]
+        if step.kind in CONTRACTIONS or step.kind == "reduce":
             return True
-        return (step.kind in MOVES or step.kind == "all-gather") and all(map(rounds, step.writes))
-
-    for array in kept:
-        found = program.arrays[array]
-        feeds = any(program.steps[reader].kind != "reduce" for reader in found.readers)
-        if found.dtype == "f32" and found.shape is not None and feeds and rounds(array):
-            found.bytes //= 2
-            found.dtype = "bf16"
+        return (step.kind in MOVES or step.kind == "all-gather") and all(map(self._only_products, step.writes))
