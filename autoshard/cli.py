@@ -345,6 +345,51 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
     return 0 if found.choice else OFF
 
 
+@commands.command()
+@click.option("-o", "--output", metavar="DEVICE.TOML", type=click.Path(path_type=Path), help="Write the kind there.")
+@click.option("--backend", type=click.Choice(["auto", "jax", "torch"]), default="auto", show_default=True)
+@click.option("--platform", type=click.Choice(["cpu", "gpu", "tpu"]), help="Default the best that is there.")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Virtual CPU devices, or how many to use.")
+@click.option("--base", metavar="KIND", help="Where the rest is from; default the built-in kind of the device's name.")
+@click.option("--name", metavar="NAME", help="Of the new kind; default the base's, with -measured.")
+@click.option("--quick", is_flag=True, help="Fewer sizes and dtypes, less time for each.")
+@_JSON
+def calibrate(
+    output: Path | None,
+    backend: Literal["auto", "jax", "torch"],
+    platform: Literal["cpu", "gpu", "tpu"] | None,
+    devices: int | None,
+    base: str | None,
+    name: str | None,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Measure this machine and write it as a device kind, for `plan --device DEVICE.TOML`."""
+    from autoshard import plan_json
+    from autoshard.cost import calibrate as fitting
+
+    if base is not None:
+        _known_device(base)
+    if output is not None:
+        _writable(output)
+    with Stages() as stages:
+        stages.begin("measure")
+        facts, points = fitting.measured(
+            backend=backend, platform=platform, devices=devices, quick=quick, progress=stages.begin
+        )
+        stages.begin("fit")
+        found = fitting.calibrate(facts, points, base=base, name=name)
+    text = fitting.to_toml(found)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        plan_json.write(output, text)
+        click.echo("\n".join([f"{found.device.name}: {found.device.source}", *map(str, found.fits)]))
+        click.echo(f"\nWrote {output}: autoshard plan … --device {output}")
+    if as_json:
+        _json({"output": None if output is None else str(output), **found.as_dict(), **stages.spent()})
+
+
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
     from autoshard.plan_json import to_dict

@@ -229,6 +229,11 @@ def load_device(name_or_path: str | os.PathLike[str]) -> Device:
     return device if topology is None else _with_topology(device, topology)
 
 
+def builtin_kinds() -> frozenset[str]:
+    """Names of the kinds in `devices.toml`."""
+    return frozenset(_built_in())
+
+
 def split_topology(text: str) -> tuple[str, str | None]:
     """`tpu-v5e:4x4:2slices` as `tpu-v5e` and `4x4:2slices`; None where no topology follows."""
     found = re.fullmatch(r"(.*\.toml(?:#[^:]*)?|[^:]*)(?::(.*))?", text, re.DOTALL)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cost.device import load_device
+from autoshard.cost.device import builtin_kinds, load_device
 from autoshard.cost.layout import device_order, machine
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled, compile_module
@@ -15,7 +15,7 @@ from autoshard.verify.fidelity import Fidelity, fidelity
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.judge import Judged, judged
 from autoshard.verify.schedule import overlapped_seconds
-from autoshard.verify.targets import Target, on_target, parse_target
+from autoshard.verify.targets import Target, TargetError, on_target, parse_target
 from autoshard.verify.work import compiled_work
 
 if TYPE_CHECKING:
@@ -170,6 +170,14 @@ def verify_plan(
 
 
 def default_target(mesh: Mesh) -> str:
-    """The target that a mesh lies on: its device kind with a topology, as it says or as it is placed."""
+    """The target that a mesh lies on: its device kind with a topology, as it says or as it is placed.
+
+    Raises:
+        TargetError: the kind is one of the user's, and says of which family it is but not for what to compile.
+    """
     device = load_device(mesh.device)
+    if device.target != "cpu" and device.kind not in builtin_kinds():
+        raise TargetError(
+            f"{device.kind} is a device kind of your own: say what to compile for, such as --target h100:8"
+        )
     return machine(mesh, device) if device.target != "cpu" else "cpu"

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
 
-from autoshard.cost.device import ALIASES, TOPOLOGIES, DeviceError, load_device, split_topology
+from autoshard.cost.device import ALIASES, TOPOLOGIES, DeviceError, builtin_kinds, load_device, split_topology
 from autoshard.cost.layout import check_layout
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
@@ -111,13 +111,20 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
 def on_target(mesh: Mesh, target: Target) -> Mesh:
     """The mesh as it lies on a target: with its topology, and where both are of one device kind, as it was placed.
 
+    A device kind of the user's keeps its figures on a target of the same family.
+
     Raises:
         TargetError: the mesh does not lie on the target; says why.
     """
+    kind = load_device(mesh.device)
+    own = kind.target == target.family and kind.kind not in builtin_kinds()
     if target.family == "cpu":
-        return replace(mesh, device=target.device, placement=())
-    same = load_device(mesh.device).kind == target.device
-    placed = replace(mesh, device=str(target), placement=mesh.placement if same else ())
+        return mesh if own else replace(mesh, device=target.device, placement=())
+    placement = mesh.placement if own or kind.kind == target.device else ()
+    device = str(target)
+    if own:  # a kind of the user's stands in the target's topology
+        device = f"{split_topology(mesh.device)[0]}:{device.partition(':')[2]}"
+    placed = replace(mesh, device=device, placement=placement)
     try:
         check_layout(placed)
     except DeviceError as error:
