@@ -88,6 +88,12 @@ class Backend:
         """Bytes of device memory for the temporaries of kernels in their order; None: the most that is live at once."""
         return None
 
+    def overlap(
+        self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
+    ) -> tuple[list[Kernel], list[int]]:
+        """Kernels and order once collectives run beside kernels."""
+        return kernels, order
+
     def compile(self, program: Lowered) -> Compiled:
         """Kernels, order and memory of one device's program."""
         program = self.rewrite(program)
@@ -96,6 +102,7 @@ class Backend:
         kernels = self.combine(kernels, program)
         deps = dependencies(kernels)
         order = self.order(kernels, deps, program)
+        kernels, order = self.overlap(kernels, order, deps, program)
         live = liveness(kernels, order, program.arrays, self.buffer_bytes)
         arguments = sum(self.buffer_bytes(array) for array in program.arrays if array.maker < 0)
         outputs = sum(

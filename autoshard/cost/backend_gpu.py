@@ -15,14 +15,14 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 
 from autoshard.cost.backend import Backend
-from autoshard.cost.compute import dtype_bytes
+from autoshard.cost.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
+from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.schedule import (
     Dependencies,
-    chained,
     combined,
     depth_first,
     greedy,
@@ -159,10 +159,35 @@ class GpuBackend(Backend):
         arrays = program.arrays
         sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
         results = results_in_order(kernels, program)
-        chain = [number for number in post_order(deps, results) if kernels[number].kind in COLLECTIVES]
-        deps = chained(deps, chain)
         orders = [greedy(kernels, deps, arrays), depth_first(deps, results, sizes), post_order(deps, results)]
         return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
+
+    def overlap(
+        self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
+    ) -> tuple[list[Kernel], list[int]]:
+        """See `latency.overlapped`: a collective holds its results from its start and its operands until its end."""
+        moves = [kernel.kind in COLLECTIVES for kernel in kernels]
+        takes = [self._seconds(kernel, program) for kernel in kernels]
+        found = list(kernels)
+        numbers = []
+        for number, ends in overlapped(order, deps, takes, moves):
+            if ends:
+                kernel = kernels[number]
+                held = kernel.writes if kernel.shares else (*kernel.reads, *kernel.writes)
+                found.append(Kernel((), held, (), "end", kernel.place))
+                numbers.append(len(found) - 1)
+            else:
+                numbers.append(number)
+        return found, numbers
+
+    def _seconds(self, kernel: Kernel, program: Lowered) -> float:
+        """What the scheduler takes a kernel to last."""
+        arrays = program.arrays
+        moved = sum(arrays[array].bytes for array in (*kernel.reads, *kernel.writes))
+        if kernel.kind in COLLECTIVES:
+            link = self.device.links[0]
+            return self.device.collective_overhead + moved / link.bandwidth
+        return roofline_seconds(kernel.flops, moved, "f32", self.device)
 
 
 def _product(program: Lowered, step: Step) -> Product | None:
