@@ -150,11 +150,32 @@ class Partitioner:
                     if move is not None:
                         made[number] = move
         copies = [one for move in made.values() for one in move.collectives]
+        copies += self._uneven_results()
         self._scatter_later(runs)
         if self.target != "cpu":
             self._sum_once(runs)
             self._scatter_later(runs)
         return Partitioned(tuple(runs), tuple(copies), made)
+
+    def _uneven_results(self) -> list[Collective]:
+        """Results that no annotation holds are gathered where their parts would be uneven (compiled so on all targets).
+
+        Propagation may choose a result's sharding, but one that pads is given up for none at all.
+        """
+        found: list[Collective] = []
+        for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
+            if output.updates is not None or value.op in self.free:
+                continue
+            kind = self.graph.type_of(value)
+            source = self.shardings.read(None, value)
+            if all(size % self.subaxes.ways(dim) == 0 for size, dim in zip(kind.shape, source, strict=True)):
+                continue
+            copy = self.shardings.copy_read(None, value)
+            node = ("value", value) if copy is None else ("copy", copy)
+            whole = self.nothing(kind.shape)
+            steps = self.resharder.reshard(kind.shape, kind.dtype, source, whole)
+            found.extend(self._once((node, ((), source, whole)), steps, value.op))
+        return found
 
     def _sum_once(self, runs: list[OpRun]) -> None:
         """`AllReduceReassociate`, on TPU and GPU: a sum of two reduced values that it alone reads is reduced once.
@@ -323,6 +344,8 @@ class Partitioner:
             return spmd_shape.reverse(self, op, reads[0], results[0])
         if kind == "reduce":
             return self._reduce(op, reads, results)
+        if kind == "rng":
+            return self._rng(op, reads, results[0])
         if kind in ("gather", "scatter"):
             return IndexPartitioner(self, op, reads, results[0]).emit()
         if kind in ELEMENTWISE and len(reads) > 1 and all(tiling == reads[0] for tiling in reads[1:]):
@@ -332,6 +355,15 @@ class Partitioner:
             return self.moved(op, reads, reads, self.share(op, reads[0]), own)
         wanted = self._wanted(op, reads, results)
         return self.moved(op, reads, wanted, self.share(op, results[0]))
+
+    def _rng(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
+        """`HandleRng`: of the devices that hold one part, one draws it, and an all-reduce hands it to the others."""
+        kind = op.results[0]
+        used = {axis for dim in result for axis in dim}
+        idle = tuple(axis for axis in range(len(self.subaxes.sizes)) if axis not in used)
+        size = math.prod(self.subaxes.shard(kind.shape, result)) * bytes_of(kind.dtype)
+        own: list[Step] = [("all-reduce", self.resharder.names(idle), size)] if idle else []
+        return Emission((), tuple(own), self.share(op, result), reads)
 
     def _wanted(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> tuple[Tiling, ...]:
         """Per operand the sharding under which the op reads it, for ops that run on aligned parts."""

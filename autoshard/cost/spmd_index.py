@@ -73,7 +73,8 @@ class IndexPartitioner:
             window_dims, hidden = attrs["window_dims"], attrs["inserted_dims"]
             indexed = attrs["scatter_dims"]
             window_rank = len(types[2].shape)
-            sizes = self._window_sizes(operand, types[2].shape, window_dims, hidden)
+            hidden_or_batched = (*hidden, *attrs["operand_batch_dims"])
+            sizes = self._window_sizes(operand, types[2].shape, window_dims, hidden_or_batched)
         batched = attrs["operand_batch_dims"]
         windows = [dim for dim in range(len(operand)) if dim not in hidden and dim not in batched]
         self.passthrough = [

@@ -19,7 +19,8 @@ ELEMENTWISE = frozenset(
     imag is_finite log log_plus_one logistic maximum minimum multiply negate not or popcnt power real remainder
     round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine
     sqrt subtract tan tanh xor erf erf_inv acos asin atan cosh sinh acosh asinh atanh digamma lgamma reduce_precision
-    bitcast_convert""".split()  # noqa: SIM905
+    bitcast_convert count_leading_zeros bessel_i1e conj erfc is_inf is_neg_inf is_pos_inf next_after polygamma square
+    zeta""".split()  # noqa: SIM905
 )
 """Kinds that read and write one element at a time, chlo's among them."""
 

@@ -166,37 +166,29 @@ def rng(op: Signature) -> Rule:
     return factors.rule([factors.dims(shape, "replicated") for shape in op.operands], [dims])
 
 
-# ---- linear algebra: batch dims are independent --------------------------------------------------------------------
+# ---- linear algebra: gathered by every partitioner (measured) --------------------------------------------------------
 
 
 @rule("cholesky")
 def cholesky(op: Signature) -> Rule:
-    """Batch dims are parallel, the matrix is whole."""
+    """Whole: no partitioner splits it, not even along batch dims."""
     factors = Factors()
-    shape = op.results[0]
-    dims = factors.dims(shape[:-2]) + factors.dims(shape[-2:], "replicated")
+    dims = factors.dims(op.results[0], "replicated")
     return factors.rule([dims], [dims])
 
 
 @rule("triangular_solve")
 def triangular_solve(op: Signature) -> Rule:
-    """Batch dims and the right-hand sides are parallel."""
+    """Whole, as `cholesky`."""
     a_shape, b_shape = op.operands
     factors = Factors()
-    batch = factors.dims(b_shape[:-2])
-    a = batch + factors.dims(a_shape[-2:], "replicated")
-    rows, columns = b_shape[-2:]
-    left = op.attrs["left"]
-    b = [*batch, factors.new(rows, "replicated" if left else "parallel")]
-    b.append(factors.new(columns, "parallel" if left else "replicated"))
+    a, b = (factors.dims(shape, "replicated") for shape in (a_shape, b_shape))
     return factors.rule([a, b], [b])
 
 
 @rule("fft")
 def fft(op: Signature) -> Rule:
-    """The transformed dims are whole, those before them parallel."""
+    """Whole, as `cholesky`."""
     (operand,), (result,) = op.operands, op.results
     factors = Factors()
-    batch = factors.dims(operand[: len(operand) - len(op.attrs["length"])])
-    whole = [factors.dims(shape[len(batch) :], "replicated") for shape in (operand, result)]
-    return factors.rule([batch + whole[0]], [batch + whole[1]])
+    return factors.rule([factors.dims(operand, "replicated")], [factors.dims(result, "replicated")])

@@ -171,14 +171,23 @@ class _Builder:
 
     def _groups(self) -> list[Strategies]:
         found = []
+        scatterable = self._scatterable()
         for group in self.groups.groups:
-            scatter = all(value in self.annotatable for value in group.outputs)
+            scatter = all(value in scatterable for value in group.outputs)
             defer = any(value in self.deferrable for value in group.outputs)
             sums = self.sums.get(group.id)
             key = (signature(group, self.groups, self.graph), scatter, defer, sums)
             if key not in self._by_shape:
                 ways = strategies(
-                    group, self.groups, self.graph, self.mesh, rule_for, scatter=scatter, defer=defer, sums=sums
+                    group,
+                    self.groups,
+                    self.graph,
+                    self.mesh,
+                    rule_for,
+                    scatter=scatter,
+                    defer=defer,
+                    sums=sums,
+                    merged=self.device.target != "cpu",
                 )
                 self._by_shape[key] = (ways, self._group_costs(group, ways))
             ways, costs = self._by_shape[key]
@@ -187,6 +196,16 @@ class _Builder:
             for value, specs in zip(group.outputs, ways.outputs, strict=True):
                 self.made[value] = (node, specs)
         return found
+
+    def _scatterable(self) -> frozenset[Value]:
+        """Values of which a scattered copy can be written: somebody reads it, or takes it as an argument's update.
+
+        A result that the program returns as it is would stay whole.
+        """
+        outputs = zip(self.graph.program.outputs, self.graph.outputs, strict=True)
+        kept = {value: output.updates is not None for output, value in outputs}
+        read = {value for group in self.groups.groups for value in group.inputs}
+        return frozenset(value for value in self.annotatable if kept.get(value, value in read))
 
     def _node(self, costs: Matrix, name: str) -> int:
         self.node_costs.append(costs)

@@ -330,6 +330,7 @@ def strategies(
     scatter: bool,
     defer: bool = False,
     sums: Sum | None = None,
+    merged: bool = True,
 ) -> Strategies:
     """All strategies of a group.
 
@@ -337,6 +338,7 @@ def strategies(
         scatter: allow variants that reduce-scatter its one output.
         defer: allow variants that leave its one output partial, for its reader to sum.
         sums: allow variants that take partial values and all-reduce their sum once.
+        merged: what is summed along several dims is all-reduced once (TPU, GPU), not once per dim (CPU).
     """
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
@@ -358,9 +360,10 @@ def strategies(
                 axes = mesh.in_order(a for f in summed for a in assignment[f])
                 if axes:
                     size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
-                    collectives.append(Collective("all-reduce", axes, size, op=position))
+                    whole = [assignment[f] for f in sorted(summed) if assignment[f]]
+                    for once in [axes] if merged else map(mesh.in_order, whole):
+                        collectives.append(Collective("all-reduce", once, size, op=position))
                     if value in outputs:
-                        whole = [assignment[f] for f in summed if assignment[f]]
                         partial = whole[0] if len(whole) == 1 else axes
                 value += 1
         inputs: list[Sharded] = [*specs[: len(group.inputs)]]

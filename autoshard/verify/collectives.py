@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.mesh import Mesh
@@ -17,7 +17,7 @@ from autoshard.verify.hlo_text import (
     replica_groups,
     source_target_pairs,
 )
-from autoshard.verify.partition_index import is_scattered, readers
+from autoshard.verify.partition_index import is_scattered, readers, tuple_index
 from autoshard.verify.targets import Family
 
 KINDS = (
@@ -29,6 +29,8 @@ KINDS = (
     "ragged-all-to-all",
     "collective-broadcast",
 )
+
+Neighbours = Callable[[Module, Computation, Instruction], list[tuple[Computation, Instruction]]]
 
 _LABEL_SEARCH = 64
 """Instructions that are looked at for a label before a collective goes without."""
@@ -100,19 +102,46 @@ def nearest_label(module: Module, computation: Computation, instruction: Instruc
 
     Compilers drop names when they combine or move collectives. Looks through the boundaries of fusions.
     """
-    for neighbours in (_sources, _readers):
-        todo = [(computation, instruction)]
-        seen = {(computation.name, instruction.name)}
-        for where, one in todo:
-            for near, other in neighbours(module, where, one):
-                if (near.name, other.name) in seen:
-                    continue
-                seen.add((near.name, other.name))
-                if aten_index(other.op_name) is not None:
-                    return other.op_name
-                todo.append((near, other))
-            if len(seen) > _LABEL_SEARCH:
-                break
+    return _towards(_sources, module, [(computation, instruction)]) or _towards(
+        _readers, module, [(computation, instruction)]
+    )
+
+
+def part_label(
+    module: Module, computation: Computation, instruction: Instruction, operand: Instruction, position: int
+) -> str:
+    """The `op_name` of one operand of a collective that combines several.
+
+    The collective itself carries the name of any one of them. The element of its result has the name of the collective
+    that was combined (on GPU); else what made the operand says it, or what reads that element.
+    """
+    done = [user for user in computation.users.get(instruction.name, ()) if user.opcode.endswith("-done")]
+    element = (done[0] if done else instruction).name
+    taken = [user for user in computation.users.get(element, ()) if user.opcode == "get-tuple-element"]
+    own = [user.op_name for user in taken if tuple_index(user) == position]
+    named = [name for name in (*own, operand.op_name) if aten_index(name) is not None]
+    made = named[0] if named else _towards(_sources, module, [(computation, operand)])
+    if made:
+        return made
+    uses = [(where, user) for where, user, _ in readers(module, computation, element, position)]
+    named = [user.op_name for _, user in uses if aten_index(user.op_name) is not None]
+    return named[0] if named else _towards(_readers, module, uses)
+
+
+def _towards(neighbours: Neighbours, module: Module, start: Sequence[tuple[Computation, Instruction]]) -> str:
+    """The first label of an aten op that a search breadth first from `start` meets."""
+    todo = list(start)
+    seen = {(computation.name, instruction.name) for computation, instruction in todo}
+    for where, one in todo:
+        for near, other in neighbours(module, where, one):
+            if (near.name, other.name) in seen:
+                continue
+            seen.add((near.name, other.name))
+            if aten_index(other.op_name) is not None:
+                return other.op_name
+            todo.append((near, other))
+        if len(seen) > _LABEL_SEARCH:
+            break
     return ""
 
 
@@ -231,7 +260,7 @@ class Reader:
                 if self.was_bf16(computation, instruction, operand, element):
                     size //= 2
             own = (
-                aten_index(operand.op_name or nearest_label(self.module, computation, operand))
+                aten_index(part_label(self.module, computation, instruction, operand, position))
                 if len(operands) > 1
                 else None
             )
@@ -243,7 +272,7 @@ class Reader:
                 bytes=sum(size for _, size in parts),
                 count=count,
                 dtype="+".join(sorted({shape.dtype for operand in operands for shape in operand.shapes})),
-                aten=aten_index(label),
+                aten=parts[0][0] if len(parts) == 1 else aten_index(label),
                 name=instruction.name,
                 label=label,
                 parts=tuple(parts) if len(parts) > 1 else (),

@@ -78,7 +78,7 @@ def readers(
         for user in where.users.get(value, ()):
             if element is not None:
                 if user.opcode == "get-tuple-element":
-                    if _tuple_index(user) == element:
+                    if tuple_index(user) == element:
                         todo.append((where, user.name, None))
                     continue
             elif user.opcode in moves and user.operands[0] == value:
@@ -228,6 +228,7 @@ def _constant(instruction: Instruction, devices: int) -> Indices | None:
     return np.tile(np.array(values, dtype=np.int64), (devices, 1))
 
 
-def _tuple_index(instruction: Instruction) -> int:
+def tuple_index(instruction: Instruction) -> int:
+    """Which element a get-tuple-element takes."""
     match = re.search(r"index=(\d+)", instruction.rest)
     return int(match[1]) if match else 0

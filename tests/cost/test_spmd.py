@@ -18,7 +18,7 @@ from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.fidelity import fidelity
 from tests.cost.zoo import OPS, WINDOWS, program, random_annotations
-from tests.graph.helpers import only
+from tests.graph.helpers import graph_from_text, only
 
 MESH = Mesh((2, 4), ("data", "model"))
 
@@ -244,3 +244,13 @@ def test_splitting_pays_in_compute_and_memory():
     assert after.peak_memory_bytes < before.peak_memory_bytes
     assert after.communication_s == before.communication_s == 0
     assert len(OPS) > len(graph.arguments) // 2
+
+
+def test_an_uneven_result_is_gathered_before_the_program_returns_it():
+    kind = "tensor<103xf32>"
+    graph = graph_from_text(f"""func.func @main(%a: {kind}, %b: {kind}) -> {kind} {{
+      %0 = stablehlo.add %a, %b : {kind}
+      return %0 : {kind}
+    }}""")
+    split = (("model",),)
+    assert predicted(graph, Annotations({Value(0): split, Value(1): split})) == {("all-gather", ("model",)): 104 * 4}

@@ -98,3 +98,15 @@ def test_a_hint_leaves_one_sharding():
     found = formulate(graph, MESHES[2], load_device("cpu"), hints={"arg1": wanted})
     annotations = found.annotations(solve(found.problem).choice)
     assert annotations.pins[Value(graph.arguments[1])] == wanted
+
+
+def test_a_sum_that_the_program_returns_as_it_is_cannot_be_scattered():
+    import jax
+    import jax.numpy as jnp
+
+    from tests.graph.helpers import graph_of
+
+    array = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    found = formulate(graph_of(jnp.matmul, array, array), Mesh((2, 4)), load_device("cpu"))
+    kinds = {each.kind for row in found.strategies[0].collectives for each in row}
+    assert kinds == {"all-reduce"}

@@ -159,3 +159,12 @@ def test_a_term_that_something_else_reads_is_no_partial_term():
     total = groups.groups[2]
     assert sum_of_partials(total, graph, dict.fromkeys(once_read(graph), 2), set(total.inputs)) is None
     assert sum_of_partials(total, graph, once_read(graph), set(total.inputs[:1])) is None
+
+
+def test_a_cpu_sums_along_two_dims_one_after_the_other():
+    graph = graph_of(lambda x: jnp.sum(x, axis=(0, 1)), array(8, 16, 32))
+    groups = fusion_groups(graph)
+    for merged, kinds in ((True, [("x", "y")]), (False, [("x",), ("y",)])):
+        found = strategies(groups.groups[0], groups, graph, MESH, rule_for, scatter=False, merged=merged)
+        (chosen,) = [s for s in range(len(found)) if found.inputs[0][s] == (("x",), ("y",), ())]
+        assert [c.axes for c in found.collectives[chosen]] == kinds

@@ -1,0 +1,369 @@
+"""Cases of many op kinds in one program, each under a random strategy: counted, predicted, compiled, and run.
+
+A case is named by (rule, seed): the same shapes, mesh and strategy each time. Cases in one program share nothing but
+the module; the labels of aten ops say which case a collective belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoshard.capture.program import Argument, AtenOp, Output, Program
+from autoshard.cost.device import Target, load_device
+from autoshard.cost.spmd import partition
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import propagate
+from autoshard.graph.stablehlo import build_graph
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, format_spec
+from autoshard.solver.formulate import Formulation, _Builder
+from autoshard.solver.problem import Problem
+from autoshard.solver.strategies import Partial, Strategies, plain
+from autoshard.verify.collectives import compiled_collectives
+from autoshard.verify.compile import compile_module
+from autoshard.verify.hlo_text import Module, parse_hlo
+from autoshard.verify.targets import parse_target
+from tests.rules import snippets_moves, snippets_ops
+from tests.rules.snippets import BUILDERS, Body, Draw, Fill
+
+FAMILIES = (snippets_moves, snippets_ops)
+"""Modules whose import fills `BUILDERS`."""
+
+MESHES = ((2, 4), (8,), (2, 2, 2), (4, 2))
+DEVICES = {"cpu": "cpu", "h100:8": "h100", "tpu-v5e:2x4": "tpu-v5e"}
+"""Compile target -> device kind of the mesh."""
+
+Bytes = dict[str, int]
+"""`kind axes` -> bytes per device."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case: a rule and a seed, which decides everything else."""
+
+    rule: str
+    seed: int
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Its mesh."""
+        return MESHES[self.seed % len(MESHES)]
+
+    def __str__(self) -> str:
+        """`dot_general:12`."""
+        return f"{self.rule}:{self.seed}"
+
+
+@dataclass
+class Row:
+    """What came of one case.
+
+    Attributes:
+        counted: what the strategies' costs counted, or None where a value is resharded too: between two strategies, or
+            because a program returns no uneven parts.
+        predicted: for the annotations.
+        compiled: by the target's compiler.
+        strategy: the shardings, for a person.
+        numbers: largest difference to the unsharded numbers, relative to the largest; None where it was not run.
+        tolerance: what rounding explains of `numbers`.
+        error: what the compiler said where it refused the case.
+    """
+
+    case: Case
+    counted: Bytes | None = None
+    predicted: Bytes = field(default_factory=dict)
+    compiled: Bytes = field(default_factory=dict)
+    strategy: str = ""
+    numbers: float | None = None
+    tolerance: float = 0.0
+    error: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether prediction and program have the same collectives."""
+        return self.predicted == self.compiled and not self.error
+
+    @property
+    def counts(self) -> bool:
+        """Whether the strategies' costs counted what was compiled."""
+        return self.counted is None or self.counted == self.compiled
+
+    @property
+    def equal(self) -> bool:
+        """Whether the numbers are right."""
+        return self.numbers is None or self.numbers <= self.tolerance
+
+    def wrong(self, said: Bytes) -> int:
+        """Bytes said and not compiled, or compiled and not said."""
+        return sum(abs(said.get(key, 0) - self.compiled.get(key, 0)) for key in {*said, *self.compiled})
+
+    def __str__(self) -> str:
+        """For a person."""
+        return (
+            f"{self.case} on {'x'.join(map(str, self.case.mesh_shape))}: {self.strategy}\n  counted {self.counted}\n"
+            f"  predicted {self.predicted}\n  compiled {self.compiled}"
+            + (f"\n  numbers differ by {self.numbers:.1e}" if not self.equal and self.numbers is not None else "")
+            + (f"\n  {self.error}" if self.error else "")
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cases in one program.
+
+    Attributes:
+        owner: aten op -> place in `cases`.
+        fills: how each argument's numbers are drawn.
+        arguments, outputs: per argument and result of the program the place of its case.
+    """
+
+    cases: tuple[Case, ...]
+    mesh: Mesh
+    program: Program
+    graph: Graph
+    owner: dict[int, int]
+    fills: tuple[Fill, ...]
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    approximate: tuple[float, ...]
+    annotations: Annotations
+    counted: tuple[Bytes | None, ...]
+    strategy: tuple[str, ...]
+
+    @property
+    def module(self) -> bytes:
+        """The annotated module."""
+        return annotate(self.program, self.graph, self.annotations, self.mesh)
+
+
+def batch_of(cases: Sequence[Case], device: str = "cpu", scale: int = 1) -> Batch:
+    """The program of some cases of one mesh, annotated by a random strategy of each."""
+    (shape,) = {case.mesh_shape for case in cases}
+    mesh = Mesh(shape, device=device)
+    bodies: list[Body] = []
+    first = 0
+    for place, case in enumerate(cases):
+        body = Body(f"c{place}", first)
+        BUILDERS[case.rule](body, Draw(case.rule, case.seed, scale))
+        bodies.append(body)
+        first += len(body.outputs)
+    program = _program(bodies)
+    graph = build_graph(program)
+    owner = {body.first + i: place for place, body in enumerate(bodies) for i in range(len(body.outputs))}
+    annotations, counted, strategy = _choose(graph, mesh, cases, owner, bodies)
+    return Batch(
+        tuple(cases),
+        mesh,
+        program,
+        graph,
+        owner,
+        tuple(fill for body in bodies for _, fill in body.arguments),
+        tuple(place for place, body in enumerate(bodies) for _ in body.arguments),
+        tuple(place for place, body in enumerate(bodies) for _ in body.returned),
+        tuple(body.approximate for body in bodies),
+        annotations,
+        counted,
+        strategy,
+    )
+
+
+def _program(bodies: Sequence[Body]) -> Program:
+    refs = [ref for body in bodies for ref, _ in body.arguments]
+    returned = [ref for body in bodies for ref in body.returned]
+    kinds = ", ".join(ref.text for ref in returned)
+    lines = "\n    ".join(line for body in bodies for line in body.lines)
+    text = (
+        f"module @cases {{\n  func.func @main({', '.join(f'{ref.name}: {ref.text}' for ref in refs)}) -> ({kinds}) {{\n"
+        f"    {lines}\n    return {', '.join(ref.name for ref in returned)} : {kinds}\n  }}\n}}"
+    )
+    arguments = tuple(Argument(ref.name.lstrip("%"), "input", ref.type) for ref in refs)
+    outputs = tuple(Output(ref.name.lstrip("%"), "output", ref.type) for ref in returned)
+    made = [(name, types) for body in bodies for name, types in body.outputs]
+    atens = tuple(AtenOp(i, name, "", "forward", types) for i, (name, types) in enumerate(made))
+    return Program("forward", "torch_xla", {}, (), text.encode(), arguments, outputs, atens)
+
+
+# ---- a strategy for each group -------------------------------------------------------------------------------------
+
+
+def _choose(
+    graph: Graph, mesh: Mesh, cases: Sequence[Case], owner: dict[int, int], bodies: Sequence[Body]
+) -> tuple[Annotations, tuple[Bytes | None, ...], tuple[str, ...]]:
+    builder = _Builder(graph, mesh, load_device(mesh.device), {})
+    arguments = builder._arguments()
+    ways = tuple(builder._groups())
+    groups = builder.groups
+    draws = [random.Random(f"strategy:{case}") for case in cases]
+    nodes = list(arguments)
+    choice = [0] * len(nodes)
+    place_of = {value: i for i, value in enumerate(nodes)}
+    handed: dict[Value, Any] = {}  # value -> its sharding as readers find it
+    counted: list[Bytes | None] = [{} for _ in cases]
+    spoken: list[list[str]] = [[] for _ in cases]
+    spread = set(nodes)
+    for group, own in zip(groups.groups, ways, strict=True):
+        case = _case_of(group.ops, graph, owner)
+        chosen = _strategy(draws[case], group.inputs, own, handed)
+        for position, value in enumerate(group.inputs):
+            wanted = own.inputs[position][chosen]
+            if value in handed:
+                if handed[value] != wanted:
+                    counted[case] = None  # resharded between two strategies
+            elif value in place_of and plain(wanted) in arguments[value].choices:
+                choice[place_of[value]] = arguments[value].choices.index(plain(wanted))
+                handed[value] = wanted
+                spread.discard(value)
+            else:
+                handed[value] = None
+                counted[case] = None
+        for value, specs in zip(group.outputs, own.outputs, strict=True):
+            handed[value] = specs[chosen]
+        choice.append(chosen)
+        total = counted[case]
+        if total is not None:
+            for each in own.collectives[chosen]:
+                key = f"{each.kind} {'+'.join(each.axes)}"
+                total[key] = total.get(key, 0) + each.bytes * each.count
+        kinds = "+".join(graph.ops[op].kind for op in group.ops)
+        reads = " ".join(format_spec(own.read(i, chosen)) or "scalar" for i in range(len(group.inputs)))
+        makes = " ".join(_spoken(pin[chosen], out[chosen]) for pin, out in zip(own.pinned, own.outputs, strict=True))
+        spoken[case].append(f"{kinds}({reads}) -> {makes}")
+    for value in graph.outputs:
+        case = owner[graph.ops[value.op].aten or 0] if graph.ops[value.op].aten is not None else None
+        spec = handed.get(value)
+        if (
+            case is not None
+            and spec is not None
+            and any(size % mesh.ways(axes) for size, axes in zip(graph.type_of(value).shape, plain(spec), strict=True))
+        ):
+            counted[case] = None  # a program does not return uneven parts
+    for value in spread:  # what no group reads, or reads in one way only
+        choice[place_of[value]] = 0
+    problem = Problem([], [], [])
+    formulation = Formulation(problem, graph, groups, tuple(arguments), tuple(arguments.values()), ways, ())
+    return formulation.annotations(choice), tuple(counted), tuple("; ".join(lines) for lines in spoken)
+
+
+def _case_of(ops: Iterable[int], graph: Graph, owner: dict[int, int]) -> int:
+    return next(owner[aten] for op in ops if (aten := graph.ops[op].aten) is not None)
+
+
+def _spoken(pinned: Any, out: Any) -> str:
+    if isinstance(out, Partial):
+        return f"{format_spec(out.spec)} partial over {'+'.join(out.axes)}"
+    return format_spec(pinned) + ("" if out == pinned else f" scattered to {format_spec(out)}")
+
+
+def _strategy(draw: random.Random, inputs: Sequence[Value], own: Strategies, handed: dict[Value, Any]) -> int:
+    """One that takes its inputs as they were made, if there is one; half of the time one that communicates."""
+    every = range(len(own))
+    fixed = [(place, handed[value]) for place, value in enumerate(inputs) if handed.get(value) is not None]
+    fitting = [s for s in every if all(own.inputs[place][s] == spec for place, spec in fixed)]
+    fitting = fitting or [s for s in every if not any(isinstance(specs[s], Partial) for specs in own.inputs)]
+    talking = [s for s in fitting if own.collectives[s]]
+    scattered = [s for s in talking if any(o[s] != p[s] for o, p in zip(own.outputs, own.pinned, strict=True))]
+    where = draw.random()
+    if scattered and where < 0.25:
+        return draw.choice(scattered)
+    return draw.choice(talking if talking and where < 0.6 else fitting)
+
+
+# ---- compiled, and run ---------------------------------------------------------------------------------------------
+
+
+def check(batch: Batch, target: str) -> list[Row]:
+    """Compile a batch and compare, case by case."""
+    family: Target = parse_target(target, batch.mesh.size).family
+    compiled = compile_module(batch.module, parse_target(target, batch.mesh.size))
+    rows = [Row(case, c, strategy=s) for case, c, s in zip(batch.cases, batch.counted, batch.strategy, strict=True)]
+    said = partition(batch.graph, propagate(batch.graph, batch.annotations, batch.mesh), family).collectives
+    for each in said:
+        if each.bytes * each.count and each.op is not None:
+            aten = batch.graph.ops[each.op].aten
+            place = batch.owner[aten] if aten is not None else _owner_of(batch, each.op)
+            _add(rows[place].predicted, each.kind, each.axes, each.bytes * each.count)
+    module = parse_hlo(compiled.hlo_text)
+    for found in compiled_collectives(module, batch.mesh, family):
+        for aten, size in found.parts or ((found.aten, found.bytes),):
+            place = batch.owner[aten] if aten is not None else _traced(batch, module, found.name)
+            _add(rows[place].compiled, found.kind, found.axes, size * found.count)
+    return rows
+
+
+def _traced(batch: Batch, module: Module, name: str) -> int:
+    """The case of a collective without a label: that of the argument that it comes from."""
+    computation = module.computations[module.entry]
+    todo = [name]
+    for each in todo:
+        one = computation.instructions.get(each)
+        if one is not None and one.opcode == "parameter":
+            return batch.arguments[int(one.arguments)]
+        todo.extend(one.operands if one is not None else ())
+    raise AssertionError(f"{name} belongs to no case")
+
+
+def _owner_of(batch: Batch, op: int) -> int:
+    """The case of an op without an aten op: an argument, or a constant."""
+    todo = [op]
+    for each in todo:
+        aten = batch.graph.ops[each].aten
+        if aten is not None:
+            return batch.owner[aten]
+        todo.extend(batch.graph.nx.successors(each))
+    raise AssertionError("an op that belongs to no case")
+
+
+def _add(totals: Bytes, kind: str, axes: Sequence[str], size: int) -> None:
+    key = f"{kind} {'+'.join(axes)}"
+    totals[key] = totals.get(key, 0) + size
+
+
+def run(batch: Batch, rows: Sequence[Row], timeout: float = 600.0) -> None:
+    """Run the batch on virtual CPU devices and on one, and note by how much each case's numbers differ."""
+    with tempfile.TemporaryDirectory(prefix="autoshard-rules-") as directory:
+        folder = Path(directory)
+        (folder / "annotated.mlir").write_bytes(batch.module)
+        (folder / "plain.mlir").write_bytes(batch.program.stablehlo)
+        request = {
+            "devices": batch.mesh.size,
+            "fills": [[fill.how, fill.below] for fill in batch.fills],
+            "types": [[list(a.type.shape), a.type.dtype] for a in batch.program.arguments],
+        }
+        (folder / "request.json").write_text(json.dumps(request))
+        home = Path(__file__).resolve().parents[2]
+        environment = os.environ | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={batch.mesh.size}",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(home),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        command = [sys.executable, "-m", "tests.rules.execute", directory]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        if done.returncode or not (folder / "result.json").exists():
+            raise RuntimeError(f"the run failed: {done.stderr.strip()[-2000:]}")
+        differences = json.loads((folder / "result.json").read_text())
+    for place, difference in zip(batch.outputs, differences, strict=True):
+        rows[place].numbers = max(rows[place].numbers or 0.0, difference)
+        rows[place].tolerance = batch.approximate[place]
+
+
+def summary(rows: Iterable[Row]) -> Counter[str]:
+    """How many rows agree in what."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found["cases"] += 1
+        found["predicted wrongly"] += not row.agrees
+        found["counted wrongly"] += not row.counts
+        found["wrong numbers"] += not row.equal
+    return found
