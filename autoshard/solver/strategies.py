@@ -361,8 +361,8 @@ def strategies(
                 if axes:
                     size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
                     whole = [assignment[f] for f in sorted(summed) if assignment[f]]
-                    for once in [axes] if merged else map(mesh.in_order, whole):
-                        collectives.append(Collective("all-reduce", once, size, op=position))
+                    for over in [axes] if merged else map(mesh.in_order, whole):
+                        collectives.append(Collective("all-reduce", over, size, op=position))
                     if value in outputs:
                         partial = whole[0] if len(whole) == 1 else axes
                 value += 1
