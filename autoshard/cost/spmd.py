@@ -18,6 +18,7 @@ from autoshard.cost import spmd_shape
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
+from autoshard.cost.layout import sums_whole
 from autoshard.cost.spmd_conv import ConvolutionPartitioner
 from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
 from autoshard.cost.spmd_halo import Moved
@@ -250,7 +251,7 @@ class Partitioner:
             *first, last = runs[op.id].collectives
             axes = {axis for name in last.axes for axis in self.subaxes.of_axis.get(name, ())}
             part = kept(Value(op.id))
-            if axes and (axes <= part if self.target == "cpu" else axes == part):
+            if axes and (axes <= part if self.target == "cpu" else axes == part and self._scatters(last.axes)):
                 scattered = replace(last, kind="reduce-scatter")
                 runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
 
@@ -492,8 +493,12 @@ class Partitioner:
         *first, last = axes
         scatter = set(last) <= set(kept) if self.target == "cpu" else len(set(kept)) > 0 and set(last) == set(kept)
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
-        steps.append(("reduce-scatter" if scatter else "all-reduce", self.resharder.names(last), size))
+        names = self.resharder.names(last)
+        steps.append(("reduce-scatter" if scatter and self._scatters(names) else "all-reduce", names, size))
         return steps
+
+    def _scatters(self, axes: tuple[str, ...]) -> bool:
+        return self.target != "tpu" or not sums_whole(axes, self.subaxes.mesh)
 
     def _reduce(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
         """`HandleReduce`: the kept dims follow the result; a split reduced dim leaves partial results to sum."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from autoshard.cost.collectives import Collective, CollectiveKind
 from autoshard.cost.compute import dtype_bytes
+from autoshard.cost.layout import sums_whole
 from autoshard.graph.groups import Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated, spec_axes
@@ -371,7 +372,7 @@ def strategies(
         rows.append(_Row(assignment, inputs, pinned, [*pinned], tuple(collectives)))
         if len(outputs) == 1 and partial and len(collectives) == 1:
             if scatter:
-                moved = Collective("reduce-scatter", mesh.in_order(partial), collectives[0].bytes, op=collectives[0].op)
+                moved = replace(collectives[0], kind=_scatter_kind(partial, mesh), axes=mesh.in_order(partial))
                 for spec in scattered(pinned[0], shape.value_shapes[outputs[0]], partial, mesh):
                     rows.append(_Row(assignment, inputs, pinned, [spec], (moved,)))
             if defer:
@@ -379,7 +380,7 @@ def strategies(
         if sums is not None:
             root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
             for axes, before, after in _reductions(root, shape_of_root, mesh):
-                kind: CollectiveKind = "all-reduce" if before == after else "reduce-scatter"
+                kind: CollectiveKind = "all-reduce" if before == after else _scatter_kind(axes, mesh)
                 size = math.prod(mesh.shard_shape(shape_of_root, before)) * item[sums.root]
                 once = Collective(kind, mesh.in_order(axes), size, op=len(group.ops) - 1)
                 terms: list[Sharded] = [
@@ -428,6 +429,11 @@ def _reductions(root: Spec, shape: Sequence[int], mesh: Mesh) -> Iterable[tuple[
     for dim, split in enumerate(root):
         for first in range(len(split)):
             yield split[first:], (*root[:dim], split[:first], *root[dim + 1 :]), root
+
+
+def _scatter_kind(axes: Sequence[str], mesh: Mesh) -> CollectiveKind:
+    """What a sum becomes of which every device goes on with a slice (`layout.sums_whole`)."""
+    return "all-reduce" if sums_whole(mesh.in_order(axes), mesh) else "reduce-scatter"
 
 
 def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:

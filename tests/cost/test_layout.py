@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cost.device import DeviceError, load_device
-from autoshard.cost.layout import device_order, layout, machine, standard_shape
+from autoshard.cost.layout import device_order, layout, machine, standard_shape, sums_whole
 from autoshard.mesh import Mesh
 
 
@@ -135,3 +135,29 @@ def test_standard_slices() -> None:
     ]  # fmt: skip
     assert [standard_shape(n, 3) for n in (4, 8, 16, 64)] == [(2, 2, 1), (2, 2, 2), (2, 2, 4), (4, 4, 4)]
     assert standard_shape(8, 3, chip_devices=2) == (2, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "axes", "whole"),
+    [
+        ((2, 4), "tpu-v5e", "xy", False),
+        ((4, 4), "tpu-v5e", "xy", True),
+        ((4, 4), "tpu-v5e", "y", False),
+        ((2, 8), "tpu-v5e", "xy", True),  # on 4x4
+        ((4, 8), "tpu-v5e", "xy", False),
+        ((8, 8), "tpu-v5e", "xy", True),
+        ((16,), "tpu-v6e", "x", True),
+        ((2, 2), "tpu-v5p", "xy", False),
+        ((8,), "tpu-v5p:2x4", "x", False),
+        ((2, 4), "tpu-v5p", "xy", True),
+        ((2, 2, 2), "tpu-v5p", "xz", False),
+        ((2, 2, 4), "tpu-v5p", "xyz", True),
+        ((4, 4), "tpu-v5p:4x4x1", "xy", True),
+        ((4,), "tpu-v4:2x1x1", "x", False),
+        ((2, 4), "tpu-v4", "xy", True),
+        ((2, 4), "tpu-v5e:2x2:2slices", "xy", False),
+        ((4, 4), "h100", "xy", False),
+    ],
+)
+def test_a_sum_over_a_whole_torus_is_not_scattered(shape: tuple[int, ...], kind: str, axes: str, whole: bool) -> None:
+    assert sums_whole(tuple(axes), Mesh(shape, ("x", "y", "z")[: len(shape)], kind)) == whole
