@@ -78,7 +78,7 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device
     """
     if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         raise ValueError(f"no collective is called {kind!r}")
-    taken = dict(_part(axis, mesh) for axis in axes)
+    taken = dict(part for axis in axes for part in _parts(axis, mesh))
     if math.prod(taken.values()) == 1:
         return 0.0, 0.0
     levels = [level for level in _levels(taken, mesh, device) if level.size > 1]
@@ -97,11 +97,16 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device
     return device.collective_overhead + alpha, beta
 
 
-def _part(axis: str, mesh: Mesh) -> tuple[str, int]:
-    """(axis, devices of a group along it) of `model` or `model[2/4]`."""
+def _parts(axis: str, mesh: Mesh) -> list[tuple[str, int]]:
+    """(axis, devices of a group along it) of `model`, `model[2/4]` or `data~model[2]` (groups that follow no grid)."""
     name, _, part = axis.partition("[")
-    size = mesh.axis_size(name)
-    return name, int(part.split("/")[0]) if part else size
+    names = name.split("~")
+    left = int(part.rstrip("]").split("/")[0]) if part else mesh.axis_size(name)
+    taken = []
+    for each in names[:-1]:
+        taken.append((each, math.gcd(left, mesh.axis_size(each))))
+        left //= taken[-1][1]
+    return [*taken, (names[-1], left)]
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class _Lowering:
         ways = 1
         for axis in collective.axes:
             name, _, part = axis.partition("[")
-            ways *= int(part.partition("/")[0]) if part else self.shardings.subaxes.mesh.axis_size(name)
+            ways *= int(part.rstrip("]").partition("/")[0]) if part else self.shardings.subaxes.mesh.axis_size(name)
         return ways
 
     def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:

@@ -1,10 +1,9 @@
-"""Resharding: what the measured table says, what follows from it, and paths over a spec in between."""
+"""Resharding: what the partitioner emits, what that takes, and paths over specs in between."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-from importlib import resources
 from typing import get_args
 
 import numpy as np
@@ -14,23 +13,14 @@ from hypothesis import strategies as st
 
 from autoshard.cost.collectives import seconds
 from autoshard.cost.device import Target, load_device
-from autoshard.cost.reshard import (
-    decode,
-    encode,
-    measured,
-    modelled,
-    padded_elements,
-    reduced,
-    reshard,
-    reshard_matrix,
-    reshard_path,
-    specs_over,
-)
+from autoshard.cost.hops import path_matrix, reshard_path
+from autoshard.cost.reshard import fit_of, reshard, reshard_matrix, reshard_steps, specs_over
 from autoshard.mesh import Mesh, Spec, as_spec
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 MESH = Mesh((2, 4), ("x", "y"))
 SHAPE = (64, 128)
+Shape = tuple[int, ...]
 WHOLE = 64 * 128 * 4
 
 
@@ -75,33 +65,6 @@ def test_gathers_of_two_dims_are_merged_on_a_tpu() -> None:
     assert emitted(["x", "y"], [None, None], "tpu") == [("all-gather", "x+y", 1.0)]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_table_is_whole(target: Target) -> None:
-    """Every pair over one or two axes that cannot be made smaller has a row, in every relation of axis sizes."""
-    rows = measured(target)
-    for mesh, shape in (("8", (8,)), ("2x2", (2, 2)), ("2x8", (2, 8)), ("8x2", (8, 2))):
-        grid = Mesh(shape, ("x", "y")[: len(shape)])
-        wanted = set()
-        for rank in (1, 2, 3):
-            specs = specs_over(rank, grid.axis_names)
-            for src in specs:
-                for dst in specs:
-                    small = reduced(src, dst, grid)
-                    if small.axes == grid.axis_names:
-                        wanted.add(f"{mesh} {encode(small.src, small.dst)}")
-        assert wanted <= rows.keys()
-        for key in wanted:
-            for _, axes, share in decode(rows[key], shape):
-                assert 1 / math.prod(shape) <= share <= 1
-                assert axes
-
-
-def test_the_table_names_the_compilers_it_was_measured_with() -> None:
-    table = json.loads(resources.files("autoshard.cost").joinpath("reshard_table.json").read_text())
-    assert table["versions"].keys() == {"cpu", "gpu", "tpu"}
-    assert all("jaxlib" in versions for versions in table["versions"].values())
-
-
 def test_axes_that_stay_divide_the_bytes() -> None:
     mesh = Mesh((2, 4, 8), ("x", "y", "z"))
     moved = reshard((64, 64, 64), 4, as_spec(["z", "y", None]), as_spec(["z", None, "y"]), mesh, "gpu")
@@ -111,13 +74,10 @@ def test_axes_that_stay_divide_the_bytes() -> None:
 def test_axes_of_one_device_and_unsplit_dims_play_no_part() -> None:
     mesh = Mesh((1, 8), ("x", "y"))
     assert reshard(SHAPE, 4, as_spec(["x", None]), as_spec([None, None]), mesh, "cpu") == ()
-    small = reduced(as_spec([None, ("x", "y"), None]), as_spec([None, None, "y"]), mesh)
-    assert (small.src, small.dst, small.axes, small.kept) == (((0,), ()), ((), (0,)), ("y",), 1)
 
 
 def test_uneven_dims_count_their_padding() -> None:
     src, dst = as_spec([("x", "y"), None]), as_spec([None, None])
-    assert padded_elements((50257, 3), src, dst, MESH) == 50264 * 3
     (gather,) = reshard((50257, 3), 2, src, dst, MESH, "gpu")
     assert gather.bytes == 50264 * 3 * 2
 
@@ -130,14 +90,19 @@ def test_the_hop_over_both_axes_is_found() -> None:
     assert path.memory == 4096**2 * 2
 
 
-def test_a_hop_never_splits_a_dim_unevenly() -> None:
+def test_a_hop_splits_no_dim_unevenly_that_the_ends_do_not_split_so() -> None:
     device = load_device("tpu-v5e")
-    path = reshard_path((4096, 4095), 4, as_spec(["y", None]), as_spec([None, "x"]), MESH, device)
-    assert all(4095 % MESH.ways(hop[1]) == 0 for hop in path.hops)
+    specs = specs_over(2, MESH.axis_names)
+    hops = 0
+    for src, dst in itertools.permutations(specs, 2):
+        for hop in reshard_path((4096, 4095), 4, src, dst, MESH, device).hops:
+            assert hop[1] in (src[1], dst[1], ())
+            hops += 1
+    assert hops > 5
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[Mesh, tuple[int, ...], Spec, Spec]:
+def pairs(draw: st.DrawFn) -> tuple[Mesh, Shape, Spec, Spec]:
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
     mesh = Mesh(tuple(sizes), ("x", "y", "z")[: len(sizes)], "tpu-v5e")
     rank = draw(st.integers(1, 3))
@@ -149,18 +114,18 @@ def pairs(draw: st.DrawFn) -> tuple[Mesh, tuple[int, ...], Spec, Spec]:
 @given(pairs(), st.sampled_from(TARGETS))
 def test_bytes_are_sane(pair: tuple[Mesh, tuple[int, ...], Spec, Spec], target: Target) -> None:
     mesh, shape, src, dst = pair
-    whole = padded_elements(shape, src, dst, mesh) * 4
+    ways = [math.prod(map(mesh.axis_size, mesh.axis_names))] * len(shape)
+    whole = math.prod(-(-size // n) * n for size, n in zip(shape, ways, strict=True)) * 4
     assert reshard(shape, 4, src, src, mesh, target) == ()
     found = reshard(shape, 4, src, dst, mesh, target)
     for each in found:
         assert 0 < each.bytes <= whole
-        assert mesh.in_order(axis.partition("[")[0] for axis in each.axes) == tuple(
-            axis.partition("[")[0] for axis in each.axes
-        )
-    # Splitting further is free; nothing else is, apart from axes of one device.
-    small = reduced(src, dst, mesh)
-    finer = all(after[: len(before)] == before for before, after in zip(small.src, small.dst, strict=True))
-    assert (found == ()) == finer
+        names = [name for axis in each.axes for name in axis.partition("[")[0].split("~")]
+        assert mesh.in_order(names) == tuple(names)
+    if fit_of(shape, mesh) is None:  # splitting further is free; nothing else is, apart from axes of one device
+        kept = [tuple(tuple(a for a in dim if mesh.axis_size(a) > 1) for dim in spec) for spec in (src, dst)]
+        finer = all(after[: len(before)] == before for before, after in zip(*kept, strict=True))
+        assert (found == ()) == finer
 
 
 @given(pairs())
@@ -192,21 +157,6 @@ def test_more_bytes_never_take_less_time(a: int, b: int) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_model_agrees_with_the_table_where_dims_only_lose_or_gain_axes(target: Target) -> None:
-    """One axis: everywhere; two axes: on pure gathers, slices and swaps. Elsewhere the table knows better."""
-    mesh = Mesh((2, 8), ("x", "y"))
-    for src in specs_over(2, mesh.axis_names):
-        for dst in specs_over(2, mesh.axis_names):
-            small = reduced(src, dst, mesh)
-            sizes = tuple(map(mesh.axis_size, small.axes))
-            gathers = all(before[: len(after)] == after for before, after in zip(small.src, small.dst, strict=True))
-            if not small.axes or not (len(sizes) == 1 or gathers):
-                continue
-            key = f"{'8' if len(sizes) == 1 else '2x8'} {encode(small.src, small.dst)}"
-            assert modelled(small.src, small.dst, sizes, target) == decode(measured(target)[key], sizes)
-
-
-@pytest.mark.parametrize("target", TARGETS)
 def test_an_uneven_dim_that_two_axes_would_cut_is_gathered(target: Target) -> None:
     src, dst = as_spec(["y", None]), as_spec([None, ("x", "y")])
     assert [each.kind for each in reshard((1536, 1536), 4, src, dst, MESH, target)] == ["all-to-all"]
@@ -228,3 +178,46 @@ def test_an_idle_third_axis_can_be_in_the_way(target: Target) -> None:
     assert "all-to-all" in [each.kind for each in reshard((64, 64), 4, src, dst, two, target)]
     (gather,) = reshard((64, 64), 4, src, dst, three, target)
     assert (gather.kind, gather.axes, gather.bytes) == ("all-gather", ("z",), 64 * 64 * 4)
+
+
+def test_groups_that_follow_no_grid_are_named_and_priced() -> None:
+    """2x3: (x,y) on one dim, to y on it and x on the other: groups of two across the boundary of an axis."""
+    mesh = Mesh((2, 3), ("x", "y"))
+    exchange, permute = reshard((1536, 1536), 4, as_spec([("x", "y"), None]), as_spec(["y", "x"]), mesh, "cpu")
+    assert (exchange.kind, exchange.axes, exchange.bytes) == ("all-to-all", ("x~y[2]",), 1536 * 1536 * 4 // 6)
+    assert (permute.kind, permute.axes) == ("collective-permute", ("x", "y"))
+    assert seconds(exchange.kind, exchange.axes, exchange.bytes, mesh, load_device("h100")) > 0
+
+
+def test_halos_pass_where_an_uneven_split_gets_finer() -> None:
+    """Measured on CPU: 723 over 4 devices is 181 each, over 8 it is 91: three entries move up to the last."""
+    shape = (721, 720, 723)
+    (halo,) = reshard(shape, 4, as_spec([None, None, "y"]), as_spec([None, None, ("y", "x")]), MESH, "cpu")
+    assert (halo.kind, halo.axes, halo.bytes) == ("collective-permute", ("y",), 3 * 721 * 720 * 4)
+
+
+@given(pairs(), st.sampled_from(["cpu", "tpu-v5e", "h100"]))
+def test_the_matrix_of_paths_is_that_of_single_paths(pair: tuple[Mesh, Shape, Spec, Spec], kind: str) -> None:
+    mesh, shape, src, dst = pair
+    device = load_device(kind)
+    mesh = Mesh(mesh.shape, mesh.axis_names, kind)
+    times = path_matrix(shape, 4, [src, dst], [dst, src], mesh, device)
+    for (i, a), (j, b) in itertools.product(enumerate((src, dst)), enumerate((dst, src))):
+        path = reshard_path(shape, 4, a, b, mesh, device)
+        assert times[i, j] == pytest.approx(path.seconds, rel=1e-9)
+        assert not {a, b} & set(path.hops)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h100"])
+def test_no_rematerialization_is_left_where_there_is_a_way_around(kind: str) -> None:
+    """Of large tensors over two axes; a TPU's torus gathers over both axes as fast as one hop and a gather."""
+    device, mesh = load_device(kind), Mesh((2, 4), ("x", "y"), kind)
+    specs = specs_over(3, mesh.axis_names)
+    direct, detoured = 0, 0
+    for src, dst in itertools.permutations(specs, 2):
+        path = reshard_path((512, 512, 512), 4, src, dst, mesh, device)
+        direct += reshard_steps(src, dst, mesh, device.target).rematerialized
+        legs = itertools.pairwise((src, *path.hops, dst))
+        detoured += any(reshard_steps(a, b, mesh, device.target).rematerialized for a, b in legs)
+    assert direct > 50
+    assert detoured == 0
