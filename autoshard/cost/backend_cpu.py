@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from autoshard.cost.backend import Backend
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Lowered, Step
-from autoshard.cost.rewrite import Rewriter, gather_majormost, without_reduce_scatter
+from autoshard.cost.rewrite import Rewriter, by_parts, canonical_dot, gather_majormost, without_reduce_scatter
 from autoshard.cost.schedule import Dependencies, breadth_first, combined
 
 LIBRARY = frozenset(
@@ -90,13 +90,17 @@ class CpuBackend(Backend):
     """XLA's CPU compiler."""
 
     def rewrite(self, program: Lowered) -> Lowered:
-        """No reduce-scatters; gathers along inner dims with copies; transposes inside products."""
+        """No reduce-scatters; gathers along inner dims, all-to-alls and products with copies."""
         rewriter = Rewriter(program)
         for step in program.steps:
             if step.kind == "reduce-scatter":
                 without_reduce_scatter(rewriter, step)
             elif step.kind == "all-gather" and self._inner(program, step):
                 gather_majormost(rewriter, step)
+            elif step.kind == "all-to-all":
+                by_parts(rewriter, step)
+            elif step.kind == "dot_general":
+                canonical_dot(rewriter, step, program.graph.ops[step.op])
             else:
                 rewriter.emit(step)
         return rewriter.result()

@@ -59,10 +59,9 @@ class GpuFusion(Fusion):
         """What costs is traffic, not arithmetic."""
         return False
 
-    def reads_more(self, step: Step) -> bool:
+    def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether running in every reader moves more than one write and a read each."""
         array = self.arrays[step.writes[0]]
-        kernels = len({self.root[reader] for reader in array.readers})
         read = sum(self.arrays[operand].bytes for operand in dict.fromkeys(step.reads))
         return kernels * read > read + array.bytes + kernels * array.bytes
 

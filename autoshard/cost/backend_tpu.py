@@ -72,7 +72,7 @@ class TpuFusion(Fusion):
         """Nothing elementwise is."""
         return False
 
-    def reads_more(self, step: Step) -> bool:
+    def reads_more(self, step: Step, kernels: int) -> bool:
         """Never a reason to keep a result."""
         return False
 

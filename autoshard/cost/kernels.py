@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, SLICE, UPDATES, Lowered, Step
 from autoshard.graph.groups import ELEMENTWISE
 
 EXPENSIVE = frozenset(
@@ -101,36 +101,40 @@ class Fusion:
     def materialised(self) -> set[int]:
         """Arrays that are kept in memory, arguments left out."""
         kept: set[int] = set()
+        homes: list[frozenset[int]] = [frozenset()] * len(self.steps)  # step -> the kernels that it runs in
         for number in range(len(self.steps) - 1, -1, -1):
             step = self.steps[number]
+            in_readers: frozenset[int] = frozenset()
             for array in step.writes:
-                if self._kept(number, step, array):
+                readers = [reader for reader in self.arrays[array].readers if self.root[reader] != self.root[number]]
+                around = frozenset().union(*(homes[reader] for reader in readers))
+                if self._kept(number, step, array, readers, len(around)):
                     kept.add(array)
+                else:
+                    in_readers |= around
+            own = self.root[number] != number or any(array in kept for array in step.writes) or not in_readers
+            homes[number] = in_readers | {self.root[number]} if own else in_readers
         return kept
 
-    def _kept(self, number: int, step: Step, array: int) -> bool:
-        found = self.arrays[array]
-        if found.returned:
+    def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
+        if self.arrays[array].returned:
             return True
-        root = self.root[number]
-        readers = [reader for reader in found.readers if self.root[reader] != root or reader < number]
         if not readers:
-            return not found.readers
-        if root != number or not self.inlined(step) or len(step.writes) > 1:
+            return False
+        if self.root[number] != number or not self.inlined(step) or len(step.writes) > 1:
             return True
         if not all(self.takes(reader, number) for reader in readers):
             return True
-        kernels = {self.root[reader] for reader in readers}
-        if len(kernels) == 1:
+        if kernels == 1:
             return False
-        return not self.duplicates or self.expensive(step) or self.reads_more(step)
+        return not self.duplicates or self.expensive(step) or self.reads_more(step, kernels)
 
     def takes(self, reader: int, number: int) -> bool:
         """Whether the kernel of step `reader` takes in step `number`."""
         return self.root[reader] == reader and self.absorbs(self.steps[reader])
 
-    def reads_more(self, step: Step) -> bool:
-        """Whether a step has several large operands that together are larger than its result."""
+    def reads_more(self, step: Step, kernels: int) -> bool:
+        """Whether a step that would run in several kernels has several operands as large as its result."""
         made = math.prod(self.arrays[step.writes[0]].shape or (1,))
         sizes = [math.prod(self.arrays[array].shape or (1,)) for array in dict.fromkeys(step.reads)]
         return sum(size >= made for size in sizes) > 1
@@ -151,7 +155,7 @@ class Fusion:
         kind = self.steps[root].kind
         flops = sum(self.steps[number].flops for number in seen)
         steps = tuple(sorted(seen))
-        return Kernel(steps, tuple(reads), writes, kind, max(members), kind in LOOPS, 0, flops)
+        return Kernel(steps, tuple(reads), writes, kind, max(members), kind in LOOPS or kind in UPDATES, 0, flops)
 
 
 def copies_only(kernel: Kernel) -> bool:

@@ -33,6 +33,10 @@ MASKED = frozenset({"dot_general", "reduce"})
 """Kinds that sum over dims: what lies beyond the end of an unevenly split one must not count."""
 
 
+UPDATES = frozenset({"scatter", "dynamic_update_slice"})
+"""Kinds that write into their first operand."""
+
+
 @dataclass(slots=True, eq=False)
 class Array:
     """One device's part of a value, or of a value on its way to another sharding.
@@ -162,6 +166,8 @@ class _Lowering:
             for i, value in enumerate(results):
                 self.of[value] = self._view(value, reads[i if place is None else place], number)
             return
+        if op.kind in UPDATES and reads[0] is None:
+            reads[0] = self._filled(op.operands[0], results[0], number)
         known = [array for array in reads if array is not None]
         made = []
         for i, value in enumerate(results):
@@ -175,6 +181,12 @@ class _Lowering:
             self.of[value] = array
         if own:
             self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _filled(self, value: Value, result: Value, op: int) -> int:
+        """The array that is updated in place where it follows from constants: it is written first."""
+        array = self._array(value, -1, self.shardings.made[result])
+        self._step("broadcast_in_dim", op, (), (array,))
+        return array
 
     def _mask(self, op: Op, reads: list[int | None], moved: Mapping[int, Tiling], read: Sequence[Tiling]) -> None:
         """What is summed over an unevenly split dim is cleared beyond its end first."""

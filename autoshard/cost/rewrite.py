@@ -5,12 +5,13 @@ They work on a copy of the steps; arrays that are no longer made or read stay in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.cost.lowered import SLICE, Array, Lowered, Step
+from autoshard.graph.ops import Op
 
-Emit = Callable[[Step], None]
+PARTS = "parts"
+"""Cutting an array into several, or putting several together: a kernel of its own."""
 
 
 class Rewriter:
@@ -22,6 +23,7 @@ class Rewriter:
         self.arrays = [replace(array, readers=[]) for array in program.arrays]
         self.steps: list[Step] = []
         self.instead: dict[int, int] = {}  # array -> the array that is read instead
+        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and order of dims -> its transposed copy
 
     def array(self, like: int, bytes: int | None = None, shape: tuple[int, ...] | None = None) -> int:
         """A new array of the dtype of array `like`, and of its shape unless `bytes` differ."""
@@ -67,3 +69,52 @@ def gather_majormost(rewriter: Rewriter, step: Step) -> None:
     moved = rewriter.array(step.writes[0])
     rewriter.emit(replace(step, reads=(first,), writes=(moved,)))
     rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
+
+
+def by_parts(rewriter: Rewriter, step: Step) -> None:
+    """An all-to-all of separate parts: they are cut out first and put together after."""
+    first = rewriter.array(step.reads[0])
+    rewriter.emit(Step(PARTS, step.op, step.reads, (first,)))
+    moved = rewriter.array(step.writes[0])
+    rewriter.emit(replace(step, reads=(first,), writes=(moved,)))
+    rewriter.emit(Step(PARTS, step.op, (moved,), step.writes))
+
+
+def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]) -> int:
+    """The array of operand `place` with its dims in another order; made once."""
+    source = rewriter.instead.get(step.reads[place], step.reads[place])
+    key = (source, dims)
+    if key not in rewriter.turned:
+        shape = rewriter.arrays[source].shape
+        turned = None if shape is None else tuple(shape[dim] for dim in dims)
+        rewriter.turned[key] = rewriter.array(source, shape=turned)
+        rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[key],)))
+    return rewriter.turned[key]
+
+
+def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
+    """`DotDecomposer`: (batch, rows, contracted) x (batch, contracted, columns).
+
+    Where an operand has several dims to contract, or to keep, and they stand in another order, it is copied; a matrix
+    is read transposed.
+    """
+    reads = list(step.reads)
+    ranks = [len(rewriter.source.graph.type_of(value).shape) for value in op.operands]
+    batch = [tuple(op.attrs["lhs_batch"]), tuple(op.attrs["rhs_batch"])]
+    contracted = [tuple(op.attrs["lhs_contract"]), tuple(op.attrs["rhs_contract"])]
+    kept = [
+        tuple(dim for dim in range(rank) if dim not in batch[side] and dim not in contracted[side])
+        for side, rank in enumerate(ranks)
+    ]
+    plain = all(
+        batch[side] == tuple(range(len(batch[side]))) and len(contracted[side]) == 1 and len(kept[side]) <= 1
+        for side in (0, 1)
+    )
+    if not plain and len(reads) == 2:
+        orders = [(*batch[0], *kept[0], *contracted[0]), (*batch[1], *contracted[1], *kept[1])]
+        for place, dims in enumerate(orders):
+            shape = rewriter.arrays[reads[place]].shape
+            moving = dims if shape is None or len(shape) != len(dims) else tuple(dim for dim in dims if shape[dim] > 1)
+            if len(moving) > 1 and ranks[place] > 2 and list(moving) != sorted(moving):
+                reads[place] = transposed(rewriter, step, place, dims)
+    rewriter.emit(replace(step, reads=tuple(reads)))
