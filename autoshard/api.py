@@ -42,6 +42,7 @@ def plan(
     seed: int = 0,
     backend: str = "auto",
     frontend: str = "auto",
+    annotations: Literal["all", "least"] = "all",
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how every tensor of a PyTorch program is split over a device mesh.
@@ -65,6 +66,8 @@ def plan(
         seed: of the solver.
         backend: of the solver's integer programs.
         frontend: `auto` or `torch_xla`.
+        annotations: `all` pins every output of every aten op; `least` leaves out what GSPMD's propagation, as modelled,
+            chooses by itself (see `lower/least.py`).
         progress: called with the name of each stage as it begins.
 
     Raises:
@@ -88,6 +91,7 @@ def plan(
             time_limit=time_limit,
             seed=seed,
             backend=backend,
+            annotations=annotations,
             progress=progress,
         )
 
@@ -126,11 +130,15 @@ def plan_program(
     time_limit: float = 60.0,
     seed: int = 0,
     backend: str = "auto",
+    annotations: Literal["all", "least"] = "all",
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`."""
+    from autoshard.lower.least import least
     from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo, plan_of
 
+    if annotations not in ("all", "least"):
+        raise ValueError(f"annotations are all or least, not {annotations!r}")
     say = progress or (lambda stage: None)
     wanted = _hints(hints)
     check_options(time_limit, seed)
@@ -156,12 +164,13 @@ def plan_program(
             infeasible.append(error)
             continue
         say("predict")
-        prediction = predict_annotations(graph, decided.annotations, candidate)
+        written = decided.annotations if annotations == "all" else least(graph, decided.annotations, candidate)
+        prediction = predict_annotations(graph, written, candidate)
         solved = decided.solution
         found = plan_of(
             graph,
             candidate,
-            decided.annotations,
+            written,
             options=Options(memory=limit, hints=wanted, fold=fold, seed=seed),
             predicted=totals(prediction),
             solver=SolverInfo(solved.status.value, solved.objective, solved.bound, solved.gap, solved.backend),

@@ -136,6 +136,13 @@ def _with_source(function: Any) -> Any:
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option("--no-fold", is_flag=True, help="Let equal layers be decided apart.")
+@click.option(
+    "--annotations",
+    type=click.Choice(["all", "least"]),
+    default="all",
+    show_default=True,
+    help="Pin every value, or only those that XLA would split otherwise.",
+)
 @click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PLAN.JSON", help="Write the plan there.")
@@ -154,6 +161,7 @@ def plan(
     memory: str | None,
     hints: Sequence[str],
     no_fold: bool,
+    annotations: Literal["all", "least"],
     time_limit: float,
     seed: int,
     output: Path | None,
@@ -179,6 +187,7 @@ def plan(
             memory=limit,
             hints=wanted,
             fold=not no_fold,
+            annotations=annotations,
             time_limit=time_limit,
             seed=seed,
             progress=stages.begin,

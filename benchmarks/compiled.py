@@ -28,6 +28,7 @@ from autoshard import manual
 from autoshard.api import captured_graph, plan_graph
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
+from autoshard.lower.least import least
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.solver.formulate import random_annotations
@@ -52,9 +53,10 @@ def sources() -> str:
 
 
 def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
-    """The plan called `name`: `auto`, one made by hand, or `random<seed>`."""
-    if name == "auto":
-        return plan_graph(graph, mesh).annotations
+    """The plan called `name`: `auto`, `least` (auto with only the annotations it needs), by hand, or `random<seed>`."""
+    if name in ("auto", "least"):
+        chosen = plan_graph(graph, mesh).annotations
+        return least(graph, chosen, mesh) if name == "least" else chosen
     if name.startswith("random"):
         return random_annotations(graph, mesh, int(name.removeprefix("random")))
     return manual.PLANS[name](graph, mesh)
