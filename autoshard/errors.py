@@ -17,3 +17,7 @@ class SourceError(AutoshardError, ValueError):
 
 class LoweringError(AutoshardError, RuntimeError):
     """A plan that cannot be carried out here: the runtime, the model or the step is not what it was made for."""
+
+
+class ManualPlanError(AutoshardError, ValueError):
+    """A plan that people do not make by hand for programs of this kind: why."""

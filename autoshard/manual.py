@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, replicated
@@ -161,10 +162,18 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
     Column-parallel weights are split on their output dim, row-parallel ones on the contracted dim, the embedding and a
     tied or untied head on the vocabulary dim; column outputs are annotated as split on their last dim, row outputs and
     the embedding's as whole there, all with the batch split.
+
+    Raises:
+        ManualPlanError: the program has no pair of linear layers and no token embedding (a convolutional network).
     """
     *data, model = mesh.axis_names
     layers = linears(graph)
     style = _styles(layers)
+    tables = _token_tables(graph)
+    if not tables and not {"row", "head"} & set(style.values()):
+        raise ManualPlanError(
+            "Megatron splits pairs of linear layers and token embeddings, and this program has neither"
+        )
     specs: dict[str, Spec] = {}
     pins: dict[Value, Spec] = {}
     for layer in layers:
@@ -179,7 +188,6 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
                 if kind == "column":
                     dims[len(output) - 1] = (model,)
                 pins[layer.output] = _split(len(output), dims)
-    tables = _token_tables(graph)
     specs.update({name: _split(2, {0: (model,)}) for name in tables})
     specs.update(_biases(graph, layers, style, specs, model))
     outputs = module_outputs(graph)

@@ -26,6 +26,7 @@ from models import MODELS, program
 import autoshard
 from autoshard import manual
 from autoshard.api import captured_graph, plan_graph
+from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
@@ -96,11 +97,17 @@ def sweep(models: Iterable[str], targets: Iterable[str], plans: Iterable[str], m
                 graph = graph or captured_graph(program(model))
                 try:
                     row |= {"target": target, **measured(graph, mesh, target, plan), **row}
+                except ManualPlanError as error:
+                    row["left_out"] = str(error)
                 except Exception as error:  # a sweep goes on past one failure, and shows it in the table
                     row["error"] = f"{type(error).__name__}: {error}"
                 with out.open("a") as lines:
                     lines.write(json.dumps(row) + "\n")
-                print(model, target, plan, row.get("fidelity", row.get("error")), file=sys.stderr, flush=True)
+                print(model, target, plan, _outcome(row), file=sys.stderr, flush=True)
+
+
+def _outcome(row: Row) -> Any:
+    return next(row[name] for name in ("fidelity", "error", "left_out") if name in row)
 
 
 def main() -> None:

@@ -84,8 +84,8 @@ def _table(cells: dict[tuple[str, str], dict[str, Row]], plans: list[str], cell:
 def _shown(row: Row | None, cell: Callable[[Row], str]) -> str:
     if row is None:
         return ""
-    if "error" in row:
-        return "error"
+    if "fidelity" not in row:
+        return "-" if "left_out" in row else "error"
     return "inf" if row["fidelity"] is None else cell(row)
 
 
@@ -104,7 +104,7 @@ def _quality(cells: dict[tuple[str, str], dict[str, Row]], by_hand: list[str]) -
 
 def _outside(rows: list[Row], judged: set[str]) -> str:
     """Auto and manual plans outside the limits, one line each."""
-    good = [row for row in rows if row["plan"] in judged and "error" not in row]
+    good = [row for row in rows if row["plan"] in judged and "fidelity" in row]
     lines = []
     for row in good:
         kind, kind_off = worst_kind(row)
@@ -113,7 +113,11 @@ def _outside(rows: list[Row], judged: set[str]) -> str:
         if wrong:
             about = f" ({kind})" if abs(kind_off) > LIMITS["kind"] else ""
             lines.append(f"  {row['model']} {row['target']} {row['mesh']} {row['plan']}: {', '.join(wrong)}{about}")
-    errors = [f"  {row['model']} {row['target']} {row['plan']}: {row['error']}" for row in rows if "error" in row]
+    errors, left_out = (
+        [f"  {row['model']} {row['target']} {row['plan']}: {row[name]}" for row in rows if name in row]
+        for name in ("error", "left_out")
+    )
     limits = ", ".join(f"{name} {100 * limit:.0f} %" for name, limit in LIMITS.items())
     head = f"Auto and manual plans outside the limits ({limits}): {len(lines)} of {len(good)}"
-    return "\n".join([head, *lines, *(["Errors:", *errors] if errors else [])])
+    notes = [*(["Errors:", *errors] if errors else []), *(["Left out:", *left_out] if left_out else [])]
+    return "\n".join([head, *lines, *notes])

@@ -9,6 +9,7 @@ import autoshard
 from autoshard import manual
 from autoshard.api import captured_graph, predict_annotations
 from autoshard.capture.sources import load_source
+from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 
@@ -124,6 +125,16 @@ def test_megatron_alternates_along_a_chain_without_names():
     graph = captured_graph(autoshard.capture(model, torch.empty(16, 64)))
     specs = named(graph, manual.megatron(graph, MESH))
     assert [specs[f"{i}.weight"] for i in range(3)] == [(("model",), ()), ((), ("model",)), NONE]
+
+
+def test_megatron_has_no_form_for_a_convolutional_network():
+    with torch.device("meta"):
+        layers = [torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16 * 36, 8)]
+        model = torch.nn.Sequential(*layers)
+    graph = captured_graph(autoshard.capture(model, torch.empty(16, 3, 8, 8)))
+    assert named(graph, manual.fsdp(graph, MESH))["0.weight"] == (("data", "model"), (), (), ())
+    with pytest.raises(ManualPlanError, match="pairs of linear layers"):
+        manual.megatron(graph, MESH)
 
 
 @pytest.mark.parametrize("name", list(manual.PLANS))
