@@ -448,7 +448,7 @@ class DotPartitioner:
         def reduced(left: Shape, right: Shape) -> Shape:
             made = create(left, right)
             if not slices:
-                self._sum(tuple(reversed(per_dim)), made, () if any(made_as) else _flat(out))
+                self._sum(tuple(reversed(per_dim)), made, _sliced_along(made_as, out))
                 return made
             kept = tuple(axis for dim in slices for axis in made_as[dim])
             self._sum(tuple(made_as[dim] for dim in reversed(slices)), made, kept)
@@ -660,6 +660,13 @@ class DotPartitioner:
 
 def _flat(tiling: Tiling) -> Dim:
     return tuple(axis for dim in tiling for axis in dim)
+
+
+def _sliced_along(before: Tiling, after: Tiling) -> Dim:
+    """The axes that a device slices along to get from `before` to `after`; none where that takes more than slices."""
+    if any(new[: len(old)] != old for old, new in zip(before, after, strict=True)):
+        return ()
+    return tuple(axis for old, new in zip(before, after, strict=True) for axis in new[len(old) :])
 
 
 def _without(axes: Dim, gone: Dim) -> Dim:

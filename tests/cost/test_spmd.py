@@ -143,6 +143,13 @@ def test_convolutions_split_by_features():
     assert alone("depthwise", both, (("model",), (), (), ()), result=both) == {}
 
 
+def test_a_sum_whose_result_is_split_further_is_scattered():
+    # Compiled so for GPUs (a layer of a U-Net): it was predicted as an all-reduce and a slice.
+    features, fine = ((), ("model",), (), ()), ((), ("data", "model"), (), ())
+    found = alone("conv", features, (("data",), ("model",), (), ()), result=fine, target="gpu")
+    assert found == {("reduce-scatter", ("model",)): 16 * 64 // 2 * 32 * 32 * 4}
+
+
 def test_pools_that_do_not_overlap_need_no_edges():
     assert alone("pool", IN_SPACE) == alone("pool_back", IN_SPACE, IN_SPACE) == {}
 
