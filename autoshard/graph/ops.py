@@ -78,11 +78,13 @@ class Factor:
         kind: what splitting it does: `parallel` the result is split; `reduce` every result is a partial term;
             `replicated` it may not be split; `halo` it may, neighbours exchange edges.
         reducer: for `reduce`: `add`, `max`, `min`, `mul`, `and`, `or`; or `gather` when partials are gathered (argmax).
+        even: only an even split computes the right numbers: compilers do not mask what pads an uneven one.
     """
 
     size: int
     kind: FactorKind = "parallel"
     reducer: str | None = None
+    even: bool = False
 
 
 DimFactors = tuple[tuple[int, ...], ...]

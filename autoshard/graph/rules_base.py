@@ -78,11 +78,11 @@ class Factors:
         """No factors yet."""
         self.all: list[Factor] = []
 
-    def new(self, size: int, kind: FactorKind = "parallel", reducer: str | None = None) -> Dim:
+    def new(self, size: int, kind: FactorKind = "parallel", reducer: str | None = None, *, even: bool = False) -> Dim:
         """A dim of one new factor."""
         if size <= 1:
             return ()
-        self.all.append(Factor(size, kind, reducer))
+        self.all.append(Factor(size, kind, reducer, even))
         return (len(self.all) - 1,)
 
     def dims(self, shape: Iterable[int], kind: FactorKind = "parallel") -> list[Dim]:

@@ -46,6 +46,9 @@ def scatter(op: Signature) -> Rule:
     """Embedding gradient: the indexed rows are parallel (a device drops the updates outside its part: measured, no
     collective); update batch dims are reduced over by the region's reducer; whole windows are parallel.
 
+    Update batch dims are split evenly only: XLA pads indices with 0, so that what pads the updates lands in row 0
+    (found by running it).
+
     Regions without an identity (assignment and the like) apply updates in order: their batch dims are replicated.
     """
     count = (len(op.operands) - 1) // 2
@@ -92,7 +95,8 @@ def _index_dims(
     dims: list[Dim] = []
     for dim, size in enumerate(shape):
         kind: FactorKind = "replicated" if dim == vector_dim else "parallel" if dim in parallel else otherwise
-        dims.append(factors.new(size, kind, reducer if kind == "reduce" else None))
+        summed = kind == "reduce"
+        dims.append(factors.new(size, kind, reducer if summed else None, even=summed))
     return dims
 
 

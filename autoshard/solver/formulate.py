@@ -24,7 +24,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules import rule_for
-from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.mesh import Mesh, Spec, format_spec, replicated
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.strategies import (
     Partial,
@@ -128,6 +128,8 @@ class _Builder:
         self.made: dict[Value, tuple[int, Specs]] = {}  # value -> node that makes it, shardings handed to consumers
         self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
+        outputs = zip(graph.program.outputs, graph.outputs, strict=True)
+        self.returned = {value for output, value in outputs if output.updates is None}
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
         self._matrices: dict[tuple[object, ...], Matrix] = {}
@@ -176,7 +178,8 @@ class _Builder:
             scatter = all(value in scatterable for value in group.outputs)
             defer = any(value in self.deferrable for value in group.outputs)
             sums = self.sums.get(group.id)
-            key = (signature(group, self.groups, self.graph), scatter, defer, sums)
+            returned = tuple(value in self.returned for value in group.outputs)
+            key = (signature(group, self.groups, self.graph), scatter, defer, sums, returned)
             if key not in self._by_shape:
                 ways = strategies(
                     group,
@@ -242,7 +245,23 @@ class _Builder:
             costs[index] = roofline_seconds(worked[index], moved[index], dtype, self.device) + sum(
                 seconds(c.kind, c.axes, c.bytes, mesh, self.device) * c.count for c in ways.collectives[index]
             )
+        for value, specs in zip(group.outputs, ways.outputs, strict=True):
+            if value in self.returned:
+                costs += self._return_costs(value, specs)
         return costs
+
+    def _return_costs(self, value: Value, specs: Specs) -> Matrix:
+        """Seconds to gather a result whose parts are uneven: a program does not return such parts."""
+        kind = self.graph.type_of(value)
+        choices = [plain(spec) for spec in specs.choices]
+        uneven = [
+            any(size % self.mesh.ways(axes) for size, axes in zip(kind.shape, spec, strict=True)) for spec in choices
+        ]
+        if not any(uneven):
+            return np.zeros(len(specs.index))
+        whole = [replicated(len(kind.shape))]
+        moved = reshard_matrix(kind.shape, dtype_bytes(kind.dtype), choices, whole, self.mesh, self.device)[0]
+        return np.asarray(np.where(uneven, moved[:, 0], 0.0)[specs.index])
 
     def _bytes(self, value: Value, specs: Sequence[Sharded]) -> Matrix:
         kind, mesh = self.graph.type_of(value), self.mesh

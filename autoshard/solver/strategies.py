@@ -75,6 +75,7 @@ class GroupShape:
         reduces: per op the factors it reduces over.
         op_factors: per op the factors of its loop nest (over which its work divides).
         ruled: whether every op has a rule.
+        even: factors that may only be split evenly.
     """
 
     sizes: tuple[int, ...]
@@ -84,6 +85,7 @@ class GroupShape:
     reduces: tuple[frozenset[int], ...]
     op_factors: tuple[frozenset[int], ...]
     ruled: bool
+    even: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
     dims: list[DimFactors | None] = [None] * len(shapes)
     sizes: dict[int, int] = {}
     whole: set[int] = set()  # factors that may not be split
+    even: set[int] = set()
     op_factors: list[set[int]] = []
     op_reduces: list[set[int]] = []
     ruled = True
@@ -184,6 +187,8 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
             sizes[ident] = factor.size
             if factor.kind in ("replicated", "halo") or factor.reducer == "gather":
                 whole.add(ident)
+            if factor.even:
+                even.add(ident)
         op_factors.append(set(ids))
         op_reduces.append({ids[i] for i, factor in enumerate(rule.factors) if factor.kind == "reduce"})
         for value, operand in zip(op.operands, rule.operands, strict=True):
@@ -217,6 +222,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
         reduces=tuple(frozenset(number[union.find(f)] for f in factors) for factors in op_reduces),
         op_factors=tuple(frozenset(number[union.find(f)] for f in factors) for factors in op_factors),
         ruled=ruled,
+        even=frozenset(number[union.find(ident)] for ident in even),
     )
 
 
@@ -239,7 +245,7 @@ def _unify(seen: DimFactors, mine: DimFactors, union: _Union, whole: set[int]) -
 def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
     """Every way to give each axis to a factor or to none, in both orders where two axes share one."""
     axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
-    merged = {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
+    even = shape.even | {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
     found: list[Assignment] = []
     options = [None, *(f for f, ok in enumerate(shape.splittable) if ok)]
     for chosen in itertools.product(options, repeat=len(axes)):
@@ -248,7 +254,7 @@ def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
             if factor is not None:
                 per_factor[factor] += (axis,)
         if not all(
-            fits(shape.sizes[f], mesh.ways(split), even=f in merged) for f, split in enumerate(per_factor) if split
+            fits(shape.sizes[f], mesh.ways(split), even=f in even) for f, split in enumerate(per_factor) if split
         ):
             continue
         if not all(_nested(dim, per_factor, shape, mesh) for value in shape.value_dims for dim in value):

@@ -6,6 +6,7 @@ the module; the labels of aten ops say which case a collective belongs to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ FAMILIES = (snippets_moves, snippets_ops)
 MESHES = ((2, 4), (8,), (2, 2, 2), (4, 2))
 DEVICES = {"cpu": "cpu", "h100:8": "h100", "tpu-v5e:2x4": "tpu-v5e"}
 """Compile target -> device kind of the mesh."""
+
+COMBINERS = (
+    "all-gather-combiner,all-reduce-combiner,reduce-scatter-combiner,collective-permute-combiner,all-to-all-combiner,"
+    "cpu-all-gather-combiner,gpu-all-gather-combiner,gpu-all-reduce-combiner,gpu-reduce-scatter-combiner"
+)
 
 Bytes = dict[str, int]
 """`kind axes` -> bytes per device."""
@@ -285,7 +291,8 @@ def _strategy(draw: random.Random, inputs: Sequence[Value], own: Strategies, han
 def check(batch: Batch, target: str) -> list[Row]:
     """Compile a batch and compare, case by case."""
     family: Target = parse_target(target, batch.mesh.size).family
-    compiled = compile_module(batch.module, parse_target(target, batch.mesh.size))
+    with _uncombined():
+        compiled = compile_module(batch.module, parse_target(target, batch.mesh.size))
     rows = [Row(case, c, strategy=s) for case, c, s in zip(batch.cases, batch.counted, batch.strategy, strict=True)]
     said = partition(batch.graph, propagate(batch.graph, batch.annotations, batch.mesh), family).collectives
     for each in said:
@@ -299,6 +306,20 @@ def check(batch: Batch, target: str) -> list[Row]:
             place = batch.owner[aten] if aten is not None else _traced(batch, module, found.name)
             _add(rows[place].compiled, found.kind, found.axes, size * found.count)
     return rows
+
+
+@contextlib.contextmanager
+def _uncombined() -> Iterator[None]:
+    """Without the passes that combine collectives of several cases (on GPU into one buffer without names)."""
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{before or ''} --xla_disable_hlo_passes={COMBINERS}".strip()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["XLA_FLAGS"]
+        else:
+            os.environ["XLA_FLAGS"] = before
 
 
 def _traced(batch: Batch, module: Module, name: str) -> int:

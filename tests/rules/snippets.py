@@ -21,8 +21,10 @@ WITHOUT: dict[str, str] = {}
 """Kinds with a rule and without a case: why."""
 
 EVEN = (8, 16, 24, 32, 40, 64)
-UNEVEN = (12, 20, 50, 99, 103, 127)
+UNEVEN = (12, 20, 50, 99, 103, 127, 199)
 SMALL = (2, 3, 4, 5, 6)
+UNEVEN_SEEDS = 1000
+"""Seeds from here on draw half of their extents from `UNEVEN`."""
 MAX_ELEMENTS = 1 << 16
 
 
@@ -79,6 +81,7 @@ class Draw:
         """The draw of case (`kind`, `seed`)."""
         self.kind = kind
         self.rng = random.Random(f"{kind}:{seed}")
+        self.uneven = 0.5 if seed >= UNEVEN_SEEDS else 0.15
         self.scale = scale
 
     def chance(self, part: float) -> bool:
@@ -89,9 +92,10 @@ class Draw:
         """One of several."""
         return self.rng.choice(options)
 
-    def dim(self, uneven: float = 0.15, small: float = 0.1) -> int:
+    def dim(self, uneven: float | None = None, small: float = 0.1) -> int:
         """An extent: mostly one that 8 divides."""
         where = self.rng.random()
+        uneven = self.uneven if uneven is None else max(uneven, self.uneven - 0.15)
         if where < small:
             return self.rng.choice(SMALL)
         if where < small + uneven:

@@ -110,3 +110,22 @@ def test_a_sum_that_the_program_returns_as_it_is_cannot_be_scattered():
     found = formulate(graph_of(jnp.matmul, array, array), Mesh((2, 4)), load_device("cpu"))
     kinds = {each.kind for row in found.strategies[0].collectives for each in row}
     assert kinds == {"all-reduce"}
+
+
+def test_an_uneven_result_costs_its_gather():
+    import jax.numpy as jnp
+
+    wide, narrow = (jax.ShapeDtypeStruct((64, size), jnp.float32) for size in (4096, 4095))
+    device = load_device("h100")
+    even, uneven = (
+        formulate(graph_of(lambda x, w: x @ w, jax.ShapeDtypeStruct((8, 64), jnp.float32), one), Mesh((8,)), device)
+        for one in (wide, narrow)
+    )
+
+    def cost(found: Formulation) -> float:
+        (columns,) = [
+            s for s in range(len(found.strategies[0])) if found.strategies[0].outputs[0][s] == ((), ("data",))
+        ]
+        return float(found.problem.node_costs[2][columns])
+
+    assert cost(uneven) > 1.5 * cost(even)
