@@ -139,9 +139,7 @@ def attention(rng: random.Random) -> Drawn:
 def layer_norm(rng: random.Random) -> Drawn:
     shape = sizes(rng, 3)
     width = shape[-1:]
-    return Drawn(
-        lambda x, w, b: functional.layer_norm(x, width, w, b), (Input(shape), Input(width), Input(width))
-    )
+    return Drawn(lambda x, w, b: functional.layer_norm(x, width, w, b), (Input(shape), Input(width), Input(width)))
 
 
 @torch_case("rms_norm")
