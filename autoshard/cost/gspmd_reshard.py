@@ -58,6 +58,25 @@ class Emitted:
 
 
 @dataclass(frozen=True, eq=False)
+class Cut:
+    """A slice that every device takes of its part.
+
+    Attributes:
+        factors: into how many slices each dim of a part is cut.
+        places: (devices, dims): which of them each device takes.
+    """
+
+    factors: Shape
+    places: Devices
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every device takes the same slice."""
+        return isinstance(other, Cut) and self.factors == other.factors and bool((self.places == other.places).all())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
 class Part:
     """A partitioned value: `PartitionedHlo`.
 
@@ -68,6 +87,7 @@ class Part:
         world: devices, one row per group.
         emitted: what was emitted so far.
         whole: whether something was gathered entirely for want of a better way.
+        cut: the slice that it began with, before anything was communicated.
     """
 
     base: Shape
@@ -76,6 +96,17 @@ class Part:
     world: Devices
     emitted: tuple[Emitted, ...] = ()
     whole: bool = False
+    cut: Cut | None = None
+
+    def sliced(self, after: Tiles) -> Part:
+        """After every device took its slice."""
+        cut = self.cut
+        if cut is None and not self.emitted:
+            factors = tuple(many // few for many, few in zip(after.data, self.sharding.data, strict=True))
+            places = np.empty((self.world.size, len(factors)), dtype=np.int64)
+            places[self.world] = _places(after) % np.array(factors)
+            cut = Cut(factors, places)
+        return replace(self, sharding=after, shape=_local(self.base, after), cut=cut)
 
     def with_(self, kind: CollectiveKind, groups: Devices, elements: int) -> Part:
         """After one more collective, whose groups number the devices within each group."""
@@ -102,6 +133,20 @@ def reshard_tiles(shape: Shape, source: Tiles, target: Tiles, target_kind: Targe
     part = Part(shape, _local(shape, source), source, np.arange(devices, dtype=np.int64)[None, :])
     done = _Partitioner(target_kind).reshard(part, target)
     return Resharding(done.emitted, done.whole)
+
+
+def first_cut(shape: Shape, source: Tiles, target: Tiles, target_kind: Target) -> Cut | None:
+    """The slice that every device takes of its part before anything is communicated, on the way to `target`."""
+    devices = source.devices.size
+    part = Part(shape, _local(shape, source), source, np.arange(devices, dtype=np.int64)[None, :])
+    return _Partitioner(target_kind).reshard(part, target).cut
+
+
+def _places(sharding: Tiles) -> Devices:
+    """Per device the tile that it holds, as a place in each dim."""
+    found = np.empty((sharding.devices.size, sharding.rank), dtype=np.int64)
+    found[sharding.devices.reshape(-1)] = np.indices(sharding.dims).reshape(len(sharding.dims), -1)[: sharding.rank].T
+    return found
 
 
 def _local(base: Shape, sharding: Tiles) -> Shape:
@@ -136,7 +181,7 @@ class _Partitioner:
             if done is not None:
                 return done
         if source.replicated:
-            return replace(part, sharding=target, shape=_local(part.base, target))
+            return part.sliced(target)
         if target.replicated:
             return self._replicate(part, target)
         done = self._complex(part, target)
@@ -229,7 +274,7 @@ class _Partitioner:
         for i, (few, many) in enumerate(zip(part.sharding.data, compatible.data, strict=True)):
             if many > few:  # a part of the finer split must lie within one of the coarser
                 part = self._shift(part, i, max(part.shape[i], _up(part.base[i], many) // few))
-        sliced = replace(part, sharding=compatible, shape=_local(part.base, compatible))
+        sliced = part.sliced(compatible)
         return self._permute(sliced, target) if _permutable(compatible, target) else sliced
 
     def _gather_to_replicated(self, part: Part, target: Tiles) -> Part | None:

@@ -10,20 +10,25 @@ A value resharded twice to the same sharding is resharded once: the partitioner 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autoshard.cost import spmd_shape
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
+from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
 from autoshard.cost.spmd_conv import ConvolutionPartitioner
 from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
+from autoshard.cost.spmd_dot import Move as Resharded
 from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
+from autoshard.cost.spmd_scatter import Cuts
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Copy, Shardings
@@ -31,7 +36,7 @@ from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import Transfers, bytes_of
 
 Shape = tuple[int, ...]
-MoveKey = tuple[Hashable, Hashable, Tiling]
+MoveKey = tuple[Any, Tiling | None, Tiling]
 """Names what a move makes of a value; the last part is how that is split."""
 
 _MOVES = frozenset({"reshape", "transpose", "convert"})
@@ -102,7 +107,7 @@ class Emission:
     """The collectives of one op, before it is known which of its reshards were made earlier.
 
     Attributes:
-        moves: (operand, key within the cache, collectives of the reshard).
+        moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
         own: the op's own collectives.
     """
 
@@ -124,7 +129,9 @@ class Partitioner:
         self.transfers = Transfers(graph, self.subaxes)
         self.resharder = Resharder(self.subaxes, target)
         self.free = free_ops(graph)
+        self.cuts = Cuts(self.subaxes, target)
         self.memo: dict[Hashable, Emission] = {}
+        self.emissions: list[Emission] = []
         self.made: set[Hashable] = set()
         self.collectives: list[Collective] = []
         self.results = frozenset(graph.outputs)
@@ -138,7 +145,7 @@ class Partitioner:
 
     def run(self) -> Partitioned:
         """Partition every op, in program order."""
-        runs = []
+        runs: list[OpRun] = []
         copied: dict[Value, list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
             copied.setdefault(copy.value, []).append(number)
@@ -212,7 +219,7 @@ class Partitioner:
             runs[op.id] = replace(runs[op.id], collectives=(replace(left[1], op=op.id),))
 
     def _scatter_later(self, runs: list[OpRun]) -> None:
-        """An all-reduce whose every reader goes on with a slice is a reduce-scatter too (see `sums`)."""
+        """An all-reduce whose every reader goes on with a slice is a reduce-scatter too (see `spmd_scatter`)."""
         readers: dict[Value, list[tuple[Op, int]]] = {}
         sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
         moves = {op.id for op in self.graph.ops if op.kind in _MOVES or len(unscaled(self.graph, Value(op.id))) > 1}
@@ -220,40 +227,48 @@ class Partitioner:
             for place, value in enumerate(op.operands):
                 if sums[value.op] or value.op in moves:
                     readers.setdefault(value, []).append((op, place))
-        results = set(self.graph.outputs)
         copies: dict[tuple[Value, int | None], list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
             copies.setdefault((copy.value, copy.source), []).append(number)
 
-        def kept(value: Value, at: int | None = None, depth: int = 8) -> frozenset[int]:
-            """Axes that all readers of the value, or of its copy number `at`, slice along."""
+        def cuts(value: Value, at: int | None = None, depth: int = 8) -> list[Cut | None]:
+            """What each reader of the value, or of its copy number `at`, first takes of it."""
             made = self.shardings.made[value] if at is None else self.shardings.copied[at]
-            found: list[frozenset[int]] = []
+            shape = self.graph.type_of(value).shape
+            found: list[Cut | None] = []
             for number in copies.get((value, at), ()):
                 target = self.shardings.copied[number]
                 again = made == target and not self.shardings.copies[number].result and depth
-                found.append(kept(value, number, depth - 1) if again else self.gained(made, target))
+                found.extend(cuts(value, number, depth - 1) if again else [self.cuts.cut(shape, made, target)])
             returned = any(self.shardings.copies[n].result for n in copies.get((value, at), ()))
-            if value in results and self.shardings.pins.get(value) == at and not returned:
-                return frozenset()
+            if value in self.results and self.shardings.pins.get(value) == at and not returned:
+                found.append(None)
             for op, place in readers.get(value, ()):
                 if self.shardings.copy_read(op.id, value) != at:
                     continue
-                gained = self.gained(made, runs[op.id].reads[place])
-                if not gained and op.id in moves and depth and made == runs[op.id].reads[place]:
-                    gained = kept(Value(op.id), None, depth - 1)
-                found.append(gained)
-            return frozenset.intersection(*found) if found else frozenset()
+                move = next((move for move in self.emissions[op.id].moves if move[0] == place), None)
+                if move is not None:
+                    outer, source, end = move[1]
+                    # A halo exchange has no source.
+                    found.append(None if source is None else self.cuts.cut(shape, source, end, outer))
+                elif op.id in moves and depth and made == runs[op.id].reads[place]:
+                    found.extend(cuts(Value(op.id), None, depth - 1))
+                else:
+                    found.append(None)
+            return found
 
         for op in self.graph.ops:
             if not sums[op.id] or len(op.results) != 1:
                 continue
             *first, last = runs[op.id].collectives
-            axes = {axis for name in last.axes for axis in self.subaxes.of_axis.get(name, ())}
-            part = kept(Value(op.id))
-            if axes and (axes <= part if self.target == "cpu" else axes == part and self._scatters(last.axes)):
-                scattered = replace(last, kind="reduce-scatter")
-                runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
+            axes = tuple(axis for name in last.axes for axis in self.subaxes.of_axis.get(name, ()))
+            taken = cuts(Value(op.id)) if axes and self._scatters(last.axes) else []
+            if not taken or not all(self.cuts.scatters(axes, cut) for cut in taken):
+                continue
+            if self.target != "cpu" and any(cut != taken[0] for cut in taken):
+                continue
+            scattered = replace(last, kind="reduce-scatter")
+            runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
 
     def _copy(self, op: Op, number: int) -> Move | None:
         copy = self.shardings.copies[number]
@@ -305,6 +320,7 @@ class Partitioner:
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
+        self.emissions.append(emission)
         collectives: list[Collective] = []
         moves: list[Move] = []
         for place, move, steps in emission.moves:
@@ -411,20 +427,6 @@ class Partitioner:
         whole = math.prod(shape)
         return math.prod(self.subaxes.shard(shape, tiling)) / whole if whole else 1.0
 
-    def gained(self, before: Tiling, after: Tiling) -> frozenset[int]:
-        """The axes that every device first slices along to get from `before` to `after`; none where it does not."""
-        pairs = list(zip(before, after, strict=True))
-        if all(new[: len(old)] == old for old, new in pairs):
-            return frozenset(axis for old, new in pairs for axis in new[len(old) :])
-        # Slices along all idle axes, and a permute behind them.
-        ways = self.subaxes.ways
-        used = {axis for dim in before for axis in dim}
-        idle = tuple(axis for axis in range(len(self.subaxes.sizes)) if axis not in used)
-        finer = all(ways(new) % ways(old) == 0 for old, new in pairs)
-        if finer and self.subaxes.tiles(after) == self.subaxes.tiles(before) * ways(idle):
-            return frozenset(idle)
-        return frozenset()
-
     @staticmethod
     def nothing(shape: Shape) -> Tiling:
         """The tiling that splits no dim of `shape`."""
@@ -461,13 +463,19 @@ class Partitioner:
         )
         moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
         own: list[Step] = []
-        for step in plan.steps:
+        for step, then in itertools.zip_longest(plan.steps, plan.steps[1:]):
             if isinstance(step, Halo):
                 kind = lhs if step.place == 0 else rhs
                 steps = tuple(self.permutes(step.moved, step.tiling, kind.dtype))
                 moves.append((step.place, (step.key, None, step.tiling), steps))
             elif isinstance(step, Sum):
-                own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), step.kept))
+                cut = None
+                if any(step.kept):
+                    parts = tuple(self.subaxes.ways(dim) for dim in step.kept)
+                    cut = self.cuts.cut(parts, self.nothing(parts), step.kept, step.outer)
+                elif isinstance(then, Resharded) and then.place == 2:
+                    cut = self.cuts.cut(then.shape, then.source, then.target, then.outer)
+                own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), cut))
             elif step.place == 2:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
             else:
@@ -480,18 +488,18 @@ class Partitioner:
         whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
 
-    def sums(self, axes: tuple[tuple[int, ...], ...], size: int, kept: Collection[int]) -> list[Step]:
-        """All-reduces of `size` bytes of partial results, each device going on with the part that `kept` names.
+    def sums(self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None) -> list[Step]:
+        """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.
 
-        TPU and GPU fold those along several dims into one. An all-reduce of which every device of a group keeps a part
-        of its own is a reduce-scatter: on TPU and GPU in fact, on CPU by the rule that compiled programs are read by.
+        TPU and GPU fold those along several dims into one. Which are reduce-scatters says `spmd_scatter`.
         """
         if not axes:
             return []
+        ordered = len(axes) == 1
         if self.target != "cpu":
             axes = (tuple(axis for dim in axes for axis in dim),)
         *first, last = axes
-        scatter = set(last) <= set(kept) if self.target == "cpu" else len(set(kept)) > 0 and set(last) == set(kept)
+        scatter = self.cuts.scatters(last, cut, ordered)
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
         names = self.resharder.names(last)
         steps.append(("reduce-scatter" if scatter and self._scatters(names) else "all-reduce", names, size))
@@ -517,14 +525,13 @@ class Partitioner:
         for number, result in enumerate(results):
             dtype = op.results[number].dtype
             elements = math.prod(self.subaxes.shard(kept, made_as))
-            gained = self.gained(made_as, result)
             if count > 1 and partial:
                 for axes in partial:
                     own.append(
                         ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
                     )
             else:
-                own.extend(self.sums(partial[::-1], elements * bytes_of(dtype), gained))
+                own.extend(self.sums(partial[::-1], elements * bytes_of(dtype), self.cuts.cut(kept, made_as, result)))
             if made_as != result:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)

@@ -162,7 +162,7 @@ class ConvolutionPartitioner(DotPartitioner):
         rhs = self._moved(rhs, rhs_tiling, outer)
         self._halos(lhs, done[1], ("kernel", outer, lhs_tiling, rhs.shape, rhs_tiling))
         made = self._make_local(lhs, rhs, create, self.out)
-        self._sum((devices,), made, tuple(axis for dim in out for axis in dim))
+        self._sum((devices,), made, out, outer)
         return self._sliced(shape, out)
 
     def _kernel_halos(self, i: int, size: int, taps: int, count: int, shards: int) -> Exchange | None:

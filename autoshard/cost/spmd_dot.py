@@ -35,14 +35,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce of `elements` elements over `axes`, of which each device goes on with the part that `kept` names.
+    """An all-reduce of `elements` elements over `axes`, within each group `outer`.
 
-    `axes` has one entry per all-reduce that XLA writes, in its order: it reduces along one dim at a time.
+    `axes` has one entry per all-reduce that XLA writes, in its order: it reduces along one dim at a time. `kept`: per
+    dim of the result, the axes along which each device then goes on with a slice.
     """
 
     axes: tuple[Dim, ...]
     elements: int
-    kept: Dim = ()
+    kept: tuple[Dim, ...] = ()
+    outer: Dim = ()
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class DotPartitioner:
                 rhs = self._moved(rhs, self._lhs_as_rhs(lhs, rhs), outer)
             made = self._make(lhs, rhs, create)
             axes = tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]])
-            self._sum(axes, made, _flat(out))
+            self._sum(axes, made, out, outer)
             return self._sliced(shape, out)
         if lhs_free == out_left == count and self._operand_as_out(0, lhs, len(out)) == out:
             return self._make(lhs, self._moved(rhs, _nothing(rhs), outer), create)
@@ -203,7 +205,7 @@ class DotPartitioner:
         else:
             return None
         made = self._make(lhs, rhs, create)
-        self._sum(tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]]), made, ())
+        self._sum(tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]]), made)
         return made
 
     def _group_batch(
@@ -448,15 +450,15 @@ class DotPartitioner:
         def reduced(left: Shape, right: Shape) -> Shape:
             made = create(left, right)
             if not slices:
-                self._sum(tuple(reversed(per_dim)), made, _sliced_along(made_as, out))
+                self._sum(tuple(reversed(per_dim)), made)
                 return made
-            kept = tuple(axis for dim in slices for axis in made_as[dim])
-            self._sum(tuple(made_as[dim] for dim in reversed(slices)), made, kept)
+            kept = tuple(axes if dim in slices else () for dim, axes in enumerate(made_as))
+            self._sum(tuple(made_as[dim] for dim in reversed(slices)), made, kept, outer)
             made = tuple(
                 -(-size // self.subaxes.ways(made_as[dim])) if dim in slices else size for dim, size in enumerate(made)
             )
             if rest:
-                self._sum((rest,), made, ())
+                self._sum((rest,), made)
             return made
 
         made = self._dot(
@@ -525,8 +527,8 @@ class DotPartitioner:
         self.result.macs += macs * math.prod(out)
         return tuple(out)
 
-    def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: Dim) -> None:
-        self.result.steps.append(Sum(axes, math.prod(made), kept))
+    def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: tuple[Dim, ...] = (), outer: Dim = ()) -> None:
+        self.result.steps.append(Sum(axes, math.prod(made), kept, outer))
 
     def _moved(self, side: Side, want: Tiling, outer: Dim) -> Side:
         if want != side.tiling:
@@ -660,13 +662,6 @@ class DotPartitioner:
 
 def _flat(tiling: Tiling) -> Dim:
     return tuple(axis for dim in tiling for axis in dim)
-
-
-def _sliced_along(before: Tiling, after: Tiling) -> Dim:
-    """The axes that a device slices along to get from `before` to `after`; none where that takes more than slices."""
-    if any(new[: len(old)] != old for old, new in zip(before, after, strict=True)):
-        return ()
-    return tuple(axis for old, new in zip(before, after, strict=True) for axis in new[len(old) :])
 
 
 def _without(axes: Dim, gone: Dim) -> Dim:

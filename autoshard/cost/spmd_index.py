@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Dim = tuple[int, ...]
 Shape = tuple[int, ...]
-Move = tuple[int, tuple[tuple[int, ...], Tiling, Tiling], tuple[Step, ...]]
+Move = tuple[int, tuple[Dim, Tiling, Tiling], tuple[Step, ...]]
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,8 @@ class IndexPartitioner:
         size = self._bytes(target.shape, made_as, target.dtype)
         if sums:
             final = window.tiling if self.is_gather else self.result if not outer else made_as
-            outcome.own.extend(self.owner.sums(sums[::-1], size, self.owner.gained(made_as, final)))
+            cut = self.owner.cuts.cut(target.shape, made_as, final, outer)
+            outcome.own.extend(self.owner.sums(sums[::-1], size, cut))
             outcome.memory += size
         if self.is_gather and made_as != window.tiling:
             outcome.own.extend(self.resharder.reshard(window.shape, window.dtype, made_as, window.tiling, outer))
