@@ -1,0 +1,134 @@
+"""Which all-reduces are reduce-scatters: on paper, and held against compilers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.capture.program import AtenOp, TensorType
+from autoshard.cost.spmd import partition
+from autoshard.cost.spmd_scatter import Cuts
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import propagate
+from autoshard.graph.tiling import Subaxes
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, Spec
+from autoshard.verify.collectives import compiled_collectives, normalise
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import TargetError, parse_target
+from tests.graph.helpers import graph_from_text
+
+MESH = Mesh((2, 4), ("data", "model"))
+SUBAXES = Subaxes(MESH)
+DATA, MODEL = SUBAXES.of_axis["data"], SUBAXES.of_axis["model"]
+WHOLE: Spec = ((), ())
+
+
+def scatters(axes, source, target, family):
+    cuts = Cuts(SUBAXES, family)
+    return cuts.scatters(axes, cuts.cut((64, 64), source, target))
+
+
+def test_a_sum_that_is_then_split_along_its_axes_is_scattered():
+    for family in ("cpu", "gpu", "tpu"):
+        assert scatters(MODEL, ((), ()), (MODEL, ()), family)
+        assert scatters((*DATA, *MODEL), ((), ()), ((*DATA, *MODEL), ()), family)
+        assert not scatters(DATA, ((), ()), (MODEL, ()), family)
+
+
+def test_only_the_cpu_counts_a_sum_that_is_split_along_two_dims_or_finer_or_in_another_order():
+    both = (*DATA, *MODEL)
+    for axes, after in ((both, (DATA, MODEL)), (DATA, (both, ())), (both, ((*MODEL, *DATA), ()))):
+        assert scatters(axes, ((), ()), after, "cpu")
+        assert not scatters(axes, ((), ()), after, "gpu")
+
+
+def test_a_slice_in_front_of_an_all_to_all_counts():
+    # Rows split along data move to columns: the idle axis is sliced along first.
+    assert scatters(MODEL, (DATA, ()), ((), (*DATA, *MODEL)), "gpu")
+
+
+tilings = st.permutations([*DATA, *MODEL]).flatmap(
+    lambda axes: st.integers(0, len(axes)).flatmap(
+        lambda n: st.integers(0, n).map(lambda m: (tuple(axes[:m]), tuple(axes[m:n])))
+    )
+)
+
+
+@given(tilings, tilings, st.sampled_from([DATA, MODEL, (*DATA, *MODEL)]))
+def test_what_a_gpu_scatters_the_cpu_counts_too(source, target, axes):
+    if scatters(axes, source, target, "gpu"):
+        assert scatters(axes, source, target, "cpu")
+
+
+# --- held against compilers ---------------------------------------------------------------------------------------
+
+TARGETS: list[Spec] = [
+    (("model",), ()),
+    ((), ("model",)),
+    (("model", "data"), ()),
+    (("data",), ("model",)),
+    ((), ("data", "model")),
+    (("data", "model"), ()),
+    (("data",), ()),
+]
+SOURCES: list[Spec] = [WHOLE, (("data",), ())]
+
+
+def products() -> Graph:
+    """One product per (source, target), each of its own arguments, followed by an exponential."""
+    count = len(TARGETS) * len(SOURCES)
+    kind = "tensor<64x64xf32>"
+    arguments = ", ".join(f"%a{i}: {kind}, %b{i}: {kind}" for i in range(count))
+    lines = []
+    for i in range(count):
+        lines.append(
+            f"%r{2 * i} = stablehlo.dot_general %a{i}, %b{i}, contracting_dims = [1] x [0] : "
+            f'({kind}, {kind}) -> {kind} loc("op{2 * i}")'
+        )
+        lines.append(marked(f"%m{2 * i}", 2 * i))
+        lines.append(f'%r{2 * i + 1} = stablehlo.exponential %m{2 * i} : {kind} loc("op{2 * i + 1}")')
+        lines.append(marked(f"%m{2 * i + 1}", 2 * i + 1))
+    results = ", ".join(f"%m{2 * i + 1}" for i in range(count))
+    kinds = ", ".join([kind] * count)
+    text = f"module {{ func.func public @main({arguments}) -> ({kinds}) {{\n" + "\n".join(lines)
+    text += f"\nreturn {results} : {kinds} }} }}"
+    ops = [AtenOp(k, ("mm", "exp")[k % 2], "", "forward", (TensorType((64, 64), "f32"),)) for k in range(2 * count)]
+    return graph_from_text(text, ops=ops)
+
+
+def marked(name: str, k: int) -> str:
+    call = f'stablehlo.custom_call @Sharding(%r{k}) {{mhlo.sharding = "{{replicated}}"}}'
+    return f'{name} = {call} : (tensor<64x64xf32>) -> tensor<64x64xf32> loc("op{k}.out0")'
+
+
+@pytest.mark.parametrize(("family", "target"), [("cpu", "cpu:8"), ("gpu", "h100:8")])
+def test_sums_that_are_split_further_compile_to_what_is_predicted(family, target):
+    try:
+        parse_target(target, 8).packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    graph = products()
+    pins = {}
+    for i, (source, after) in enumerate(itertools.product(SOURCES, TARGETS)):
+        pins[Value(graph.arguments[2 * i])] = (source[0], ("model",))
+        pins[Value(graph.arguments[2 * i + 1])] = (("model",), ())
+        pins[graph.aten_outputs[2 * i, 0]] = source
+        pins[graph.aten_outputs[2 * i + 1, 0]] = after
+    wanted = Annotations(
+        pins,
+        {
+            (graph.aten_outputs[2 * i, 0], 2 * i + 1): pins[graph.aten_outputs[2 * i + 1, 0]]
+            for i in range(len(SOURCES) * len(TARGETS))
+        },
+    )
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
+    found = normalise(compiled_collectives(compiled.hlo_text, MESH, family))
+    said = {}
+    for one in partition(graph, propagate(graph, wanted, MESH), family).collectives:
+        said[one.kind, one.axes] = said.get((one.kind, one.axes), 0) + one.bytes * one.count
+    assert said == found
