@@ -33,6 +33,11 @@ class CpuFusion(Fusion):
         """Sums read what is in memory; loops take loops in."""
         return super().absorbs(step) and step.kind != "reduce"
 
+    def takes(self, reader: int, number: int) -> bool:
+        """Library kernels take broadcasts in."""
+        clustered = self.steps[number].kind == "broadcast_in_dim" and self._joins(reader)
+        return super().takes(reader, number) or (clustered and self.steps[reader].kind != "dot_general")
+
     def cluster(self) -> None:
         """Grow a library kernel around every sum, from the last to the first."""
         taken: set[int] = set()
@@ -115,13 +120,13 @@ class CpuBackend(Backend):
         return CpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """All independent all-reduces over the same devices are one."""
+        """All independent all-reduces of one dtype over the same devices are one."""
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]
             if kernel.kind != "all-reduce" or step.collective is None:
                 return None
-            return step.collective.axes
+            return step.collective.axes, program.arrays[step.writes[0]].dtype
 
         return combined(kernels, key, lambda kernel: 0, math.inf)
 

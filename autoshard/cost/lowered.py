@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, Partitioned
-from autoshard.graph.groups import free_ops
+from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.simplify import fold
@@ -35,6 +35,12 @@ MASKED = frozenset({"dot_general", "reduce"})
 
 UPDATES = frozenset({"scatter", "dynamic_update_slice"})
 """Kinds that write into their first operand."""
+
+
+REPEATABLE = ELEMENTWISE | {
+    "broadcast_in_dim", "transpose", "reduce", "slice", "concatenate", "pad", "gather", "dot_general", "convolution",
+}  # fmt: skip
+"""Kinds of which equal ones are computed once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,14 +97,24 @@ class Lowered:
     graph: Graph
 
 
-def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned) -> Lowered:
-    """The steps of one device for a partitioned program."""
-    return _Lowering(graph, shardings, partitioned).run()
+def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True) -> Lowered:
+    """The steps of one device for a partitioned program.
+
+    Args:
+        barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it. XLA's CPU
+            compiler removes barriers before it last looks for equal instructions, and so undoes recomputation.
+    """
+    return _Lowering(graph, shardings, partitioned, barriers).run()
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned) -> None:
+    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
         self.graph, self.shardings, self.partitioned = graph, shardings, partitioned
+        self.barriers = barriers
+        self.behind: dict[Value, int] = {}  # value -> the barrier that it has come through
+        self.numbers: dict[Hashable, tuple[int, ...]] = {}  # what a step computes -> the arrays that hold it
+        self.names: dict[Value, Hashable] = {}  # values without an array -> what they are
+        self.known: dict[Hashable, int] = {}
         self.arrays: list[Array] = []
         self.steps: list[Step] = []
         self.of: dict[Value, int | None] = {}  # value -> its array as made; None where it has none
@@ -118,7 +134,7 @@ class _Lowering:
                 for value in results:
                     self.of[value] = self._array(value, -1)
             elif op.id in self.free or all(value in self.folded.splat for value in results):
-                self.of.update((value, None) for value in results)
+                self._name(op, results)
             else:
                 self._op(op.id, results)
             for value in results:
@@ -164,23 +180,61 @@ class _Lowering:
         place = op.operands.index(same) if same in op.operands else None
         if not own and (op.kind in VIEWS or place is not None):
             for i, value in enumerate(results):
-                self.of[value] = self._view(value, reads[i if place is None else place], number)
+                source = i if place is None else place
+                self.of[value] = self._view(value, reads[source], number)
+                if op.kind == "optimization_barrier" and self.barriers:
+                    self.behind[value] = number
+                elif op.operands[source] in self.behind:
+                    self.behind[value] = self.behind[op.operands[source]]
             return
         if op.kind in UPDATES and reads[0] is None:
             reads[0] = self._filled(op.operands[0], results[0], number)
-        known = [array for array in reads if array is not None]
+        made = self._made(op, reads, results, own)
+        for value, array in zip(results, made, strict=True):
+            self.of[value] = array
+        if own:
+            self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _made(
+        self, op: Op, reads: Sequence[int | None], results: Sequence[Value], own: Sequence[Collective]
+    ) -> tuple[int, ...]:
+        """The arrays of an op's results, before its own collectives; equal steps are one."""
+        tilings = tuple(self.shardings.made[value] for value in results)
+        key: Hashable = None
+        if op.kind in REPEATABLE:
+            named = tuple(
+                self.names.get(value) if array is None else (array, self.behind.get(value))
+                for value, array in zip(op.operands, reads, strict=True)
+            )
+            key = (op.kind, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
+            if key in self.numbers:
+                return self.numbers[key]
         made = []
         for i, value in enumerate(results):
             array = self._array(value, -1)
             if i == 0 and own:
                 self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
             made.append(array)
-        flops = op_flops(op, self.graph) * run.share if op.kind in CONTRACTIONS else 0.0
-        self._step(op.kind, number, known, made, flops)
-        for value, array in zip(results, made, strict=True):
-            self.of[value] = array
-        if own:
-            self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+        share = self.partitioned.runs[op.id].share
+        flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS else 0.0
+        self._step(op.kind, op.id, [array for array in reads if array is not None], made, flops)
+        if op.kind in REPEATABLE:
+            self.numbers[key] = tuple(made)
+        return tuple(made)
+
+    def _name(self, op: Op, results: Sequence[Value]) -> None:
+        """What values that need no array are: a number, or an op on such values."""
+        for i, value in enumerate(results):
+            self.of[value] = None
+            if value in self.folded.splat:
+                self.names[value] = ("splat", repr(self.folded.splat[value]), op.results[i])
+            elif op.operands:
+                named = tuple(self.names.get(operand, operand) for operand in op.operands)
+                self.names[value] = self.known.setdefault(
+                    (op.kind, tuple(op.attrs.items()), named, op.results, i), len(self.known)
+                )
+            else:
+                self.names[value] = (op.kind, tuple(op.attrs.items()), op.results, i if op.attrs else value)
 
     def _filled(self, value: Value, result: Value, op: int) -> int:
         """The array that is updated in place where it follows from constants: it is written first."""

@@ -89,7 +89,7 @@ def predict(
     compute_s, communication_s = sum(compute), sum(times)
     step = compute_s + communication_s
     peak = mesh.size * device.peak_flops(_main_dtype(graph, flops))
-    compiled = backend_of(device).compile(lower(graph, shardings, partitioned))
+    compiled = backend_of(device).compile(lower(graph, shardings, partitioned, barriers=device.target != "cpu"))
     return Prediction(
         step_time_s=step,
         compute_s=compute_s,
