@@ -84,7 +84,7 @@ class Backend:
         """In which order the kernels run."""
         return breadth_first(deps)
 
-    def lay_out(self, kernels: Sequence[Kernel], live: Liveness) -> int | None:
+    def lay_out(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> int | None:
         """Bytes of device memory for the temporaries of kernels in their order; None: the most that is live at once."""
         return None
 
@@ -111,7 +111,7 @@ class Backend:
             if array.returned and not array.donated and array.maker >= 0
         )
         ordered = tuple(kernels[number] for number in order)
-        return Compiled(program, ordered, live, arguments, outputs, self.lay_out(ordered, live))
+        return Compiled(program, ordered, live, arguments, outputs, self.lay_out(ordered, program, live))
 
 
 def backend_of(device: Device) -> Backend:

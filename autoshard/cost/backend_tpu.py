@@ -14,9 +14,10 @@ from collections.abc import Hashable, Sequence
 from autoshard.cost.backend import Backend
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.lowered import SLICE, Array, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.schedule import Dependencies, Liveness, combined, greedy
+from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
+from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
 from autoshard.graph.groups import ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
@@ -26,12 +27,20 @@ COPIES_BYTES = 80 * 2**14
 """Bookkeeping of asynchronous copies: up to 40 each way are under way (libtpu's `xla_msa_max_outstanding_prefetches`
 and `_evictions`), each with a block of 16 KiB."""
 
+IN_PLACE = frozenset({"scatter", "dynamic_update_slice"})
+"""Kinds that write into their first operand's buffer."""
+
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
 """Kinds that pass their operands' elements on."""
 
 
 class TpuFusion(Fusion):
     """Products with what is elementwise around them, loops into everything."""
+
+    def __init__(self, program: Lowered) -> None:
+        """For one device's program."""
+        super().__init__(program)
+        self.ends: set[int] = set()  # roots of products' kernels
 
     def cluster(self) -> None:
         """A product's kernel goes on as long as one elementwise step alone reads what it made."""
@@ -44,6 +53,10 @@ class TpuFusion(Fusion):
                 last = following
             for member in members:
                 self.root[member] = last
+            self.ends.add(last)
+
+    def _kept(self, number: int, step: Step, array: int) -> bool:
+        return number in self.ends or super()._kept(number, step, array)
 
     def _following(self, number: int) -> int | None:
         made = self.arrays[self.steps[number].writes[0]]
@@ -109,6 +122,10 @@ class TpuBackend(Backend):
         size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
 
+    def rewrite(self, program: Lowered) -> Lowered:
+        """See `autoshard.cost.rewrite_tpu`."""
+        return gathered_again(scattered_onto(program))
+
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
         return TpuFusion(program)
@@ -122,14 +139,30 @@ class TpuBackend(Backend):
                 return None
             return step.collective.axes, program.arrays[step.writes[0]].dtype
 
+        for kernel in kernels:
+            if kernel.kind in IN_PLACE:
+                kernel.shares = True
+
         def size(kernel: Kernel) -> int:
             return sum(program.arrays[array].bytes for array in kernel.writes)
 
         return combined(kernels, key, size, THRESHOLD)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """What frees most first."""
-        return greedy(kernels, deps, program.arrays)
+        """What frees most first; what needs nothing but arguments right before what reads it."""
+        late = {number for number, makers in enumerate(deps.makers) if not makers and deps.users[number]}
+        now = [number for number in range(len(kernels)) if number not in late]
+        rest = [kernels[number] for number in now]
+        order: list[int] = []
+        done: set[int] = set()
+        for place in greedy(rest, dependencies(rest), program.arrays):
+            number = now[place]
+            for maker in deps.makers[number]:
+                if maker in late and maker not in done:
+                    done.add(maker)
+                    order.append(maker)
+            order.append(number)
+        return order
 
     def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
         """What products alone read is kept in the dtype that they run in."""
@@ -140,16 +173,33 @@ class TpuBackend(Backend):
                     found = program.arrays[array]
                     found.dtype, found.bytes = "bf16", found.bytes // 2
 
-    def lay_out(self, kernels: Sequence[Kernel], live: Liveness) -> int:
+    def lay_out(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> int:
         """What finds no room on chip, as a heap."""
         uses = {array: [start] for array, (start, _) in live.spans.items()}
+        gains = dict.fromkeys(uses, 0.0)
+        windows: list[Life] = []
         for position, kernel in enumerate(kernels):
-            for array in kernel.reads:
+            sizes = {array: self.buffer_bytes(program.arrays[array]) for array in (*kernel.reads, *kernel.writes)}
+            saved = self._bound_by_memory(kernel, sum(sizes.values()))
+            for array, size in sizes.items():
+                gain = min(size / self.device.memory_bandwidth, saved)
                 if array in uses:
-                    uses[array].append(position)
-        lives = [Life(live.sizes[array], tuple(at)) for array, at in uses.items()]
-        blocks = [(*lives[place].span, lives[place].bytes) for place in off_chip(lives, self.device.on_chip_bytes)]
-        return packed(blocks) + COPIES_BYTES
+                    gains[array] += gain
+                    if array in kernel.reads:
+                        uses[array].append(position)
+                elif array in kernel.reads:
+                    windows.append(Life(size, (max(position - 1, 0), position), gain))
+                else:
+                    windows.append(Life(size, (position, position + 1), gain))
+        lives = [Life(live.sizes[array], tuple(at), gains[array]) for array, at in uses.items()]
+        off = off_chip([*lives, *windows], self.device.on_chip_bytes)
+        return packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(lives)]) + COPIES_BYTES
+
+    def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
+        """Seconds that a kernel takes longer than its products do."""
+        if kernel.kind in COLLECTIVES:
+            return 0.0
+        return max(0.0, size / self.device.memory_bandwidth - kernel.flops / self.device.peak_flops("bf16"))
 
 
 class _Rounded:

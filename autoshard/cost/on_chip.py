@@ -1,8 +1,9 @@
 """Which temporaries a TPU keeps in its on-chip memory (VMEM), and where the others lie in device memory.
 
 XLA's memory space assignment (`xla/service/memory_space_assignment`) gives on-chip memory to what gains most from it:
-values are taken in order of uses ÷ √size. A value that fits for its whole life never has a buffer in device memory.
-Any other has one from its maker to its last reader, and is on chip between two uses where it fits.
+values are taken in order of seconds saved ÷ √size, so kernels that are bound by memory come first. A value that fits
+for its whole life never has a buffer in device memory. Any other has one from its maker to its last reader, and is on
+chip between two uses where it fits.
 
 Device memory is laid out in the order in which values are made, each in the tightest gap that holds it: gaps that are
 too small for what comes later make the whole larger than the most that is live at once.
@@ -19,10 +20,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One value: its bytes, and the positions at which it is made and then read, ascending."""
+    """One value: its bytes, the positions at which it is made and then read, ascending, and what it saves on chip."""
 
     bytes: int
     uses: tuple[int, ...]
+    gain: float = 1.0
 
     @property
     def span(self) -> tuple[int, int]:
@@ -43,7 +45,7 @@ def off_chip(lives: Sequence[Life], capacity: int) -> list[int]:
         return True
 
     found = []
-    for place in sorted(range(len(lives)), key=lambda i: (-len(lives[i].uses) / math.sqrt(max(lives[i].bytes, 1)), i)):
+    for place in sorted(range(len(lives)), key=lambda i: (-lives[i].gain / math.sqrt(max(lives[i].bytes, 1)), i)):
         life = lives[place]
         if not fits(*life.span, life.bytes):
             found.append(place)

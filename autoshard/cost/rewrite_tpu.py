@@ -1,0 +1,91 @@
+"""Rewrites of a device's program that XLA's TPU compiler does before it fuses.
+
+`gathered_again`: a TPU's partitioner gathers once per reader and then merges equal gathers, but only those that are
+near to each other (`ScheduleAwareCollectiveOpsCSE`): a weight that the forward pass gathered is gathered again for the
+backward pass. `scattered_onto`: zeros that are scattered into and then added to an array are never made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.cost.lowered import Lowered, Step
+from autoshard.cost.rewrite import Rewriter
+
+DISTANCE = 100
+"""Heights up to which equal gathers are merged (libtpu's `xla_tpu_spmd_threshold_for_allgather_cse`)."""
+
+
+def gathered_again(program: Lowered) -> Lowered:
+    """Equal gathers whose readers are far apart are made once per group of readers."""
+    heights = _heights(program)
+    again: dict[int, list[int]] = {}  # reader -> gathers that are made anew before it
+    for number, step in enumerate(program.steps):
+        if step.kind != "all-gather":
+            continue
+        readers = program.arrays[step.writes[0]].readers
+        lowest = heights[readers[0]] if readers else 0
+        for reader in readers[1:]:
+            if lowest > heights[reader] + 1 + DISTANCE:
+                again.setdefault(reader, []).append(number)
+                lowest = heights[reader]
+            lowest = min(lowest, heights[reader])
+    if not again:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        for gather in again.get(number, ()):
+            source = program.steps[gather]
+            made = rewriter.array(source.writes[0])
+            rewriter.emit(replace(source, writes=(made,)))
+            rewriter.instead[source.writes[0]] = made
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _heights(program: Lowered) -> list[int]:
+    """Distance of each step from the results, counted as that pass counts: every reader adds one."""
+    heights = [0] * len(program.steps)
+    for number in range(len(program.steps) - 1, -1, -1):
+        height = 0
+        for array in program.steps[number].writes:
+            for reader in program.arrays[array].readers:
+                height = max(height, heights[reader]) + 1
+        heights[number] = height
+    return heights
+
+
+def scattered_onto(program: Lowered) -> Lowered:
+    """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between."""
+    at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
+    gone: set[int] = set()
+    for number, step in enumerate(program.steps):
+        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) != 2:
+            continue
+        chain, end = [number], step.writes[0]
+        readers = program.arrays[end].readers
+        if len(readers) == 1 and program.steps[readers[0]].kind == "all-reduce":
+            chain.append(readers[0])
+            end = program.steps[readers[0]].writes[0]
+            readers = program.arrays[end].readers
+        if len(readers) != 1 or any(program.arrays[program.steps[one].writes[0]].returned for one in chain):
+            continue
+        total = program.steps[readers[0]]
+        others = [array for array in total.reads if array != end]
+        if total.kind != "add" or len(others) != 1 or readers[0] in at:
+            continue
+        steps = [program.steps[one] for one in chain]
+        steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads))
+        steps[-1] = replace(steps[-1], writes=total.writes)
+        at[readers[0]] = others[0], steps
+        gone.update(chain)
+    if not at:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number in at:
+            for one in at[number][1]:
+                rewriter.emit(one)
+        elif number not in gone:
+            rewriter.emit(step)
+    return rewriter.result()

@@ -1,0 +1,141 @@
+"""What lies in a TPU's on-chip memory, and how the rest is laid out, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.cost.backend_tpu import TpuBackend, tiled
+from autoshard.cost.device import load_device
+from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.on_chip import Life, off_chip, packed
+from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
+
+
+def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
+    lives = [Life(60, (0, 9)), Life(50, (1, 2)), Life(50, (3, 4))]
+    assert off_chip(lives, 110) == []
+    assert off_chip(lives, 100) == [0]  # the two short ones gain more per byte
+    assert off_chip(lives, 0) == [0, 1, 2]
+
+
+def test_what_saves_more_comes_first() -> None:
+    assert off_chip([Life(100, (0, 5), 1e-6), Life(100, (0, 2, 4, 5), 3e-6)], 100) == [0]
+
+
+def test_the_heap_fills_gaps_and_keeps_those_that_are_too_small() -> None:
+    assert packed([]) == 0
+    assert packed([(0, 1, 100), (2, 3, 100)]) == 100
+    assert packed([(0, 1, 100), (0, 9, 10), (2, 3, 60), (2, 3, 40)]) == 110
+    # 200 fits neither below nor above the 10 that stay: 100 + 10 + 200.
+    assert packed([(0, 1, 100), (0, 9, 10), (2, 3, 200)]) == 310
+
+
+blocks = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 100)), max_size=20)
+
+
+@given(blocks)
+def test_the_heap_holds_what_is_live_and_never_more_than_everything(parts: list[tuple[int, int, int]]) -> None:
+    found = [(min(a, b), max(a, b), size) for a, b, size in parts]
+    live = max((sum(size for a, b, size in found if a <= at <= b) for at in range(21)), default=0)
+    assert live <= packed(found) <= sum(size for _, _, size in found)
+
+
+@given(blocks, st.integers(0, 300))
+def test_more_on_chip_memory_is_never_over_filled(parts: list[tuple[int, int, int]], capacity: int) -> None:
+    lives = [Life(size, (min(a, b), max(a, b) + 1)) for a, b, size in parts]
+    off = set(off_chip(lives, capacity))
+    on = [life for place, life in enumerate(lives) if place not in off]
+    assert all(sum(li.bytes for li in on if li.uses[0] <= at <= li.uses[-1]) <= capacity for at in range(23))
+
+
+def step(steps: list[Step], arrays: list[Array], kind: str, reads: tuple[int, ...], size: int = 4096) -> int:
+    """Append a step that makes one array of `size` floats; the array's number."""
+    arrays.append(Array((size // 128, 128), "f32", 4 * size, len(steps)))
+    for array in reads:
+        arrays[array].readers.append(len(steps))
+    steps.append(Step(kind, 0, reads, (len(arrays) - 1,)))
+    return len(arrays) - 1
+
+
+def arguments(count: int) -> list[Array]:
+    return [Array((32, 128), "f32", 16384, -1) for _ in range(count)]
+
+
+def test_equal_gathers_far_apart_are_made_twice() -> None:
+    def program(between: int) -> Lowered:
+        steps: list[Step] = []
+        arrays = arguments(2)
+        whole = step(steps, arrays, "all-gather", (0,))
+        value = step(steps, arrays, "dot_general", (1, whole))
+        for _ in range(between):
+            value = step(steps, arrays, "tanh", (value,))
+        step(steps, arrays, "dot_general", (value, whole))
+        return Lowered(arrays, steps, [], None)  # type: ignore[arg-type]
+
+    def gathers(between: int) -> int:
+        return sum(one.kind == "all-gather" for one in gathered_again(program(between)).steps)
+
+    assert (gathers(50), gathers(150)) == (1, 2)
+    again = gathered_again(program(150))
+    assert again.steps[-1].reads[1] == again.steps[-2].writes[0]
+
+
+def test_a_sum_with_scattered_zeros_is_scattered_onto() -> None:
+    steps: list[Step] = []
+    arrays = arguments(3)
+    scattered = step(steps, arrays, "scatter", (0, 1))
+    summed = step(steps, arrays, "all-reduce", (scattered,))
+    product = step(steps, arrays, "dot_general", (2, 2))
+    total = step(steps, arrays, "add", (product, summed))
+    arrays[total].returned = True
+    found = scattered_onto(Lowered(arrays, steps, [], None))  # type: ignore[arg-type]
+    assert [one.kind for one in found.steps] == ["dot_general", "scatter", "all-reduce"]
+    assert found.steps[1].reads == (product, 0, 1)
+    assert found.steps[2].writes == (total,)
+
+
+def kept(steps: list[Step], arrays: list[Array]) -> dict[int, str]:
+    """Array -> dtype of what a TPU keeps in memory."""
+    backend = TpuBackend(load_device("tpu-v5e"))
+    program = Lowered([replace(array) for array in arrays], steps, [], None)  # type: ignore[arg-type]
+    kernels = backend.fusion(program).kernels()
+    backend.store(kernels, program)
+    return {array: program.arrays[array].dtype for kernel in kernels for array in kernel.writes}
+
+
+def test_elementwise_work_runs_in_its_readers_and_products_write_what_follows_them() -> None:
+    steps: list[Step] = []
+    arrays = arguments(3)
+    product = step(steps, arrays, "dot_general", (0, 1))
+    biased = step(steps, arrays, "add", (product, 2))  # read twice: kept
+    gelu = step(steps, arrays, "tanh", (biased,))
+    scaled = step(steps, arrays, "multiply", (gelu, biased))
+    down = step(steps, arrays, "dot_general", (scaled, 1))
+    weight = step(steps, arrays, "dot_general", (scaled, 0))
+    for array in (down, weight):
+        arrays[array].returned = True
+    assert kept(steps, arrays) == {biased: "f32", down: "f32", weight: "f32"}
+
+
+def test_what_products_alone_read_is_kept_in_bf16() -> None:
+    steps: list[Step] = []
+    arrays = arguments(3)
+    product = step(steps, arrays, "dot_general", (0, 1))
+    scaled = step(steps, arrays, "multiply", (product, 2))
+    turned = step(steps, arrays, "transpose", (scaled,))
+    found = [step(steps, arrays, "dot_general", (turned, 1)), step(steps, arrays, "dot_general", (scaled, 0))]
+    found.append(step(steps, arrays, "reduce", (scaled,)))
+    for array in found:
+        arrays[array].returned = True
+    assert kept(steps, arrays)[scaled] == "bf16"
+    arrays[step(steps, arrays, "sine", (scaled,))].returned = True
+    assert kept(steps, arrays)[scaled] == "f32"
+
+
+def test_tiles() -> None:
+    assert tiled((512, 1024)) == 512 * 1024
+    assert tiled((3, 512, 12)) == 3 * 512 * 16  # 12 in rows of 8, and not 12 in lanes of 128
+    assert tiled((100,)) == 128
