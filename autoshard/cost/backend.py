@@ -21,6 +21,19 @@ from autoshard.cost.schedule import (
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a compiler with on-chip memory keeps temporaries.
+
+    Attributes:
+        bytes: of device memory for temporaries, gaps included.
+        moved: per kernel, in order, the bytes of device memory that it reads and writes.
+    """
+
+    bytes: int
+    moved: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A device's program as a compiler would run it.
 
@@ -29,8 +42,7 @@ class Compiled:
         kernels: in the order in which they run.
         live: temporary memory over that order.
         argument_bytes, output_bytes: of arguments, and of results that replace none.
-        laid_out: bytes of device memory for temporaries where that is not the most that is live at once: some lie
-            elsewhere, some leave gaps.
+        placement: where temporaries lie, of a device with on-chip memory.
     """
 
     program: Lowered = field(repr=False)
@@ -38,12 +50,12 @@ class Compiled:
     live: Liveness = field(repr=False)
     argument_bytes: int
     output_bytes: int
-    laid_out: int | None = None
+    placement: Placement | None = None
 
     @property
     def temporary_bytes(self) -> int:
         """Bytes of device memory for what is neither argument nor result."""
-        return self.live.peak if self.laid_out is None else self.laid_out
+        return self.live.peak if self.placement is None else self.placement.bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -84,8 +96,8 @@ class Backend:
         """In which order the kernels run."""
         return breadth_first(deps)
 
-    def lay_out(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> int | None:
-        """Bytes of device memory for the temporaries of kernels in their order; None: the most that is live at once."""
+    def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:
+        """Where the temporaries of kernels in their order lie; None: all in device memory."""
         return None
 
     def overlap(
@@ -111,7 +123,7 @@ class Backend:
             if array.returned and not array.donated and array.maker >= 0
         )
         ordered = tuple(kernels[number] for number in order)
-        return Compiled(program, ordered, live, arguments, outputs, self.lay_out(ordered, program, live))
+        return Compiled(program, ordered, live, arguments, outputs, self.place(ordered, program, live))
 
 
 def backend_of(device: Device) -> Backend:

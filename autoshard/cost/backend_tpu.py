@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
-from autoshard.cost.backend import Backend
+from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip, packed
 from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
 """Bytes of results up to which collectives are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
@@ -55,8 +55,8 @@ class TpuFusion(Fusion):
                 self.root[member] = last
             self.ends.add(last)
 
-    def _kept(self, number: int, step: Step, array: int) -> bool:
-        return number in self.ends or super()._kept(number, step, array)
+    def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
+        return number in self.ends or super()._kept(number, step, array, readers, kernels)
 
     def _following(self, number: int) -> int | None:
         made = self.arrays[self.steps[number].writes[0]]
@@ -173,27 +173,49 @@ class TpuBackend(Backend):
                     found = program.arrays[array]
                     found.dtype, found.bytes = "bf16", found.bytes // 2
 
-    def lay_out(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> int:
-        """What finds no room on chip, as a heap."""
+    def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
+        """On chip what gains most from it, the rest as a heap; what arguments and results pass through competes."""
         uses = {array: [start] for array, (start, _) in live.spans.items()}
         gains = dict.fromkeys(uses, 0.0)
         windows: list[Life] = []
-        for position, kernel in enumerate(kernels):
-            sizes = {array: self.buffer_bytes(program.arrays[array]) for array in (*kernel.reads, *kernel.writes)}
+        touched = [self._touched(kernel, program) for kernel in kernels]
+        for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
             saved = self._bound_by_memory(kernel, sum(sizes.values()))
             for array, size in sizes.items():
                 gain = min(size / self.device.memory_bandwidth, saved)
-                if array in uses:
-                    gains[array] += gain
-                    if array in kernel.reads:
-                        uses[array].append(position)
+                held = live.buffers.get(array)
+                if held is not None:
+                    gains[held] += gain
+                    if uses[held][-1] < position:
+                        uses[held].append(position)
                 elif array in kernel.reads:
                     windows.append(Life(size, (max(position - 1, 0), position), gain))
                 else:
                     windows.append(Life(size, (position, position + 1), gain))
         lives = [Life(live.sizes[array], tuple(at), gains[array]) for array, at in uses.items()]
         off = off_chip([*lives, *windows], self.device.on_chip_bytes)
-        return packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(lives)]) + COPIES_BYTES
+        beside = {array: off[place] for place, array in enumerate(uses) if place in off}
+        moved = []
+        for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
+            held = {array: live.buffers.get(array) for array in sizes}
+            far = (size for array, size in sizes.items() if held[array] is None or held[array] in beside)
+            near = (
+                size
+                for array, size in sizes.items()
+                if array in kernel.reads and position in beside.get(live.buffers.get(array, -1), ())
+            )
+            moved.append(0 if kernel.kind in COLLECTIVES else sum(far) - sum(near))
+        heap = packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(lives)])
+        return Placement(heap + COPIES_BYTES, tuple(moved))
+
+    def _touched(self, kernel: Kernel, program: Lowered) -> dict[int, int]:
+        """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
+        sizes = {array: self.buffer_bytes(program.arrays[array]) for array in kernel.writes}
+        most = sum(sizes.values()) if kernel.kind in INDEXED else None
+        for array in kernel.reads:
+            size = self.buffer_bytes(program.arrays[array])
+            sizes[array] = size if most is None else min(size, most)
+        return sizes
 
     def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
         """Seconds that a kernel takes longer than its products do."""

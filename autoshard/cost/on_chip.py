@@ -32,10 +32,14 @@ class Life:
         return self.uses[0], self.uses[-1]
 
 
-def off_chip(lives: Sequence[Life], capacity: int) -> list[int]:
-    """Which of `lives`, by place, need a buffer in device memory when `capacity` bytes lie on chip."""
+def off_chip(lives: Sequence[Life], capacity: int) -> dict[int, frozenset[int]]:
+    """Which of `lives` need a buffer in device memory when `capacity` bytes lie on chip.
+
+    Returns:
+        Place of the life -> the uses that find the value on chip all the same.
+    """
     if not lives:
-        return []
+        return {}
     taken = np.zeros(max(life.uses[-1] for life in lives) + 1, dtype=np.int64)
 
     def fits(start: int, end: int, size: int) -> bool:
@@ -44,14 +48,13 @@ def off_chip(lives: Sequence[Life], capacity: int) -> list[int]:
         taken[start : end + 1] += size
         return True
 
-    found = []
+    found: dict[int, frozenset[int]] = {}
     for place in sorted(range(len(lives)), key=lambda i: (-lives[i].gain / math.sqrt(max(lives[i].bytes, 1)), i)):
         life = lives[place]
         if not fits(*life.span, life.bytes):
-            found.append(place)
-            for start, end in zip(life.uses, life.uses[1:], strict=False):
-                fits(start, end, life.bytes)
-    return sorted(found)
+            gaps = zip(life.uses, life.uses[1:], strict=False)
+            found[place] = frozenset(end for start, end in gaps if fits(start, end, life.bytes))
+    return found
 
 
 def packed(blocks: Sequence[tuple[int, int, int]]) -> int:

@@ -55,12 +55,18 @@ def _heights(program: Lowered) -> list[int]:
     return heights
 
 
+def _constant(program: Lowered, scatter: Step) -> bool:
+    """Whether a scatter writes into an array of one constant that it alone reads."""
+    array = program.arrays[scatter.reads[0]]
+    return array.maker >= 0 and not program.steps[array.maker].reads and len(array.readers) == 1
+
+
 def scattered_onto(program: Lowered) -> Lowered:
     """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between."""
     at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
     gone: set[int] = set()
     for number, step in enumerate(program.steps):
-        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) != 2:
+        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) != 3 or not _constant(program, step):
             continue
         chain, end = [number], step.writes[0]
         readers = program.arrays[end].readers
@@ -75,10 +81,10 @@ def scattered_onto(program: Lowered) -> Lowered:
         if total.kind != "add" or len(others) != 1 or readers[0] in at:
             continue
         steps = [program.steps[one] for one in chain]
-        steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads))
+        steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads[1:]))
         steps[-1] = replace(steps[-1], writes=total.writes)
         at[readers[0]] = others[0], steps
-        gone.update(chain)
+        gone.update((*chain, program.arrays[step.reads[0]].maker))
     if not at:
         return program
     rewriter = Rewriter(program)

@@ -286,12 +286,14 @@ class Liveness:
     Attributes:
         timeline: bytes at each position of the order.
         spans: array -> (first, last) position at which it is in memory.
-        sizes: array -> bytes that it adds (0 where it takes over an operand's buffer).
+        sizes: array -> bytes that it adds.
+        buffers: array -> the array whose buffer it lies in: itself, or an operand whose buffer it takes over.
     """
 
     timeline: np.ndarray
     spans: dict[int, tuple[int, int]]
     sizes: dict[int, int]
+    buffers: dict[int, int]
 
     @property
     def peak(self) -> int:
@@ -351,4 +353,4 @@ def liveness(
         change[start] += sizes[array]
         change[end + 1] -= sizes[array]
     timeline = np.cumsum(change[:-1])
-    return Liveness(timeline, {array: (start, end) for array, (start, end) in spans.items()}, sizes)
+    return Liveness(timeline, {array: (start, end) for array, (start, end) in spans.items()}, sizes, buffer)

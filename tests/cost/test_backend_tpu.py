@@ -16,13 +16,18 @@ from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
 
 def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
     lives = [Life(60, (0, 9)), Life(50, (1, 2)), Life(50, (3, 4))]
-    assert off_chip(lives, 110) == []
-    assert off_chip(lives, 100) == [0]  # the two short ones gain more per byte
-    assert off_chip(lives, 0) == [0, 1, 2]
+    assert off_chip(lives, 110) == {}
+    assert off_chip(lives, 100) == {0: frozenset()}  # the two short ones gain more per byte
+    assert sorted(off_chip(lives, 0)) == [0, 1, 2]
+
+
+def test_what_does_not_fit_for_its_whole_life_is_on_chip_between_uses() -> None:
+    lives = [Life(100, (0, 1, 5, 6), 1e-6), Life(80, (2, 4), 2e-6)]
+    assert off_chip(lives, 100) == {0: frozenset({1, 6})}
 
 
 def test_what_saves_more_comes_first() -> None:
-    assert off_chip([Life(100, (0, 5), 1e-6), Life(100, (0, 2, 4, 5), 3e-6)], 100) == [0]
+    assert off_chip([Life(100, (0, 5), 1e-6), Life(100, (0, 2, 4, 5), 3e-6)], 100) == {0: frozenset()}
 
 
 def test_the_heap_fills_gaps_and_keeps_those_that_are_too_small() -> None:
@@ -86,7 +91,8 @@ def test_equal_gathers_far_apart_are_made_twice() -> None:
 def test_a_sum_with_scattered_zeros_is_scattered_onto() -> None:
     steps: list[Step] = []
     arrays = arguments(3)
-    scattered = step(steps, arrays, "scatter", (0, 1))
+    zeros = step(steps, arrays, "broadcast_in_dim", ())
+    scattered = step(steps, arrays, "scatter", (zeros, 0, 1))
     summed = step(steps, arrays, "all-reduce", (scattered,))
     product = step(steps, arrays, "dot_general", (2, 2))
     total = step(steps, arrays, "add", (product, summed))
