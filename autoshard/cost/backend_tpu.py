@@ -197,14 +197,12 @@ class TpuBackend(Backend):
         beside = {array: off[place] for place, array in enumerate(uses) if place in off}
         moved = []
         for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
-            held = {array: live.buffers.get(array) for array in sizes}
-            far = (size for array, size in sizes.items() if held[array] is None or held[array] in beside)
-            near = (
-                size
-                for array, size in sizes.items()
-                if array in kernel.reads and position in beside.get(live.buffers.get(array, -1), ())
-            )
-            moved.append(0 if kernel.kind in COLLECTIVES else sum(far) - sum(near))
+            total = 0
+            for array, size in sizes.items():
+                held = live.buffers.get(array)
+                near = held is not None and (held not in beside or (array in kernel.reads and position in beside[held]))
+                total += 0 if near or kernel.kind in COLLECTIVES else size
+            moved.append(total)
         heap = packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(lives)])
         return Placement(heap + COPIES_BYTES, tuple(moved))
 
