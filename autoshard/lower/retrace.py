@@ -39,15 +39,16 @@ def annotated_program(
         CaptureError: as `capture`.
     """
     schedule = Schedule.of(plan)
-    program = trace(
-        lambda xla, paths: _Annotated(xla, paths, schedule),
-        model,
-        sample_inputs,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        train=plan.program.kind == "train",
-        switches=plan.program.switches,
-    )
+    with runtime.logical_devices():
+        program = trace(
+            lambda xla, paths: _Annotated(xla, paths, schedule),
+            model,
+            sample_inputs,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            train=plan.program.kind == "train",
+            switches=plan.program.switches,
+        )
     plan.check_program(program)
     return set_boundary(program, _arguments(program, schedule), plan.mesh)
 

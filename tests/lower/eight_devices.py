@@ -153,6 +153,32 @@ def trains(optimizer):
     }
 
 
+def on_a_torus():
+    """Three steps on devices that say that they are a v5e 2x4 slice, numbered with x fastest as libtpu does."""
+    import torch_xla.runtime as xr
+
+    attributes = [{"name": f"TPU:{i}", "coords": [i % 2, i // 2, 0], "core_on_chip": 0} for i in range(8)]
+    known = xr.global_runtime_device_attributes
+    xr.global_runtime_device_attributes = lambda: attributes
+    try:
+        program = capture(model(), batch(0), loss_fn=loss_of, optimizer=sgd)
+        plan = alternating(program, Mesh((2, 4), ("data", "model"), "tpu-v5e"))
+        m, o = applied(plan)
+        losses = []
+        for i in range(3):
+            x, y = batch(i)
+            with plan.annotate():
+                loss = step(m, o, x.to("xla"), y.to("xla"))
+            torch_xla.sync()
+            losses.append(loss.item())
+        text = annotated_program(plan, model(), batch(0), loss_fn=loss_of, optimizer=sgd)
+    finally:
+        xr.global_runtime_device_attributes = known
+    KEPT.append(plan)
+    sharding = X._get_xla_sharding_spec(m.up.weight)
+    return {**difference(losses, None, m, sgd), "weight": sharding, "moved": b"0,2,4,6,1,3,5,7" in text}
+
+
 def in_torch_xla_compile():
     plan = planned()
     m, o = applied(plan)
@@ -387,6 +413,7 @@ SCENARIOS = {
     "one_context": whole_loop_in_one_context,
     "resumed": resumed,
     "other_programs": other_programs,
+    "torus": on_a_torus,
     "unfit": unfit,
     "traced": traced,
 }

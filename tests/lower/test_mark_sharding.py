@@ -1,6 +1,7 @@
 """A plan carried out by torch_xla on eight virtual devices; the plans split neighbours differently, on purpose."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,12 +32,20 @@ def scenario(seen, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["sgd", "adamw", "adamw_foreach", "torch_xla_compile", "loader", "one_context", "resumed"]
+    "name", ["sgd", "adamw", "adamw_foreach", "torch_xla_compile", "loader", "one_context", "resumed", "torus"]
 )
 def test_numbers_are_those_of_one_device(seen, name):
     found = scenario(seen, name)
     assert found["losses"] < EQUAL
     assert found["parameters"] < EQUAL
+
+
+def test_on_a_torus_devices_stand_where_the_plan_was_priced(seen):
+    found = scenario(seen, "torus")
+    ids = [int(number) for number in re.findall(r"\d+", found["weight"].partition("]")[2])][:8]
+    assert sorted(ids) == list(range(8))
+    assert ids != sorted(ids)
+    assert not found["moved"], "the program that verify compiles names places of the mesh"
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_foreach"])
