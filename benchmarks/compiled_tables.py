@@ -47,6 +47,16 @@ def memory_off(row: Row) -> float:
     return off(row["memory"]["predicted_bytes"], row["memory"]["compiled_bytes"])
 
 
+def flops_off(row: Row) -> float:
+    """FLOPs of products per device."""
+    return off(row["flops"]["predicted"], row["flops"]["compiled"])
+
+
+def bytes_off(row: Row) -> float:
+    """Bytes that one device's kernels read and write."""
+    return off(row["bytes"]["predicted"], row["bytes"]["compiled"])
+
+
 def percent(value: float) -> str:
     """Signed, in percent."""
     return f"{100 * value:+.1f}" if abs(value) >= 5e-4 else "0"
@@ -64,6 +74,8 @@ def tables(rows: list[Row], by_hand: list[str]) -> str:
         ("Bytes of all collectives, predicted / compiled - 1, %", lambda row: percent(total_off(row))),
         ("The kind of collective that is furthest off, %", lambda row: percent(worst_kind(row)[1])),
         ("Memory, predicted / compiled - 1, %", lambda row: percent(memory_off(row))),
+        ("FLOPs of products, predicted / compiled - 1, %", lambda row: percent(flops_off(row))),
+        ("Memory traffic of kernels, predicted / compiled - 1, %", lambda row: percent(bytes_off(row))),
     ]
     shown = [f"{title}\n{_table(cells, plans, cell)}" for title, cell in parts]
     shown.append("Step time of the compiled program under the device model, ms\n" + _quality(cells, by_hand))

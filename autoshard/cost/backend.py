@@ -18,6 +18,7 @@ from autoshard.cost.schedule import (
     dependencies,
     liveness,
 )
+from autoshard.cost.traffic import kernel_bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,16 @@ class Compiled:
     argument_bytes: int
     output_bytes: int
     placement: Placement | None = None
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of dots and convolutions on one device."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of device memory that one device's kernels read and write; collectives left out."""
+        return sum(kernel_bytes(kernel, self.program) for kernel in self.kernels)
 
     @property
     def temporary_bytes(self) -> int:

@@ -28,6 +28,8 @@ def kernel_bytes(kernel: Kernel, program: Lowered) -> int:
             else:
                 read[array] = whole
     total = sum(min(amount, arrays[array].bytes) for array, amount in read.items())
+    if kernel.kind == "end":  # of a collective
+        return 0
     if not kernel.steps:  # copies that a combination needs
         written = sum(arrays[array].bytes for array in kernel.writes)
         return 2 * written

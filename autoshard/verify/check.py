@@ -65,6 +65,8 @@ class VerifyReport:
                 "predicted_bytes": self.prediction.peak_memory_bytes,
                 "compiled_bytes": self.memory_bytes,
             },
+            "flops": {"predicted": self.prediction.compiled.flops, "compiled": self.judged.flops},
+            "bytes": {"predicted": self.prediction.compiled.moved_bytes, "compiled": self.judged.bytes},
             "rematerializations": len(self.rematerializations),
         }
         if self.run is not None:
@@ -74,9 +76,14 @@ class VerifyReport:
     def __str__(self) -> str:
         """Tables for a person."""
         predicted, compiled = self.prediction.peak_memory_bytes, self.memory_bytes
+        program = self.prediction.compiled
         lines = [
             self.fidelity.table(),
             f"memory per device: predicted {predicted / 1e6:,.1f} MB, compiled {compiled / 1e6:,.1f} MB",
+            f"products per device: predicted {program.flops / 1e9:,.3f} GFLOP, "
+            f"compiled {self.judged.flops / 1e9:,.3f} GFLOP",
+            f"memory traffic per device: predicted {program.moved_bytes / 1e6:,.1f} MB, "
+            f"compiled {self.judged.bytes / 1e6:,.1f} MB",
             f"step time: predicted {self.prediction.step_time_s * 1e3:.3f} ms, "
             f"compiled program under the same device model {self.judged.step_time_s * 1e3:.3f} ms",
         ]
