@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.mesh import Mesh
+from autoshard.verify import slices
 from autoshard.verify.hlo_text import (
     Computation,
     Instruction,
@@ -74,7 +75,8 @@ def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[
 
     Args:
         hlo: the text, or the parsed module.
-        mesh: the plan's mesh; partition i of the module is its device i, row-major.
+        mesh: the plan's mesh; partition i of the module is its device i, row-major. A module for one of several TPU
+            slices needs a mesh of a device kind with that topology; see `slices.py`.
         family: whose compiler wrote it. On `cpu` an all-reduce of which every device keeps a slice counts as a
             reduce-scatter, and a collective of f32 values that were bf16 counts half (CPU has neither).
 
@@ -82,10 +84,9 @@ def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[
         ValueError: when the module is partitioned over another number of devices than the mesh has.
     """
     module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
-    if module.num_partitions != mesh.size:
-        raise ValueError(f"the module is compiled for {module.num_partitions} devices, the mesh has {mesh.size}")
-    found = list(Reader(module, mesh, family).visit(module.entry, 1, "", False, ""))
-    return [collective for collective in found if collective.bytes]
+    reader = Reader(module, mesh, family)
+    found = [collective for collective in reader.visit(module.entry, 1, "", False, "") if collective.bytes]
+    return slices.joined(found, module, mesh) if len(reader.places) > 1 else found
 
 
 def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, tuple[str, ...]], int]:
@@ -175,6 +176,7 @@ class Reader:
         self.module = module
         self.mesh = mesh
         self.family = family
+        self.places = slices.places(mesh, module.num_partitions)
         self.started: set[tuple[str, str, int | None]] = set()
 
     def visit(self, name: str, count: int, fused_in: str, scatter: bool, label: str) -> Iterator[CompiledCollective]:
@@ -209,6 +211,15 @@ class Reader:
                 return
             for collective in self.read(computation, instruction, kind, count, own_label):
                 yield replace(collective, kind="reduce-scatter") if scatter else collective
+        elif slices.transfer(instruction) in slices.TRANSFERS and opcode == "send":
+            yield CompiledCollective(
+                kind=slices.TRANSFERS[slices.transfer(instruction)],
+                axes=slices.crossing_axes(self.places, instruction, self.mesh),
+                bytes=slices.crossing(computation, instruction),
+                count=count,
+                name=instruction.name,
+                label=own_label or nearest_label(self.module, computation, instruction),
+            )
         elif opcode == "while":
             trips = self.module.trip_count(instruction)
             for body in instruction.called:
@@ -240,13 +251,15 @@ class Reader:
             pairs = [(source, target) for source, target in source_target_pairs(instruction.rest) if source != target]
             if not pairs:
                 return
+            pairs = [(self.places[0][source], self.places[0][target]) for source, target in pairs]
             axes = pair_axes(pairs, self.mesh)
             # An in-place permute also has its destination and offsets as operands.
             operands = operands[:1] if "slice_sizes=" in instruction.rest else operands
         else:
-            groups = replica_groups(instruction.rest, self.mesh.size)
+            groups = replica_groups(instruction.rest, self.module.num_partitions)
             if len(groups[0]) == 1:
                 return
+            groups = [tuple(self.places[0][device] for device in group) for group in groups]
             axes = group_axes(groups, self.mesh)
         label = label if aten_index(label) is not None else nearest_label(self.module, computation, instruction)
         payloads: dict[str, list[tuple[int | None, int]]] = {}

@@ -1,0 +1,171 @@
+"""TPU slices: libtpu compiles one program per slice, in which what crosses the data-centre network is a host transfer.
+
+A module of several slices is partitioned over the devices of one. A collective over devices of several is taken apart:
+an all-reduce into a reduce-scatter within the slice, a transfer of type ALL_REDUCE between equal devices of the slices,
+and an all-gather within the slice (small ones: an all-reduce and a transfer); an all-gather into a transfer and an
+all-gather. Transfers are pairs of `send` and `recv` for `xla_megascale_runtime`, with one rendezvous name. Here they
+are read as collectives over the axes that lie across slices, and put together again with what goes with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autoshard.cost.device import load_device
+from autoshard.cost.layout import device_order
+from autoshard.mesh import Mesh
+from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes
+
+if TYPE_CHECKING:
+    from autoshard.verify.collectives import CompiledCollective
+
+TRANSFERS = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+"""`_xla_megascale_transfer_type` -> kind."""
+
+_MOVES = frozenset(
+    {"bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element", "copy-start", "copy-done"}
+)
+_MOVES |= {"recv-done"}
+
+
+def places(mesh: Mesh, num_partitions: int) -> list[list[int]]:
+    """Per slice, the places of the mesh that its partitions stand at; one list where the module holds all devices.
+
+    Raises:
+        ValueError: the module is partitioned neither over the mesh nor over a slice of it.
+    """
+    if num_partitions == mesh.size:
+        return [list(range(mesh.size))]
+    device = load_device(mesh.device)
+    if device.slices * num_partitions != mesh.size:
+        raise ValueError(f"the module is compiled for {num_partitions} devices, the mesh has {mesh.size}")
+    found: list[list[int]] = [[] for _ in range(device.slices)]
+    for place, rank in enumerate(device_order(mesh, device)):
+        found[rank // num_partitions].append(place)
+    return found
+
+
+def transfer(instruction: Instruction) -> str:
+    """The type of a `send` or `recv` between slices; the empty string for anything else."""
+    if instruction.opcode not in ("send", "recv"):
+        return ""
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+    return match[1] if match else ""
+
+
+def rendezvous(instruction: Instruction) -> str:
+    """What a `send` and its `recv` have in common."""
+    match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.rest)
+    return match[1] if match else ""
+
+
+def crossing(computation: Computation, send: Instruction) -> int:
+    """Bytes per device of a transfer: the larger of what is sent and received."""
+    sizes = [computation.instructions[send.operands[0]].bytes] if send.operands[0] in computation.instructions else []
+    other = receiver(computation, send)
+    if other is not None:
+        sizes.append(other.shapes[0].bytes)
+    return max(sizes, default=0)
+
+
+def receiver(computation: Computation, send: Instruction) -> Instruction | None:
+    """The `recv` of a `send`."""
+    name = rendezvous(send)
+    for other in computation.instructions.values():
+        if other.opcode == "recv" and rendezvous(other) == name:
+            return other
+    return None
+
+
+def crossing_axes(slices: Sequence[Sequence[int]], send: Instruction, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that a transfer runs over: equal devices of the slices that its target names (`{1,2}x{0:3}`)."""
+    match = re.search(r'_xla_megascale_target="\{([\d,:]*)\}', send.rest)
+    count = len(slices)
+    if match and re.fullmatch(r"\d+(,\d+)*", match[1]):
+        count = min(count, len(match[1].split(",")))
+    return group_axes([tuple(own[0] for own in slices[:count])], mesh)
+
+
+def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> list[CompiledCollective]:
+    """The collectives with those over several slices put together: one over all of its axes, as it was before."""
+    listed = list(found)
+    by_name = {each.name: each for each in listed}
+    gone: set[str] = set()
+    whole: dict[str, CompiledCollective] = {}
+    for computation in module.computations.values():
+        for send in computation.instructions.values():
+            if not transfer(send) or send.name not in by_name:
+                continue
+            between = by_name[send.name]
+            before = by_name.get(_source(module, computation, send.operands[0]))
+            other = receiver(computation, send)
+            after = by_name.get(_sink(module, computation, other.name)) if other is not None else None
+            parts = _parts(between, before, after)
+            if parts:
+                axes = mesh.in_order({axis for part in (between, *parts) for axis in part.axes})
+                first = parts[0]
+                whole[send.name] = replace(first, kind=between.kind, axes=axes, count=between.count)
+                gone |= {part.name for part in parts}
+    return [whole.get(each.name, each) for each in listed if each.name not in gone or each.name in whole]
+
+
+def _parts(
+    between: CompiledCollective, before: CompiledCollective | None, after: CompiledCollective | None
+) -> list[CompiledCollective]:
+    """What belongs to a transfer: the one with the bytes of the whole first."""
+    if between.kind == "all-reduce" and before is not None:
+        if before.kind == "reduce-scatter" and after is not None and after.kind == "all-gather":
+            return [before, after]
+        if before.kind == "all-reduce":
+            return [before]
+    if between.kind == "reduce-scatter" and before is not None and before.kind == "reduce-scatter":
+        return [before]
+    if between.kind == "all-gather" and after is not None and after.kind == "all-gather":
+        return [after]
+    return []
+
+
+def _source(module: Module, computation: Computation, name: str) -> str:
+    """The collective that a value comes from, through moves alone."""
+    for _ in range(16):
+        value = computation.instructions.get(name)
+        if value is None:
+            return ""
+        if value.opcode not in _MOVES:
+            return _collective(module, value)
+        name = value.operands[0]
+    return ""
+
+
+def _sink(module: Module, computation: Computation, name: str) -> str:
+    """The collective that a value goes to, through moves alone and to no other reader."""
+    for _ in range(16):
+        readers = [user for user in computation.users.get(name, ()) if user.opcode != "send-done"]
+        if len(readers) != 1:
+            return ""
+        if readers[0].opcode not in _MOVES:
+            return _collective(module, readers[0])
+        name = readers[0].name
+    return ""
+
+
+def _collective(module: Module, value: Instruction) -> str:
+    """The name of the collective that an instruction is, or that a fusion holds as its only one."""
+    if value.opcode != "fusion":
+        return value.name
+    inside = [
+        other.name
+        for called in value.called
+        for other in module.computations[called].instructions.values()
+        if re.match(r"(all-reduce|all-gather|reduce-scatter)(-start)?$", other.opcode)
+    ]
+    return inside[0] if len(inside) == 1 else ""
