@@ -134,17 +134,23 @@ def squarest(size: int, parts: int) -> list[int]:
 def sums_whole(axes: tuple[str, ...], mesh: Mesh) -> bool:
     """Whether a TPU's compiler leaves a sum over `axes` an all-reduce, of which every device goes on with a slice.
 
-    It makes a reduce-scatter of every other. Found by compiling (libtpu 0.0.51): so it does over all devices of a slice
-    that is a torus of three dims, the two devices of a v4 chip being one, or a square of at least 4x4 (for which it has
-    an all-reduce along all dims at once); over a part of the devices, a 2x4 or a 4x8 never.
+    It makes a reduce-scatter of every other. Found by compiling (libtpu 0.0.51): so it does for groups of devices of
+    several slices and several in each; and within one slice over all of its devices, where that is a torus of three
+    dims, the two devices of a v4 chip being one, or a square of at least 4x4 (for which it has an all-reduce along all
+    dims at once). Over a part of a slice, a 2x4 or a 4x8 it never does.
     """
     device = load_device(mesh.device)
-    if device.links[0].topology != "torus" or mesh.ways(axis for axis in mesh.axis_names if axis in axes) < mesh.size:
+    inner = device.links[0]
+    if inner.topology != "torus":
         return False
     dims = [dim for dim in layout(mesh, device) if dim.size > 1]
+    over = [dim for dim in dims if any(axis in axes and size > 1 for axis, size in dim.parts)]
+    if len({dim.link.name for dim in over}) > 1:
+        return True
+    if any(dim.link is not inner for dim in dims) or mesh.ways(set(axes) & set(mesh.axis_names)) < mesh.size:
+        return False
     shape = [dim.size for dim in dims]
-    inside = all(dim.link is device.links[0] for dim in dims)
-    return inside and (len(shape) > 2 or (len(shape) == 2 and shape[0] == shape[1] >= 4))
+    return len(shape) > 2 or (len(shape) == 2 and shape[0] == shape[1] >= 4)
 
 
 # --- links -------------------------------------------------------------------------------------------------------

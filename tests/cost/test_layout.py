@@ -155,7 +155,9 @@ def test_standard_slices() -> None:
         ((4, 4), "tpu-v5p:4x4x1", "xy", True),
         ((4,), "tpu-v4:2x1x1", "x", False),
         ((2, 4), "tpu-v4", "xy", True),
-        ((2, 4), "tpu-v5e:2x2:2slices", "xy", False),
+        ((2, 4), "tpu-v5e:2x2:2slices", "xy", True),
+        ((2, 4), "tpu-v5e:2x2:2slices", "x", False),
+        ((2, 4), "tpu-v5e:2x2:2slices", "y", False),
         ((4, 4), "h100", "xy", False),
     ],
 )
