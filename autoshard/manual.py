@@ -9,8 +9,9 @@ model families use, or by their place in a chain.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
@@ -19,9 +20,15 @@ from autoshard.mesh import Mesh, Spec, replicated
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _COLUMN = re.compile(
-    r"(^|\.)(c_attn|q_attn|c_fc|q_proj|k_proj|v_proj|gate_proj|up_proj|query|key|value|fc1|wi(_\d)?|w1|w3|query_key_value|dense_h_to_4h|intermediate\.dense|lin1)$"
+    r"(^|\.)(c_attn|q_attn|c_fc|[qkv](_proj|_lin)?|gate(_up)?_proj|up_proj|query|key|value|fc1|wi(_\d)?|w1|w3"
+    r"|query_key_value|dense_h_to_4h|intermediate\.dense|lin1)$"
 )
-_ROW = re.compile(r"(^|\.)(c_proj|o_proj|out_proj|down_proj|fc2|wo|w2|dense_4h_to_h|output\.dense|lin2)$")
+_ROW = re.compile(r"(^|\.)(c_proj|o|o_proj|out_proj|out_lin|down_proj|fc2|wo|w2|dense_4h_to_h|output\.dense|lin2)$")
+_EMBEDDING_SHARE = 0.5
+"""Part of all parameter bytes that tables hold in the models that embedding parallelism is for."""
+_SMALL_TABLE = 10_000
+"""Tables of fewer rows are kept whole on every device."""
+_HEADS = ("lm_head.weight", "wte.weight", "embed_tokens.weight", "word_embeddings.weight", "shared.weight")
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,75 @@ def linears(graph: Graph) -> tuple[Linear, ...]:
     return tuple(found.values())
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A weight of all experts of a layer, stacked: three dims, of which the first counts experts.
+
+    Attributes:
+        name: of the parameter.
+        weight: its value.
+        contracted: the dim that the forward product sums over, 1 or 2.
+        product: the product, where it has a dim of experts (a GShard layer's, not one that gathers weights).
+        dims: of the product: the dim of experts, and that of the weight's output.
+    """
+
+    name: str
+    weight: Value
+    contracted: int
+    product: Value | None
+    dims: tuple[int, int]
+
+
+def experts(graph: Graph) -> tuple[Experts, ...]:
+    """Every stack of experts that a forward product reads, its batch dim (or a gather) on the first dim."""
+    arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
+    annotatable = set(graph.aten_outputs.values())
+    found: dict[str, Experts] = {}
+    for op in graph.ops:
+        if op.kind != "dot_general" or not _is_forward(graph, op.aten):
+            continue
+        for side, operand in zip(("lhs", "rhs"), op.operands, strict=True):
+            value, dims = _through_views(graph, operand)
+            gathered = graph.ops[value.op].kind == "gather"
+            if gathered:
+                value, dims = _through_views(graph, graph.ops[value.op].operands[0])
+            argument = arguments.get(value.op)
+            contract, batch = op.attrs[f"{side}_contract"], op.attrs[f"{side}_batch"]
+            if argument is None or argument.role != "parameter" or len(argument.type.shape) != 3:
+                continue
+            if argument.name in found or len(contract) != 1 or len(batch) != 1 or dims[batch[0]] != 0:
+                continue
+            rank = len(op.results[0].shape)
+            free = rank - 1 if side == "rhs" else 1
+            product = None if gathered or Value(op.id) not in annotatable else Value(op.id)
+            found[argument.name] = Experts(argument.name, value, dims[contract[0]], product, (0, free))
+    return tuple(found.values())
+
+
 def module_outputs(graph: Graph) -> dict[str, Value]:
     """Module path -> the last float value that its own forward code made (not its children's)."""
     found: dict[str, Value] = {}
+    for module, value in _forward_values(graph):
+        found[module] = value
+    return found
+
+
+def subtree_outputs(graph: Graph) -> dict[str, Value]:
+    """Module path -> the last float value that it or a module inside it made in the forward pass."""
+    found: dict[str, Value] = {}
+    for module, value in _forward_values(graph):
+        path = module
+        while path:
+            found[path] = value
+            path = path.rpartition(".")[0]
+    return found
+
+
+def _forward_values(graph: Graph) -> Iterator[tuple[str, Value]]:
     for (aten, _), value in sorted(graph.aten_outputs.items()):
         op = graph.program.ops[aten]
         if op.phase == "forward" and graph.type_of(value).dtype in _FLOATS and graph.ops[value.op].kind != "argument":
-            found[op.module] = value
-    return found
+            yield op.module, value
 
 
 def _is_forward(graph: Graph, aten: int | None) -> bool:
@@ -119,7 +187,7 @@ def fsdp(graph: Graph, mesh: Mesh) -> Annotations:
     """Fully sharded data parallelism, as torch_xla's FSDPv2 does it.
 
     Every parameter is split over all axes on its first dim that divides (FSDPv2 itself: its first dim), inputs on their
-    first dim; the outputs of repeated blocks and of the root module are annotated with the batch split.
+    first dim; the outputs of repeated blocks are annotated with the batch split.
     """
     axes = mesh.axis_names
     specs = {}
@@ -145,7 +213,7 @@ def wrapped_modules(graph: Graph) -> tuple[str, ...]:
 
 
 def _batch_split(graph: Graph, mesh: Mesh, axes: Sequence[str], modules: Sequence[str]) -> dict[Value, Spec]:
-    outputs = module_outputs(graph)
+    outputs = subtree_outputs(graph)
     pins = {}
     for module in modules:
         value = outputs.get(module)
@@ -161,7 +229,7 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
 
     Column-parallel weights are split on their output dim, row-parallel ones on the contracted dim, the embedding and a
     tied or untied head on the vocabulary dim; column outputs are annotated as split on their last dim, row outputs and
-    the embedding's as whole there, all with the batch split.
+    the embedding's as whole there, all with the batch split. Within a layer of experts every expert is split alike.
 
     Raises:
         ManualPlanError: the program has no pair of linear layers and no token embedding (a convolutional network).
@@ -188,6 +256,10 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
                 if kind == "column":
                     dims[len(output) - 1] = (model,)
                 pins[layer.output] = _split(len(output), dims)
+    for stack in experts(graph):
+        split = stack.contracted if _ROW.search(stack.name) else 3 - stack.contracted
+        if graph.type_of(stack.weight).shape[split] % mesh.axis_size(model) == 0:
+            specs[stack.name] = _split(3, {split: (model,)})
     specs.update({name: _split(2, {0: (model,)}) for name in tables})
     specs.update(_biases(graph, layers, style, specs, model))
     outputs = module_outputs(graph)
@@ -198,21 +270,74 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
     return Annotations(_arguments(graph, mesh, specs, data) | pins)
 
 
+def expert_parallel(graph: Graph, mesh: Mesh) -> Annotations:
+    """Expert parallelism over the last axis, data parallelism over all axes, as GShard does it (arXiv:2006.16668).
+
+    Stacks of experts are split by expert, everything else is replicated; products that have a dim of experts are
+    annotated with it split by the last axis and the batch, their other leading dim, by the others.
+
+    Raises:
+        ManualPlanError: there are no stacked experts that divide.
+    """
+    *data, model = mesh.axis_names
+    stacks = [each for each in experts(graph) if graph.type_of(each.weight).shape[0] % mesh.axis_size(model) == 0]
+    if not stacks:
+        raise ManualPlanError(f"no layer has experts stacked in one weight whose number {model} divides")
+    specs = {each.name: _split(3, {0: (model,)}) for each in stacks}
+    pins: dict[Value, Spec] = {}
+    for each in stacks:
+        if each.product is not None:
+            shape = graph.type_of(each.product).shape
+            dims: dict[int, Sequence[str]] = {each.dims[0]: (model,)}
+            other = next(dim for dim in range(len(shape)) if dim not in each.dims)
+            if shape[other] % mesh.ways(data) == 0:
+                dims[other] = tuple(data)
+            pins[each.product] = _split(len(shape), dims)
+    return Annotations(_arguments(graph, mesh, specs, mesh.axis_names) | pins)
+
+
+def embedding_parallel(graph: Graph, mesh: Mesh) -> Annotations:
+    """Rows of large embedding tables over all axes, everything else data parallel, as recommendation models are trained
+    (row-wise sharding of TorchRec; DLRM, arXiv:1906.00091, section 4, splits between tables, which GSPMD cannot say).
+
+    What is looked up is annotated with the batch split.
+
+    Raises:
+        ManualPlanError: tables hold less than half of the parameters.
+    """
+    axes = mesh.axis_names
+    shapes = {each.name: each.type.shape for each in graph.program.arguments if each.role == "parameter"}
+    tables = _token_tables(graph)
+    if sum(prod(shapes[name]) for name in tables) < _EMBEDDING_SHARE * sum(prod(shape) for shape in shapes.values()):
+        raise ManualPlanError("embedding tables hold less than half of the parameters")
+    specs = {name: _split(2, {0: axes}) for name in tables if shapes[name][0] >= _SMALL_TABLE}
+    outputs = subtree_outputs(graph)
+    pins = {}
+    for name in specs:
+        value = outputs.get(name.rpartition(".")[0])
+        if value is not None and graph.type_of(value).shape[0] % mesh.size == 0:
+            pins[value] = _split(len(graph.type_of(value).shape), {0: axes})
+    return Annotations(_arguments(graph, mesh, specs, axes) | pins)
+
+
 def _styles(layers: Sequence[Linear]) -> dict[str, str]:
-    """Column, row, head or whole for every linear layer: by name, else alternating along the chain."""
+    """Column, row, head or whole for every linear layer: by name, or, where no layer has a name, alternating."""
     style = {}
+    named = any(_COLUMN.search(layer.module) or _ROW.search(layer.module) for layer in layers)
     column_next = True
     for layer in layers:
-        if layer.name.endswith(("lm_head.weight", "wte.weight", "embed_tokens.weight", "word_embeddings.weight")):
+        if layer.name.endswith(_HEADS):
             style[layer.name] = "head"
         elif _COLUMN.search(layer.module):
-            style[layer.name], column_next = "column", False
+            style[layer.name] = "column"
         elif _ROW.search(layer.module):
-            style[layer.name], column_next = "row", True
+            style[layer.name] = "row"
+        elif named:
+            style[layer.name] = "whole"
         else:
             style[layer.name] = "column" if column_next else "row"
             column_next = not column_next
-    if layers and not any(_COLUMN.search(layer.module) or _ROW.search(layer.module) for layer in layers):
+    if layers and not named:
         last = layers[-1].name  # a chain's odd last layer has no partner: keep it whole
         if style[last] == "column":
             style[last] = "whole"
@@ -229,7 +354,7 @@ def _token_tables(graph: Graph) -> list[str]:
             argument = arguments.get(source.op)
             if argument is None or argument.role != "parameter" or len(argument.type.shape) != 2:
                 continue
-            if not re.search(r"wpe|position|token_type", argument.name):
+            if not re.search(r"wpe|position|token_type|relative", argument.name):
                 found.setdefault(argument.name)
     return list(found)
 
@@ -253,5 +378,7 @@ PLANS: Mapping[str, Callable[[Graph, Mesh], Annotations]] = {
     "dp": data_parallel,
     "fsdp": fsdp,
     "megatron": megatron,
+    "expert": expert_parallel,
+    "embedding": embedding_parallel,
 }
-"""Name on the command line -> plan."""
+"""Name on the command line -> plan; one may raise ManualPlanError."""

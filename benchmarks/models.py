@@ -1,7 +1,7 @@
 """The models that the benchmarks plan, compile and compare: real widths, few layers, one AdamW training step each.
 
 Nothing is downloaded and no weights are allocated: transformers' types come from their default configurations with the
-settings below, the others are built here on the meta device.
+settings below, the others are built here, or in `nets.py`, on the meta device.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from autoshard.capture.program import Program
@@ -100,6 +101,12 @@ def _unet(channels: int, classes: int, widths: tuple[int, ...], noise: bool = Fa
     return UNet()
 
 
+def built(function: str, **settings: object) -> Source:
+    """A model of `nets.py`; `settings` are arguments of its function."""
+    text = {key: str(value) for key, value in settings.items()}
+    return load_source(f"{Path(__file__).with_name('nets.py')}:{function}", settings=text, train="adamw")
+
+
 def adamw(parameters: object) -> object:
     """The optimizer of every step here."""
     import torch
@@ -117,6 +124,20 @@ MODELS: dict[str, Callable[[], Source]] = {
     "resnet": partial(hf, "resnet", batch=32, seq=None, depths="[1, 1, 1, 1]", hidden_sizes="[256, 512, 1024, 2048]"),
     "unet": unet,
     "denoiser": denoiser,
+    "bert": partial(hf, "bert", num_hidden_layers=2),
+    "t5": partial(hf, "t5", num_layers=1, num_decoder_layers=1),
+    "mixtral": partial(  # a weight is gathered per token and expert: few tokens, small experts
+        hf,
+        "mixtral",
+        seq=64,
+        num_hidden_layers=1,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+    ),
+    "moe": partial(built, "moe"),
+    "dlrm": partial(built, "dlrm"),
 }
 """Name -> the source; add a model here and every benchmark has it."""
 

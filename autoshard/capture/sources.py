@@ -108,12 +108,15 @@ def _transformers(
         raise SourceError(f"transformers has no model type {model_type!r}{_close(model_type, CONFIG_MAPPING_NAMES)}")
     settings = dict(settings)
     attention = settings.pop("attn_implementation", "eager")
+    experts = settings.pop("experts_implementation", "batched_mm")
     config = _configured(CONFIG_MAPPING[model_type], model_type, settings)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's checkpoints have it
     auto = _auto_class(model_type, config)
     inputs = _inputs(model_type, auto.__name__, config, batch or DEFAULT_BATCH, seq, train is not None)
     try:
         with torch.device("meta"):
-            model = auto.from_config(config, attn_implementation=attention)
+            model = auto.from_config(config, attn_implementation=attention, experts_implementation=experts)
     except Exception as error:
         raise SourceError(f"transformers cannot build {model_type} from this configuration: {_said(error)}") from error
     model.train(train is not None)

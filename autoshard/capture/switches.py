@@ -10,8 +10,8 @@ tensors on an XLA device.
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt` | torch_xla makes `batch-norm-training` of them, which is gathered |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
-| `embedding` | `F.embedding` and its gradient | torch_xla flattens the indices |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear ones as products with their weights | torch_xla has no lowering of the gradients |
+| `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -435,6 +435,41 @@ def _embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     return ops.embedding(weight, input, padding_idx)
+
+
+@replaces("embedding", F.embedding_bag)
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    if mode not in ("sum", "mean") or (per_sample_weights is not None and mode != "sum"):
+        return _UNTOUCHED
+    rows = _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if rows is _UNTOUCHED or (input.dim() == 2) == (offsets is not None):
+        return _UNTOUCHED
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    counted = torch.ones_like(input, dtype=rows.dtype)
+    if padding_idx is not None:
+        counted = (input != padding_idx % weight.shape[0]).to(rows.dtype)
+        rows = rows * counted.unsqueeze(-1)
+    if offsets is None:
+        total, count = rows.sum(1), counted.sum(1)
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+        bag = (torch.arange(len(input), device=input.device).unsqueeze(1) >= starts).sum(1) - 1
+        total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
+        count = rows.new_zeros(len(starts)).index_add(0, bag, counted)
+    return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
 
 
 # Interpolation.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.cost import spmd_shape
-from autoshard.cost.collectives import Collective
+from autoshard.cost.collectives import Collective, CollectiveKind
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
@@ -329,11 +329,33 @@ class Partitioner:
                 continue
             copy = self.shardings.copy_read(op.id, value)
             node = ("value", value) if copy is None else ("copy", copy)
+            if copy is None and move[1] is not None:
+                steps = self._before_broadcast(value, move[1], move[2], steps)
             moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id))))
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self._collective(step, op.id) for step in emission.own)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves))
+
+    def _before_broadcast(
+        self, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
+    ) -> tuple[Step, ...]:
+        """`AllGatherBroadcastReorder`, on GPU: what is broadcast is gathered before it is.
+
+        Along a dim that the broadcast makes, nothing is gathered at all.
+        """
+        op = self.graph.ops[value.op]
+        while op.kind == "broadcast_in_dim" and op.results[0] == self.graph.type_of(op.operands[0]):
+            op = self.graph.ops[op.operands[0].op]
+        if self.target != "gpu" or op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
+            return steps
+        small, large = self.graph.type_of(op.operands[0]).shape, op.results[0].shape
+        carried = {to for size, to in zip(small, op.attrs["dims"], strict=True) if size == large[to]}
+        gathered = {dim for dim, (before, after) in enumerate(zip(source, target, strict=True)) if before != after}
+        if gathered <= carried:
+            factor = math.prod(large) // math.prod(small)
+            return tuple((kind, axes, size // factor) for kind, axes, size in steps)
+        return () if not gathered & carried else steps
 
     # ---- kinds -------------------------------------------------------------------------------------------------
 
@@ -357,6 +379,8 @@ class Partitioner:
             return spmd_shape.reduce_window(self, op, reads, results)
         if kind == "select_and_scatter":
             return spmd_shape.select_and_scatter(self, op, reads, results[0])
+        if kind == "sort":
+            return spmd_shape.sort(self, op, reads, results)
         if kind == "reverse":
             return spmd_shape.reverse(self, op, reads[0], results[0])
         if kind == "reduce":
@@ -499,11 +523,14 @@ class Partitioner:
         if self.target != "cpu":
             axes = (tuple(axis for dim in axes for axis in dim),)
         *first, last = axes
-        scatter = self.cuts.scatters(last, cut, ordered)
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
-        names = self.resharder.names(last)
-        steps.append(("reduce-scatter" if scatter and self._scatters(names) else "all-reduce", names, size))
+        kind: CollectiveKind = "reduce-scatter" if self.scatters(last, cut, ordered) else "all-reduce"
+        steps.append((kind, self.resharder.names(last), size))
         return steps
+
+    def scatters(self, axes: Sequence[int], cut: Cut | None, ordered: bool) -> bool:
+        """Whether a sum over `axes`, of which each device goes on with its part of `cut`, is a reduce-scatter."""
+        return self.cuts.scatters(axes, cut, ordered) and self._scatters(self.resharder.names(axes))
 
     def _scatters(self, axes: tuple[str, ...]) -> bool:
         return self.target != "tpu" or not sums_whole(axes, self.subaxes.mesh)

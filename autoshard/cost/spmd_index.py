@@ -2,19 +2,22 @@
 
 This follows `PartitionGather` and `PartitionScatter` of XLA (xla/service/spmd/gather_scatter_handler.cc): devices are
 grouped, one way after another, by dims that operand and window share, by indexed dims of the operand (each device looks
-up what it holds, and the parts are summed; a scatter drops what it does not hold), or by dims of the indices. XLA tries
-the way with the least memory first, then the least communication.
+up what it holds, and the parts are summed; a scatter drops what it does not hold), or by dims of the indices. XLA takes
+batch dims first wherever it can (explicit ones, and those that an iota indexes), then the way with the least memory,
+then the one with the least communication.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoshard.cost.spmd_reshard import Step
+from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
+from autoshard.graph.rules_index import REDUCERS
 from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 
@@ -36,17 +39,42 @@ class _Array:
 
 @dataclass
 class _Outcome:
-    """Steps so far; `memory` is what a way allocates, bytes per device."""
+    """Steps so far.
+
+    Attributes:
+        moves: reshards of operands; see `Emission`.
+        own: other collectives.
+        memory: bytes per device that the local gather or scatter touches.
+        local: elements of the window that one device makes or applies.
+        summed: if the last step of `own` sums, the axes over which, and whether they all split one dim.
+    """
 
     moves: list[Move]
     own: list[Step]
     memory: int = 0
     local: int = 0
+    summed: tuple[Dim, bool] | None = None
 
-    @property
-    def communication(self) -> int:
-        """Bytes of all collectives."""
-        return sum(step[2] for move in self.moves for step in move[2]) + sum(step[2] for step in self.own)
+    def cost(self, group: Callable[[tuple[str, ...]], int]) -> tuple[int, int]:
+        """What XLA compares ways by: the most that one op touches, then the bytes that all collectives send.
+
+        `EvaluatePartitionCost` of spmd_partitioner_util.h: operands and result, for an all-reduce its operand alone; an
+        all-reduce sends its operand twice, an all-gather or all-to-all all but one device's part.
+
+        Args:
+            group: axis names of a collective -> devices in one of its groups.
+        """
+        memory, sent = self.memory, 0
+        for kind, axes, size in (*(step for move in self.moves for step in move[2]), *self.own):
+            devices = group(axes)
+            if kind in ("all-reduce", "reduce-scatter"):
+                memory, sent = max(memory, size), sent + 2 * size
+            elif kind == "all-gather":
+                memory, sent = max(memory, size + size // devices), sent + size - size // devices
+            else:
+                moved = size - size // devices if kind == "all-to-all" else size
+                memory, sent = max(memory, 2 * size), sent + moved
+        return memory, sent
 
 
 class IndexPartitioner:
@@ -63,37 +91,10 @@ class IndexPartitioner:
         self.is_gather = op.kind == "gather"
         types = [owner.graph.type_of(value) for value in op.operands]
         self.types = types
-        attrs = op.attrs
-        operand = types[0].shape
-        if self.is_gather:
-            window_dims, hidden = attrs["offset_dims"], attrs["collapsed_dims"]
-            indexed, sizes = attrs["start_index_map"], attrs["slice_sizes"]
-            window_rank = len(op.results[0].shape)
-        else:
-            window_dims, hidden = attrs["window_dims"], attrs["inserted_dims"]
-            indexed = attrs["scatter_dims"]
-            window_rank = len(types[2].shape)
-            hidden_or_batched = (*hidden, *attrs["operand_batch_dims"])
-            sizes = self._window_sizes(operand, types[2].shape, window_dims, hidden_or_batched)
-        batched = attrs["operand_batch_dims"]
-        windows = [dim for dim in range(len(operand)) if dim not in hidden and dim not in batched]
-        self.passthrough = [
-            (dim, window) for dim, window in zip(windows, window_dims, strict=True) if sizes[dim] == operand[dim]
-        ]
-        self.trivial = tuple(dim for dim in indexed if sizes[dim] == 1)
-        vector = attrs["index_vector_dim"]
-        outer = [dim for dim in range(window_rank) if dim not in window_dims]
-        inner = [dim for dim in range(len(types[1].shape)) if dim != vector]
-        pairs = list(zip(inner, outer, strict=True))
-        explicit = dict(zip(attrs["indices_batch_dims"], batched, strict=True))
-        self.batch = [(explicit[i], i, w) for i, w in pairs if i in explicit]
-        self.index = [(i, w) for i, w in pairs if i not in explicit]
+        window = op.results[0].shape if self.is_gather else types[2].shape
+        dims = index_dims(op.kind, op.attrs, types[0].shape, types[1].shape, window)
+        self.passthrough, self.trivial, self.batch, self.index = dims.passthrough, dims.trivial, dims.batch, dims.index
         self.devices = tuple(range(len(self.subaxes.sizes)))
-
-    @staticmethod
-    def _window_sizes(operand: Shape, updates: Shape, window_dims: Sequence[int], hidden: Sequence[int]) -> list[int]:
-        kept = iter(window_dims)
-        return [1 if dim in hidden else updates[next(kept)] for dim in range(len(operand))]
 
     def emit(self) -> Emission:
         """The emission of the op."""
@@ -107,8 +108,8 @@ class IndexPartitioner:
         else:
             window = _Array(2, self.types[2].shape, self.reads[2], self.types[2].dtype)
         outcome = self._partition(operand, indices, window, self.devices, (), recursive=True)
-        if not self.is_gather and self.final != self.result:
-            outcome.own.extend(self.resharder.reshard(result.shape, result.dtype, self.final, self.result))
+        if not self.is_gather:
+            self._given(outcome, operand, self.final, self.result, ())
         whole = math.prod(window.shape)
         share = outcome.local / whole if whole else 1.0
         return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads)
@@ -119,11 +120,14 @@ class IndexPartitioner:
         self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
     ) -> _Outcome:
         if recursive:
+            found = self._by_batch(operand, indices, window, devices, outer, True)
+            if found is not None:
+                return found
             ranked = []
-            for number, way in enumerate((self._by_batch, self._by_window, self._by_trivial, self._by_index)):
+            for number, way in enumerate((self._by_window, self._by_trivial, self._by_index)):
                 found = way(operand, indices, window, devices, outer, False)
                 if found is not None:
-                    ranked.append(((found.memory, found.communication, number), way))
+                    ranked.append(((found.cost(self.resharder.devices), number), way))
             for _, way in sorted(ranked, key=lambda item: item[0]):
                 found = way(operand, indices, window, devices, outer, True)
                 if found is not None:
@@ -132,42 +136,68 @@ class IndexPartitioner:
         operand = self._moved(outcome, operand, self._nothing(operand), outer)
         indices = self._moved(outcome, indices, self._nothing(indices), outer)
         self.final: Tiling = operand.tiling
-        if self.is_gather:
-            outcome.memory += self._bytes(window.shape, self._nothing(window), window.dtype)
-            outcome.local = math.prod(window.shape)
-        else:
-            whole = self._moved(outcome, window, self._nothing(window), outer)
-            outcome.memory += self._bytes(operand.shape, operand.tiling, operand.dtype)
-            outcome.local = math.prod(whole.shape)
+        if not self.is_gather:
+            window = self._moved(outcome, window, self._nothing(window), outer)
+        outcome.memory = sum(math.prod(each.shape) * bytes_of(each.dtype) for each in (operand, indices, window))
+        outcome.local = math.prod(window.shape)
         return outcome
 
     def _by_batch(
         self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
     ) -> _Outcome | None:
-        """Dims that operand, indices and window share (explicit batch dims)."""
-        ways = self.subaxes.ways
-        wanted_operand, wanted_indices = list(operand.tiling), list(indices.tiling)
-        wanted_window = list(window.tiling)
-        group: list[int] = []
-        for a, i, w in self.batch:
-            axes = max((operand.tiling[a], indices.tiling[i]), key=ways)
-            wanted_operand[a] = wanted_indices[i] = wanted_window[w] = axes
-            group.extend(axes)
-        if not group or len(set(group)) != len(group):
+        """Dims that operand, indices and window share."""
+        aligned = self._aligned(operand, indices, devices)
+        if aligned is None:
             return None
+        operand_as, indices_as = aligned
+        carried: list[Dim] = [()] * len(window.tiling)
+        for i, w in (*self.index, *((i, w) for _, i, w in self.batch)):
+            carried[w] = indices_as[i]
+        through: list[Dim] = [()] * len(window.tiling)
+        for a, w in self.passthrough:
+            through[w] = operand_as[a]
+        window_as = self.subaxes.merge(tuple(carried), tuple(through), 1) or tuple(carried)
+        group = tuple(axis for _, i, _ in self.batch for axis in indices_as[i])
         return self._grouped(
-            operand,
-            indices,
-            window,
-            self._cleared(tuple(wanted_operand), {a for a, _, _ in self.batch}, tuple(group)),
-            self._cleared(tuple(wanted_indices), {i for _, i, _ in self.batch}, tuple(group)),
-            self._cleared(tuple(wanted_window), {w for _, _, w in self.batch}, tuple(group)),
-            tuple(group),
-            devices,
-            outer,
-            recursive,
-            (),
+            operand, indices, window, operand_as, indices_as, window_as, group, devices, outer, recursive, ()
         )
+
+    def _aligned(self, operand: _Array, indices: _Array, devices: Dim) -> tuple[Tiling, Tiling] | None:
+        """Operand and indices with their shared dims split alike (`GatherScatterOperandsShardedAcrossParallelDims`).
+
+        The one that splits them less takes over the other's way if it has idle devices for it, the operand where both
+        split them as much.
+        """
+        ways = self.subaxes.ways
+        on_operand, on_indices = tuple(a for a, _, _ in self.batch), tuple(i for _, i, _ in self.batch)
+        of_operand = math.prod(ways(operand.tiling[a]) for a in on_operand)
+        of_indices = math.prod(ways(indices.tiling[i]) for i in on_indices)
+        if of_operand == of_indices == 1:
+            return None
+        if not any(indices.tiling):
+            return operand.tiling, self._taken(indices.tiling, on_indices, operand.tiling, on_operand, devices)
+        if any(operand.tiling) and of_operand != of_indices:
+            more, less = (indices, operand) if of_indices > of_operand else (operand, indices)
+            idle = ways(devices) // self.subaxes.tiles(less.tiling)
+            for a, i, _ in self.batch:
+                many, few = (ways(each.tiling[a if each is operand else i]) for each in (more, less))
+                if many % few or idle % (many // few):
+                    return None
+                idle //= many // few
+        if of_operand > of_indices:
+            taken = self._taken(indices.tiling, on_indices, operand.tiling, on_operand, devices)
+            return operand.tiling, taken
+        return self._taken(operand.tiling, on_operand, indices.tiling, on_indices, devices), indices.tiling
+
+    def _taken(
+        self, tiling: Tiling, dims: tuple[int, ...], like: Tiling, like_dims: tuple[int, ...], devices: Dim
+    ) -> Tiling:
+        """`tiling` with `dims` split as `like` splits `like_dims`; what else those axes split gives way."""
+        wanted = list(tiling)
+        for dim, other in zip(dims, like_dims, strict=True):
+            wanted[dim] = like[other]
+        group = tuple(axis for dim in like_dims for axis in like[dim])
+        return self._cleared(tuple(wanted), set(dims), group, devices)
 
     def _by_window(
         self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
@@ -232,7 +262,9 @@ class IndexPartitioner:
     def _by_index(
         self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
     ) -> _Outcome | None:
-        """Dims of the indices: a scatter then sums what the groups made."""
+        """Dims of the indices: a scatter then sums what the groups made, if its region has an identity."""
+        if not self.is_gather and self.op.attrs["reducer"] not in REDUCERS:
+            return None
         asked: list[Dim] = [()] * len(indices.tiling)
         for i, w in self.index:
             asked[i] = window.tiling[w]
@@ -294,21 +326,33 @@ class IndexPartitioner:
         )
         outcome.moves += inner.moves
         outcome.own += inner.own
-        outcome.memory += inner.memory
+        outcome.memory = inner.memory
         outcome.local = inner.local
         target = window if self.is_gather else operand
         made_as = window_as if self.is_gather else operand_as
         size = self._bytes(target.shape, made_as, target.dtype)
+        outcome.summed = inner.summed
         if sums:
-            final = window.tiling if self.is_gather else self.result if not outer else made_as
-            cut = self.owner.cuts.cut(target.shape, made_as, final, outer)
-            outcome.own.extend(self.owner.sums(sums[::-1], size, cut))
-            outcome.memory += size
-        if self.is_gather and made_as != window.tiling:
-            outcome.own.extend(self.resharder.reshard(window.shape, window.dtype, made_as, window.tiling, outer))
-            outcome.memory += self._bytes(window.shape, window.tiling, window.dtype)
+            outcome.own.extend(self.owner.sums(sums[::-1], size, None))
+            together = self.owner.target != "cpu"
+            last = tuple(axis for dim in sums[::-1] for axis in dim) if together else sums[0]
+            outcome.summed = last, len(sums) == 1
+        if self.is_gather:
+            self._given(outcome, window, made_as, window.tiling, outer)
         self.final = operand_as
         return outcome
+
+    def _given(self, outcome: _Outcome, array: _Array, before: Tiling, after: Tiling, outer: Dim) -> None:
+        """Reshard what was made; a sum that is sliced at once is a reduce-scatter."""
+        if before == after:
+            return
+        cut = self.owner.cuts.cut(array.shape, before, after, outer)
+        if outcome.summed is not None and self.owner.scatters(outcome.summed[0], cut, outcome.summed[1]):
+            outcome.own[-1] = ("reduce-scatter", *outcome.own[-1][1:])
+        steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
+        if steps:
+            outcome.own.extend(steps)
+            outcome.summed = None
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
@@ -318,7 +362,6 @@ class IndexPartitioner:
         steps = self.resharder.reshard(array.shape, array.dtype, array.tiling, want, outer)
         end = self.resharder.destination(array.shape, array.dtype, array.tiling, want, outer)
         outcome.moves.append((array.place, (outer, array.tiling, end), steps))
-        outcome.memory += self._bytes(array.shape, want, array.dtype)
         return _Array(array.place, array.shape, want, array.dtype)
 
     def _within(self, array: _Array, group: Dim) -> _Array:

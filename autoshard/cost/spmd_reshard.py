@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,14 @@ class Resharder:
     def _name(self, axis: str, part: int) -> str:
         whole = self.subaxes.mesh.axis_size(axis)
         return axis if part == whole else f"{axis}[{part}/{whole}]"
+
+    def devices(self, names: Sequence[str]) -> int:
+        """Devices in a group along axes that `names` named."""
+        parts = (re.fullmatch(r"(.*)\[(\d+)/\d+\]", name) for name in names)
+        return math.prod(
+            self.subaxes.mesh.axis_size(name) if part is None else int(part[2])
+            for name, part in zip(names, parts, strict=True)
+        )
 
     def reshard(self, shape: Shape, dtype: str, source: Tiling, target: Tiling, outer: Group = ()) -> tuple[Step, ...]:
         """What moving a value of `shape` from `source` to `target` takes; uneven dims count their padding.

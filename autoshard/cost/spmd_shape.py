@@ -177,6 +177,15 @@ def concatenate(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Til
     return owner.moved(op, tuple(reads), (run_as,) * len(reads), owner.share(op, run_as), own)
 
 
+def sort(owner: Partitioner, op: Op, reads: Sequence[Tiling], results: Sequence[Tiling]) -> Emission:
+    """As a concatenation, with the sorted dim (`HandleSort`); every operand and result is split alike."""
+    run_as = moved_off(owner, op.results[0].shape, results[0], op.attrs["dim"])
+    own: list[Step] = []
+    for kind, result in zip(op.results, results, strict=True):
+        own.extend(owner.resharder.reshard(kind.shape, kind.dtype, run_as, result))
+    return owner.moved(op, tuple(reads), (run_as,) * len(reads), owner.share(op, run_as), own)
+
+
 def moved_off(owner: Partitioner, shape: Shape, tiling: Tiling, dim: int) -> Tiling:
     """`tiling` with `dim` whole: its axes go to the first dim that they divide evenly, else they are dropped."""
     axes = tiling[dim]

@@ -329,8 +329,9 @@ class _Propagation:
                     changed |= self._improve(node, tiling, level)
             return changed
         aggressive = self.single[node] and op.kind not in ("gather", "scatter")
-        for place, operand in enumerate(operands):
-            tiling = self.tiling[operand]
+        places = range(len(operands))
+        for place in reversed(places) if op.kind == "gather" else places:  # a gather asks its indices first
+            tiling = self.tiling[operands[place]]
             if tiling is None:
                 continue
             moved = self.transfers.forward(op, place, tiling)
@@ -346,8 +347,6 @@ class _Propagation:
                 continue
             if best is None or self.subaxes.tiles(tiling) > self.subaxes.tiles(best):
                 best = tiling
-        if op.kind == "sort" and best is not None and best[op.attrs["dim"]]:
-            return None
         return best
 
     def _concatenates_early(self, node: int, op: Op) -> bool:

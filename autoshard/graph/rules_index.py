@@ -11,6 +11,9 @@ from collections.abc import Iterable, Set
 from autoshard.graph.ops import FactorKind, Rule
 from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, rule
 
+REDUCERS = ("add", "mul", "min", "max", "and", "or")
+"""Regions of a scatter whose partial results can be combined."""
+
 
 @rule("gather")
 def gather(op: Signature) -> Rule:
@@ -22,8 +25,8 @@ def gather(op: Signature) -> Rule:
     sizes = op.attrs["slice_sizes"]
     factors = Factors()
     index = _index_dims(factors, indices, op.attrs["index_vector_dim"])
-    paired = dict(zip(op.attrs["operand_batch_dims"], op.attrs["indices_batch_dims"], strict=True))
-    collapsed = set(op.attrs["collapsed_dims"]) | set(paired)
+    paired = _paired(op)
+    collapsed = set(op.attrs["collapsed_dims"]) | set(op.attrs["operand_batch_dims"])
     source: list[Dim] = []
     offsets: list[Dim] = []
     for dim, (extent, taken) in enumerate(zip(operand, sizes, strict=True)):
@@ -53,9 +56,9 @@ def scatter(op: Signature) -> Rule:
     """
     count = (len(op.operands) - 1) // 2
     operand, indices, update = op.operands[0], op.operands[count], op.operands[count + 1]
-    combines = op.attrs["reducer"] in ("add", "mul", "min", "max", "and", "or")
+    combines = op.attrs["reducer"] in REDUCERS
     factors = Factors()
-    paired = dict(zip(op.attrs["operand_batch_dims"], op.attrs["indices_batch_dims"], strict=True))
+    paired = _paired(op)
     index = _index_dims(
         factors,
         indices,
@@ -64,7 +67,7 @@ def scatter(op: Signature) -> Rule:
         otherwise="reduce" if combines else "replicated",
         reducer=op.attrs["reducer"] if combines else None,
     )
-    inserted = set(op.attrs["inserted_dims"]) | set(paired)
+    inserted = set(op.attrs["inserted_dims"]) | set(op.attrs["operand_batch_dims"])
     window_extents = iter([update[dim] for dim in op.attrs["window_dims"]])
     target: list[Dim] = []
     windows: list[Dim] = []
@@ -81,6 +84,12 @@ def scatter(op: Signature) -> Rule:
     batch = [dims for i, dims in enumerate(index) if i != op.attrs["index_vector_dim"]]
     updates = _interleave(len(update), op.attrs["window_dims"], windows, batch)
     return factors.rule([target] * count + [index] + [updates] * count, [target] * count)
+
+
+def _paired(op: Signature) -> dict[int, int]:
+    """Operand dim -> the indices' dim that runs along it: explicit batch dims, and dims that an iota indexes."""
+    explicit = zip(op.attrs["operand_batch_dims"], op.attrs["indices_batch_dims"], strict=True)
+    return dict(explicit) | dict(op.attrs["parallel"])
 
 
 def _index_dims(

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import networkx as nx
 
 from autoshard.capture.program import Program, TensorType
+from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs
 
@@ -162,6 +163,8 @@ class _Importer:
         kind = _KIND_NAMES.get(kind, kind)
         reads: tuple[Value, ...] = tuple(leaf for value in operands for leaf in _leaves(value))
         attrs = read_attrs(kind, op)
+        if kind in ("gather", "scatter"):
+            attrs = {**attrs, "parallel": parallel_dims(self.ops, kind, attrs, reads)}
         if kind in ("while", "case"):
             reads += tuple(dict.fromkeys(_captured(op, env)))
         kinds = [self.types_of(result.type, name) for result in op.results]

@@ -12,9 +12,9 @@
 - constant: value (int, float or bool of a splat, else None)
 - compare: direction (`EQ`, `NE`, `LT`, …)
 - gather: offset_dims, collapsed_dims, operand_batch_dims, indices_batch_dims, start_index_map, index_vector_dim,
-  slice_sizes, sorted
+  slice_sizes, sorted, parallel ((operand dim, indices dim) pairs in which the indices count up: see `indexing.py`)
 - scatter: window_dims, inserted_dims, operand_batch_dims, indices_batch_dims, scatter_dims, index_vector_dim,
-  reducer (also `assign`), sorted, unique
+  reducer (also `assign`), sorted, unique, parallel (as of gather)
 - convolution: lhs (batch, feature, *spatial dims), rhs (out feature, in feature, *spatial), out (batch, feature,
   *spatial), stride, padding (pairs), lhs_dilation, rhs_dilation, reversal, feature_groups, batch_groups
 - reduce_window: window, stride, base_dilation, window_dilation, padding (pairs), reducer

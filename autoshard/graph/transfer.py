@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autoshard.graph.contraction import Dims, convolution_dims, dot_dims, kernel_is_small
 from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.indexing import IndexDims, index_dims
 from autoshard.graph.ops import Graph, Op
 from autoshard.graph.tiling import Subaxes, Tiling
 
@@ -251,39 +252,33 @@ class Transfers:
             found[into] = mine
         return tuple(found)
 
+    def _index_dims(self, op: Op) -> IndexDims:
+        shapes = [self.graph.type_of(value).shape for value in op.operands]
+        window = op.results[0].shape if op.kind == "gather" else shapes[2]
+        return index_dims(op.kind, op.attrs, shapes[0], shapes[1], window)
+
     def _gather_map(self, op: Op, place: int) -> tuple[int, ...] | None:
-        attrs = op.attrs
-        rank = len(op.results[0].shape)
-        dims = [-1] * rank
+        """The result follows the operand in whole slices and batch dims, the indices in their batch dims."""
+        found = self._index_dims(op)
+        dims = [-1] * len(op.results[0].shape)
         if place == 0:
-            operand = self.graph.type_of(op.operands[0]).shape
-            hidden = set(attrs["collapsed_dims"]) | set(attrs["operand_batch_dims"])
-            windows = [dim for dim in range(len(operand)) if dim not in hidden]
-            for result_dim, dim in zip(attrs["offset_dims"], windows, strict=True):
-                if attrs["slice_sizes"][dim] == operand[dim]:
-                    dims[result_dim] = dim
-            return tuple(dims)
-        if place != 1:
+            for dim, window in (*found.passthrough, *((a, w) for a, _, w in found.batch)):
+                dims[window] = dim
+        elif place == 1:
+            for dim, window in (*found.index, *((i, w) for _, i, w in found.batch)):
+                dims[window] = dim
+        else:
             return None
-        indices_rank = len(self.graph.type_of(op.operands[1]).shape)
-        batch = [dim for dim in range(indices_rank) if dim != attrs["index_vector_dim"]]
-        outer = [dim for dim in range(rank) if dim not in attrs["offset_dims"]]
-        for result_dim, dim in zip(outer, batch, strict=True):
-            dims[result_dim] = dim
         return tuple(dims)
 
     def _scatter_map(self, op: Op, place: int) -> tuple[int, ...] | None:
-        attrs = op.attrs
-        shape = op.results[0].shape
+        """The result follows the operand, and the updates in whole windows and batch dims."""
         if place == 0:
-            return tuple(range(len(shape)))
+            return tuple(range(len(op.results[0].shape)))
         if place != 2:
             return None
-        dims = [-1] * len(shape)
-        updates = self.graph.type_of(op.operands[2]).shape
-        hidden = set(attrs["inserted_dims"]) | set(attrs["operand_batch_dims"])
-        windows = [dim for dim in range(len(shape)) if dim not in hidden]
-        for update_dim, dim in zip(attrs["window_dims"], windows, strict=True):
-            if updates[update_dim] == shape[dim]:
-                dims[dim] = update_dim
+        found = self._index_dims(op)
+        dims = [-1] * len(op.results[0].shape)
+        for dim, window in (*found.passthrough, *((a, w) for a, _, w in found.batch)):
+            dims[dim] = window
         return tuple(dims)

@@ -85,6 +85,14 @@ CASES: dict[str, Case] = {
         lambda z: F.cross_entropy(z.view(-1, V), LABELS.to(z.device).view(-1), label_smoothing=0.1), (logits,),
     ),
     "embedding": (lambda t: F.embedding(IDS.to(t.device), t), (table,)),
+    "bags": (lambda t: F.embedding_bag(IDS.to(t.device), t, mode="sum"), (table,)),
+    "weighted bags": (
+        lambda t, s: F.embedding_bag(IDS.to(t.device), t, mode="sum", per_sample_weights=s), (table, random(B, S)),
+    ),
+    "bags of means with padding": (lambda t: F.embedding_bag(IDS.to(t.device), t, padding_idx=-2), (table,)),
+    "bags by offsets": (
+        lambda t: F.embedding_bag(IDS[0].to(t.device), t, torch.tensor([0, 2, 2]).to(t.device), mode="mean"), (table,),
+    ),
     "embedding with padding": (lambda t: F.embedding(IDS.to(t.device), t, padding_idx=-2), (table,)),
 }  # fmt: skip
 

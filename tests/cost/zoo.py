@@ -12,6 +12,7 @@ from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
 
 Shape = tuple[int, ...]
+"""Of f32, or with a dtype as its last element: `(16, 1, "i32")`."""
 
 SUM = "applies stablehlo.add across dimensions"
 
@@ -135,10 +136,13 @@ def program(names: list[str] | None = None, ops: dict[str, Any] = OPS) -> tuple[
         for place, shape in enumerate(operands):
             read.append(f"%{name}{place}")
             arguments.append(f"%{name}{place}: {tensor(shape)}")
-            inputs.append(Argument(f"{name}{place}", "input", TensorType(shape, "f32")))
+            dtyped = shape if isinstance(shape[-1], str) else (*shape, "f32")
+            inputs.append(Argument(f"{name}{place}", "input", TensorType(dtyped[:-1], dtyped[-1])))
         kinds = [tensor(shape) for shape in operands] + (["tensor<f32>"] if "%zero" in text else [])
         signature = tensor(result) if name in ("sum",) else f"({', '.join(kinds)}) -> {tensor(result)}"
-        lines.append(f'%{name} = {text.format(*read)} : {signature} loc("op{index}")')
+        *before, last = text.format(*read).splitlines()
+        lines += [f'{line} loc("op{index}")' for line in before]
+        lines.append(f'%{name} = {last}{"" if last.endswith("xf32>") else f" : {signature}"} loc("op{index}")')
         marker = '{mhlo.sharding = "{replicated}"}'
         lines.append(
             f"%{name}_ = stablehlo.custom_call @Sharding(%{name}) {marker} : "
@@ -159,7 +163,7 @@ def program(names: list[str] | None = None, ops: dict[str, Any] = OPS) -> tuple[
 
 def tensor(shape: Shape) -> str:
     """A tensor type in MLIR."""
-    return f"tensor<{'x'.join(map(str, (*shape, 'f32')))}>"
+    return f"tensor<{'x'.join(map(str, shape if isinstance(shape[-1], str) else (*shape, 'f32')))}>"
 
 
 def random_annotations(graph: Graph, mesh: Mesh, seed: int, results: float = 1.0) -> Annotations:

@@ -441,6 +441,47 @@ def test_scatter_with_batch_dims(seed: int, reducer: str) -> None:
     assert kinds(rule, rule.operands[2]) == [["parallel"], ["reduce" if reducer == "add" else "replicated"]]
 
 
+def _counted(rows: int, width: int, extent: int) -> np.ndarray:
+    """Index vectors (row, choice): the first element counts up along the first dim."""
+    choices = np.random.default_rng(rows).permuted(np.tile(np.arange(extent), (rows, 1)), axis=1)[:, :width]
+    return np.stack([np.broadcast_to(np.arange(rows)[:, None], (rows, width)), choices], -1).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_a_dim_that_an_iota_indexes_is_parallel(kind: str) -> None:
+    """What torch's gather along a dim and its gradient become: without it a router's top-k was replicated."""
+    operand, indices = floats((4, 6)), _counted(4, 3, 6)
+
+    def chosen(i: Any) -> Any:
+        return jnp.concatenate([lax.broadcasted_iota(np.int32, (4, 3, 1), 0), i], 2)
+
+    if kind == "gather":
+        numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+        arrays = [operand, indices[..., 1:]]
+        graph = graph_of(lambda x, i: lax.gather(x, chosen(i), numbers, (1, 1), mode="clip"), *arrays)
+    else:
+        numbers = lax.ScatterDimensionNumbers((), (0, 1), (0, 1))
+        arrays = [operand, indices[..., 1:], floats((4, 3), 1)]
+        graph = graph_of(lambda x, i, u: lax.scatter(x, chosen(i), u, numbers, mode="promise_in_bounds"), *arrays)
+    (op,) = [op for op in graph.ops if op.kind == kind]
+    assert op.attrs["parallel"] == ((0, 0),)
+    rule = check_rule(op, graph, [arrays[0], indices, *arrays[2:]])
+    assert kinds(rule, rule.operands[0])[0] == ["parallel"]
+    assert rule.operands[0][0] == rule.operands[1][0]
+    if kind == "scatter":
+        assert kinds(rule, rule.operands[2]) == [["parallel"], ["replicated"]]
+
+
+def test_an_iota_over_another_extent_is_not_parallel() -> None:
+    def taken(x: Any) -> Any:
+        return lax.gather(
+            x, lax.broadcasted_iota(np.int32, (3, 1), 0), lax.GatherDimensionNumbers((), (0,), (0,)), (1,), mode="clip"
+        )
+
+    op = only(graph_of(taken, floats((4,))), "gather")
+    assert op.attrs["parallel"] == ()
+
+
 # ---- windows -------------------------------------------------------------------------------------------------------
 
 

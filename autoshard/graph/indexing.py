@@ -1,0 +1,115 @@
+"""Which dims of a gather or scatter go together, as XLA sees them (`GetGatherScatterBatchParallelDims` and the like).
+
+Words of the specification: *batch dims* enumerate the index vectors, *offset (window) dims* run over the slice that
+each of them names. *Window* stands for a gather's result and for a scatter's updates here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.graph.ops import Op, Value
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IndexDims:
+    """Dims of one gather or scatter.
+
+    Attributes:
+        passthrough: (operand dim, window dim) where the slice covers the operand's dim whole.
+        trivial: indexed dims of the operand of which a slice takes one element.
+        batch: (operand dim, indices dim, window dim) of explicit batch dims, and of dims that an iota indexes: there
+            element i of the indices reads (or writes) row i.
+        index: (indices dim, window dim) of the other batch dims.
+    """
+
+    passthrough: tuple[tuple[int, int], ...]
+    trivial: tuple[int, ...]
+    batch: tuple[tuple[int, int, int], ...]
+    index: tuple[tuple[int, int], ...]
+
+
+def index_dims(kind: str, attrs: Mapping[str, Any], operand: Shape, indices: Shape, window: Shape) -> IndexDims:
+    """The dims of an op of this kind (`gather` or `scatter`) and attributes, with operands of these shapes."""
+    batched = attrs["operand_batch_dims"]
+    if kind == "gather":
+        window_dims, hidden, indexed = attrs["offset_dims"], attrs["collapsed_dims"], attrs["start_index_map"]
+        sizes = attrs["slice_sizes"]
+    else:
+        window_dims, hidden, indexed = attrs["window_dims"], attrs["inserted_dims"], attrs["scatter_dims"]
+        kept = iter(window_dims)
+        sizes = [1 if dim in hidden or dim in batched else window[next(kept)] for dim in range(len(operand))]
+    windows = [dim for dim in range(len(operand)) if dim not in hidden and dim not in batched]
+    outer = [dim for dim in range(len(window)) if dim not in window_dims]
+    inner = [dim for dim in range(len(indices)) if dim != attrs["index_vector_dim"]]
+    pairs = list(zip(inner, outer, strict=True))
+    with_operand = {i: a for a, i in attrs["parallel"]} | dict(zip(attrs["indices_batch_dims"], batched, strict=True))
+    return IndexDims(
+        tuple((a, w) for a, w in zip(windows, window_dims, strict=True) if sizes[a] == operand[a]),
+        tuple(dim for dim in indexed if sizes[dim] == 1),
+        tuple((with_operand[i], i, w) for i, w in pairs if i in with_operand),
+        tuple((i, w) for i, w in pairs if i not in with_operand),
+    )
+
+
+def parallel_dims(
+    ops: Sequence[Op], kind: str, attrs: Mapping[str, Any], operands: Sequence[Value]
+) -> tuple[tuple[int, int], ...]:
+    """(operand dim, indices dim) pairs in which the indices count up: each index reads or writes a row of its own."""
+    count = 1 if kind == "gather" else (len(operands) - 1) // 2
+
+    def shape(value: Value) -> Shape:
+        return ops[value.op].results[value.result].shape
+
+    operand, indices = shape(operands[0]), shape(operands[count])
+    vector = attrs["index_vector_dim"]
+    indexed = attrs["start_index_map" if kind == "gather" else "scatter_dims"]
+    if kind == "gather":
+        single = [attrs["slice_sizes"][dim] == 1 for dim in indexed]
+    else:
+        kept = [dim for dim in range(len(operand)) if dim not in attrs["inserted_dims"]]
+        kept = [dim for dim in kept if dim not in attrs["operand_batch_dims"]]
+        updates = shape(operands[count + 1])
+        extent = {dim: updates[w] for dim, w in zip(kept, attrs["window_dims"], strict=True)}
+        single = [extent.get(dim, 1) == 1 for dim in indexed]
+    along = _counted(ops, operands[count], vector, shape)
+    if len(along) != len(indexed):
+        return ()
+    found: list[tuple[int, int]] = []
+    for dim, one, counted in zip(indexed, single, along, strict=True):
+        if counted is None:
+            continue
+        if counted in (i for _, i in found):
+            return ()
+        if one and counted not in attrs["indices_batch_dims"]:
+            if operand[dim] != indices[counted]:
+                return ()
+            found.append((dim, counted))
+    return tuple(found)
+
+
+def _counted(ops: Sequence[Op], indices: Value, vector: int, shape: Callable[[Value], Shape]) -> list[int | None]:
+    """Per element of an index vector the dim of the indices along which it counts up, if there is one."""
+    op = ops[indices.op]
+    parts = op.operands if op.kind == "concatenate" and op.attrs["dim"] == vector else (indices,)
+    found: list[int | None] = []
+    for part in parts:
+        dim = _iota_dim(ops, part)
+        size = shape(part)[vector] if vector < len(shape(part)) else 1
+        found += [None if dim == vector else dim] * size
+    return found
+
+
+def _iota_dim(ops: Sequence[Op], value: Value) -> int | None:
+    """The dim along which a value is 0, 1, 2…: of an iota, or a broadcast of an i32 one (`GetDimensionForIota`)."""
+    op = ops[value.op]
+    if op.kind == "iota":
+        return int(op.attrs["dim"])
+    if op.kind == "broadcast_in_dim" and op.results[0].dtype == "i32":
+        inner = _iota_dim(ops, op.operands[0])
+        return None if inner is None else int(op.attrs["dims"][inner])
+    return None
