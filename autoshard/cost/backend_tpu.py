@@ -15,6 +15,7 @@ from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.on_chip import Life, off_chip, packed
 from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
@@ -26,6 +27,10 @@ THRESHOLD = 120 * 2**20
 COPIES_BYTES = 80 * 2**14
 """Bookkeeping of asynchronous copies: up to 40 each way are under way (libtpu's `xla_msa_max_outstanding_prefetches`
 and `_evictions`), each with a block of 16 KiB."""
+
+SCOPED = 16 * 2**20
+"""Bytes of results beyond which a combined all-reduce writes to device memory: the on-chip memory of one kernel
+(libtpu's default `xla_tpu_scoped_vmem_limit_kib`). As seen: 8 MB on chip, 34, 52 and 126 MB not."""
 
 IN_PLACE = frozenset({"scatter", "dynamic_update_slice"})
 """Kinds that write into their first operand's buffer."""
@@ -131,7 +136,8 @@ class TpuBackend(Backend):
         return TpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """Independent all-reduces over the same devices, up to 120 MiB."""
+        """Elementwise results of one shape made together; independent all-reduces over the same devices, to 120 MiB."""
+        kernels = merged_outputs(kernels, lambda one, other: self._loops_alike(one, other, program), lambda array: True)
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]
@@ -147,6 +153,11 @@ class TpuBackend(Backend):
             return sum(program.arrays[array].bytes for array in kernel.writes)
 
         return combined(kernels, key, size, THRESHOLD)
+
+    @staticmethod
+    def _loops_alike(one: Kernel, other: Kernel, program: Lowered) -> bool:
+        shapes = {program.arrays[array].shape for kernel in (one, other) for array in kernel.writes}
+        return one.kind in ELEMENTWISE and other.kind in ELEMENTWISE and len(shapes) == 1
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first; what needs nothing but arguments right before what reads it."""
@@ -177,7 +188,8 @@ class TpuBackend(Backend):
         """On chip what gains most from it, the rest as a heap; what arguments and results pass through competes."""
         uses = {array: [start] for array, (start, _) in live.spans.items()}
         gains = dict.fromkeys(uses, 0.0)
-        windows: list[Life] = []
+        read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
+        written: list[Life] = []
         touched = [self._touched(kernel, program) for kernel in kernels]
         for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
             saved = self._bound_by_memory(kernel, sum(sizes.values()))
@@ -189,21 +201,31 @@ class TpuBackend(Backend):
                     if uses[held][-1] < position:
                         uses[held].append(position)
                 elif array in kernel.reads:
-                    windows.append(Life(size, (max(position - 1, 0), position), gain))
+                    read.setdefault(array, [max(position - 1, 0)]).append(position)
+                    gains[array] = gains.get(array, 0.0) + gain
                 else:
-                    windows.append(Life(size, (position, position + 1), gain))
-        lives = [Life(live.sizes[array], tuple(at), gains[array]) for array, at in uses.items()]
-        off = off_chip([*lives, *windows], self.device.on_chip_bytes)
-        beside = {array: off[place] for place, array in enumerate(uses) if place in off}
+                    written.append(Life(size, (position, position + 1), gain))
+        whole = {array: self.buffer_bytes(program.arrays[array]) for array in read}
+        far = {
+            array
+            for kernel, sizes in zip(kernels, touched, strict=True)
+            if kernel.kind == "all-reduce" and len(kernel.writes) > 1 and sum(sizes[a] for a in kernel.writes) > SCOPED
+            for array in kernel.writes
+        }
+        lives = [Life(live.sizes[array], tuple(at), gains[array], array in far) for array, at in uses.items()]
+        lives += [Life(whole[array], tuple(dict.fromkeys(at)), gains[array]) for array, at in read.items()]
+        off = off_chip([*lives, *written], self.device.on_chip_bytes)
+        beside = {array: off[place] for place, array in enumerate((*uses, *read)) if place in off}
         moved = []
         for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
             total = 0
             for array, size in sizes.items():
-                held = live.buffers.get(array)
-                near = held is not None and (held not in beside or (array in kernel.reads and position in beside[held]))
+                held = live.buffers.get(array, array)
+                known = held in uses or (held in read and position > read[held][1])
+                near = known and (held not in beside or (array in kernel.reads and position in beside[held]))
                 total += 0 if near or kernel.kind in COLLECTIVES else size
             moved.append(total)
-        heap = packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(lives)])
+        heap = packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(uses)])
         return Placement(heap + COPIES_BYTES, tuple(moved))
 
     def _touched(self, kernel: Kernel, program: Lowered) -> dict[int, int]:

@@ -20,11 +20,19 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One value: its bytes, the positions at which it is made and then read, ascending, and what it saves on chip."""
+    """One value.
+
+    Attributes:
+        bytes: of its buffer.
+        uses: positions at which it is made and then read, ascending.
+        gain: seconds that it saves on chip.
+        far: what makes it writes to device memory.
+    """
 
     bytes: int
     uses: tuple[int, ...]
     gain: float = 1.0
+    far: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -51,7 +59,7 @@ def off_chip(lives: Sequence[Life], capacity: int) -> dict[int, frozenset[int]]:
     found: dict[int, frozenset[int]] = {}
     for place in sorted(range(len(lives)), key=lambda i: (-lives[i].gain / math.sqrt(max(lives[i].bytes, 1)), i)):
         life = lives[place]
-        if not fits(*life.span, life.bytes):
+        if life.far or not fits(*life.span, life.bytes):
             gaps = zip(life.uses, life.uses[1:], strict=False)
             found[place] = frozenset(end for start, end in gaps if fits(start, end, life.bytes))
     return found
