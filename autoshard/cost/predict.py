@@ -10,7 +10,7 @@ from autoshard.cost.backend import Compiled, backend_of
 from autoshard.cost.collectives import Collective, seconds
 from autoshard.cost.compute import CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.device import Device
-from autoshard.cost.lowered import lower
+from autoshard.cost.lowered import COLLECTIVES, lower
 from autoshard.cost.spmd import OpRun, Partitioned, partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
@@ -83,7 +83,10 @@ def predict(
     shardings = propagate(graph, annotations, mesh)
     partitioned = partition(graph, shardings, device.target)
     flops = [op_flops(op, graph) for op in graph.ops]
-    compute = [_group_seconds(group, graph, shardings, partitioned, flops, device) for group in groups.groups]
+    compiled = backend_of(device).compile(lower(graph, shardings, partitioned))
+    compute = _kernel_seconds(compiled, groups, device)
+    if compute is None:
+        compute = [_group_seconds(group, graph, shardings, partitioned, flops, device) for group in groups.groups]
     collectives = partitioned.collectives
     times = [each.count * seconds(each.kind, each.axes, each.bytes, mesh, device) for each in collectives]
     compute_s, communication_s = sum(compute), sum(times)
@@ -102,6 +105,22 @@ def predict(
         replicated_ops=_replicated(graph, groups, flops, device),
         specs=shardings.specs,
     )
+
+
+def _kernel_seconds(compiled: Compiled, groups: Groups, device: Device) -> list[float] | None:
+    """Rooflines of the compiler's kernels, per group that their last op is in; None where no traffic is known."""
+    if compiled.placement is None or not groups.groups:
+        return None
+    steps, arrays = compiled.program.steps, compiled.program.arrays
+    found = [0.0] * len(groups.groups)
+    for kernel, moved in zip(compiled.kernels, compiled.placement.moved, strict=True):
+        if kernel.kind in COLLECTIVES:
+            continue
+        products = [steps[number] for number in kernel.steps if steps[number].flops]
+        dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
+        group = groups.of.get(steps[kernel.steps[-1]].op)
+        found[0 if group is None else group] += roofline_seconds(kernel.flops, moved, dtype, device)
+    return found
 
 
 def _group_seconds(
