@@ -9,6 +9,7 @@ are read as collectives over the axes that lie across slices, and put together a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from autoshard.cost.device import load_device
 from autoshard.cost.layout import device_order
 from autoshard.mesh import Mesh
-from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes
+from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes, pair_axes
 
 if TYPE_CHECKING:
     from autoshard.verify.collectives import CompiledCollective
@@ -87,12 +88,44 @@ def receiver(computation: Computation, send: Instruction) -> Instruction | None:
 
 
 def crossing_axes(slices: Sequence[Sequence[int]], send: Instruction, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes that a transfer runs over: equal devices of the slices that its target names (`{1,2}x{0:3}`)."""
-    match = re.search(r'_xla_megascale_target="\{([\d,:]*)\}', send.rest)
-    count = len(slices)
-    if match and re.fullmatch(r"\d+(,\d+)*", match[1]):
-        count = min(count, len(match[1].split(",")))
+    """The mesh axes that a transfer runs over.
+
+    Its target is `{1,2}x{0:3}`, equal devices of slices 1 and 2, or groups of devices (of a permute: pairs) by libtpu's
+    numbers, `{{100000,200000},…}`: 100,000 for each slice, and within it x fastest.
+    """
+    match = re.search(r"_xla_megascale_target=\{((?:\{[\d,]+\},?)+)\}", send.rest)
+    if match:
+        number = _numbers(slices, mesh)
+        groups = [[int(each) for each in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
+        known = [tuple(number[each] for each in group) for group in groups if all(each in number for each in group)]
+        if known and transfer(send) == "ONE_TO_ONE":
+            return pair_axes([(pair[0], pair[-1]) for pair in known], mesh)
+        if known:
+            return group_axes(known, mesh)
+    match = re.search(r'_xla_megascale_target="\{(\d+(?:,\d+)*)\}', send.rest)
+    count = min(len(slices), len(match[1].split(","))) if match else len(slices)
     return group_axes([tuple(own[0] for own in slices[:count])], mesh)
+
+
+def _numbers(slices: Sequence[Sequence[int]], mesh: Mesh) -> dict[int, int]:
+    """libtpu's number of a device -> its place in the mesh."""
+    device = load_device(mesh.device)
+    chips = itertools.product(*map(range, device.topology))
+    places_in_order = [(chip, core) for chip in chips for core in range(device.chip_devices)]
+    found = {}
+    for number, own in enumerate(slices):
+        for place, (chip, core) in zip(_by_rank(own, mesh), places_in_order, strict=True):
+            within = 0
+            for at, size in zip(reversed(chip), reversed(device.topology), strict=True):
+                within = within * size + at
+            found[100_000 * (number + 1) + within * device.chip_devices + core] = place
+    return found
+
+
+def _by_rank(own: Sequence[int], mesh: Mesh) -> list[int]:
+    """The places of a slice by the devices that stand there."""
+    order = device_order(mesh, load_device(mesh.device))
+    return sorted(own, key=lambda place: order[place])
 
 
 def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> list[CompiledCollective]:

@@ -98,6 +98,21 @@ def test_a_transfer_between_some_of_the_slices():
     assert read(body, "got.r", mesh) == [("all-reduce", ("data[2/4]",), 64 * 32 * 4)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "target", "axes"),
+    [
+        ("ALL_TO_ALL", "{{100000,200000},{100002,200002},{100001,200001},{100003,200003}}", ("data",)),
+        ("ALL_TO_ALL", "{{100000,100002,100001,100003,200000,200002,200001,200003}}", ("data", "model")),
+        ("ONE_TO_ONE", "{{100000,200000},{200000,100000}}", ("data",)),
+        ("ONE_TO_ONE", "{{100000,200002},{100002,200001}}", ("data", "model")),
+    ],
+)
+def test_a_transfer_between_devices_by_number(kind, target, axes):
+    text = transfer("r", kind, "a", "f32[64,32]", "f32[64,32]").replace('"{1,2}x{0:3}"', target)
+    name = {"ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute"}[kind]
+    assert read(text, "got.r") == [(name, axes, 64 * 32 * 4)]
+
+
 def test_where_partitions_of_a_slice_stand():
     assert places(MESH, 8) == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert places(MESH, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
