@@ -11,6 +11,8 @@ before its first import. What is measured, per device and with all devices busy 
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -30,7 +32,7 @@ _MEMORY = {"cpu": (2**26, 2**27, 2**28, 2**29), "gpu": (2**26, 2**27, 2**28, 2**
 """Bytes of an operand; on CPU of all devices together, so that none of it stays in a cache."""
 
 _MOVED = {"cpu": tuple(2**p for p in range(14, 25, 2)), "gpu": tuple(2**p for p in range(16, 29, 2))}
-_KERNELS = (2, 8, 32, 128)
+_KERNELS = (2, 4, 8, 16, 32, 64, 128)
 
 _UNSTEADY, _AGAIN = 0.2, 2
 """A point whose batches spread more than this is measured again, so often; the lowest counts."""
@@ -151,25 +153,26 @@ def main() -> None:
 
 def _backend(request: dict[str, Any]) -> Backend:
     wanted, platform, devices = request["backend"], request["platform"], request["devices"]
-    if wanted == "jax" or (wanted == "auto" and platform == "cpu"):
-        return _jax(platform, devices)
     if wanted == "torch":
         return _torch(platform)
-    try:
-        found = _jax(None, devices)
-    except Exception:  # no jax at all, or none of its platforms starts
-        return _torch(None)
-    if found.platform == "cpu":
-        import importlib.util
-
-        if importlib.util.find_spec("torch") is not None:
-            import torch
-
-            if torch.cuda.is_available():
-                return _torch("gpu")
-        if platform == "gpu":
-            raise RuntimeError("neither jax nor torch sees a GPU")
+    if wanted == "jax" or platform in ("cpu", "tpu"):
+        return _jax(platform, devices)
+    found: Backend | None = None
+    with contextlib.suppress(Exception):  # no jax, or no such platform for it: torch may do
+        found = _jax(platform, devices)
+    if (found is None or found.platform == "cpu") and _torch_sees_cuda():
+        return _torch("gpu")
+    if found is None:
+        raise RuntimeError("neither jax nor torch sees a GPU")
     return found
+
+
+def _torch_sees_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _jax(platform: str | None, devices: int | None) -> Backend:

@@ -24,6 +24,8 @@ class JaxBackend:
 
         jax.config.update("jax_enable_x64", True)
         self.found = jax.local_devices()[:devices]
+        if devices is not None and len(self.found) < devices:
+            raise RuntimeError(f"{devices} devices were asked for, {len(self.found)} are there")
         self.platform = {"cuda": "gpu", "rocm": "gpu"}.get(self.found[0].platform, self.found[0].platform)
         self.devices = len(self.found)
         self.mesh = jax.sharding.Mesh(np.array(self.found), ("d",))

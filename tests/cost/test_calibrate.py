@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from autoshard import cli
 from autoshard.cost import calibrate as fitting
+from autoshard.cost import measure
 from autoshard.cost.calibrate import CalibrationError, calibrate, to_toml
 from autoshard.cost.collectives import seconds
 from autoshard.cost.device import Device, Link, load_device
@@ -194,6 +195,8 @@ def test_names_and_bases_that_cannot_be() -> None:
 class Fake:
     """A backend that does nothing, and cannot do f64 or i8."""
 
+    name = "fake"
+
     def __init__(self, platform: str, devices: int) -> None:
         self.platform, self.devices = platform, devices
         self.asked: list[tuple[Any, ...]] = []
@@ -231,6 +234,48 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = [point["bytes"] for point in found if point.get("op") == "copy"]
     assert copies[0] * 8 == 2 * 2**26, "all devices together leave the cache"
     assert not any("collective" in point.values() for point in points(Fake("gpu", 1), quick=False))
+
+
+@pytest.mark.parametrize(
+    ("asked", "jax_has", "cuda", "chosen"),
+    [
+        (("auto", None), "gpu", True, ("jax", "gpu")),
+        (("auto", None), "cpu", True, ("torch", "gpu")),
+        (("auto", None), "cpu", False, ("jax", "cpu")),
+        (("auto", None), None, False, "neither jax nor torch sees a GPU"),
+        (("auto", "gpu"), "cpu", True, ("torch", "gpu")),
+        (("auto", "gpu"), "cpu", False, "neither jax nor torch sees a GPU"),
+        (("auto", "tpu"), "cpu", True, "no tpu"),
+        (("auto", "cpu"), "cpu", True, ("jax", "cpu")),
+        (("jax", "gpu"), "cpu", True, "no gpu"),
+        (("torch", "cpu"), "gpu", True, ("torch", "cpu")),
+    ],
+)
+def test_which_backend_measures(
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[str, str | None], jax_has: str | None, cuda: bool, chosen: Any
+) -> None:
+    def jax(platform: str | None, devices: int | None) -> Any:
+        if jax_has is None or platform not in (None, jax_has):
+            raise RuntimeError(f"no {platform}")
+        found = Fake(jax_has, devices or 1)
+        found.name = "jax"
+        return found
+
+    def torch(platform: str | None) -> Any:
+        found = Fake(platform or "cpu", 1)
+        found.name = "torch"
+        return found
+
+    monkeypatch.setattr(measure, "_jax", jax)
+    monkeypatch.setattr(measure, "_torch", torch)
+    monkeypatch.setattr(measure, "_torch_sees_cuda", lambda: cuda)
+    request = {"backend": asked[0], "platform": asked[1], "devices": None}
+    if isinstance(chosen, str):
+        with pytest.raises(RuntimeError, match=chosen):
+            measure._backend(request)
+    else:
+        found: Any = measure._backend(request)
+        assert (found.name, found.platform) == chosen
 
 
 def test_a_slow_batch_does_not_count() -> None:
