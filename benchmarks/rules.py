@@ -25,14 +25,14 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autoshard.verify.compile import CompileError
-from tests.rules.harness import BUILDERS, DEVICES, Case, Row, batch_of, check, run
+from tests.rules.harness import BUILDERS, DEVICES, TORCH, Case, Row, batch_of, check, run
 
 
 def main() -> None:
     """Run what is asked for, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=sorted(DEVICES))
-    parser.add_argument("--rules", default=",".join(sorted(BUILDERS)))
+    parser.add_argument("--rules", default="all", help="names by commas; all; or torch, for what PyTorch writes")
     parser.add_argument("--seeds", default="0:4", help="first:limit")
     parser.add_argument("--rows", type=Path, help="jsonl that results are added to")
     parser.add_argument("--batch", type=int, default=48, help="cases of one program")
@@ -56,7 +56,7 @@ def main() -> None:
         first, _, limit = options.seeds.partition(":")
         cases = [
             Case(rule, seed)
-            for rule in options.rules.split(",")
+            for rule in named(options.rules)
             for seed in range(int(first), int(limit))
             if (rule, seed) not in done
         ]
@@ -71,10 +71,22 @@ def main() -> None:
         report([row for row in known if row["target"] == target], target, options.wrong)
 
 
+def named(rules: str) -> list[str]:
+    """The rules that `--rules` names."""
+    if rules == "all":
+        return sorted(BUILDERS)
+    if rules == "torch":
+        from tests.rules.torch_cases import FUNCTIONS
+
+        return [f"{TORCH}{name}{suffix}" for name in sorted(FUNCTIONS) for suffix in ("", ".backward")]
+    return rules.split(",")
+
+
 def show(case: Case, target: str) -> None:
     """One case by itself: its program, its annotations and what became of it."""
     batch = batch_of([case], DEVICES[target], scale(target))
-    print(batch.program.stablehlo.decode())
+    if not case.rule.startswith(TORCH):
+        print(batch.program.stablehlo.decode())
     for value, spec in batch.annotations.pins.items():
         print(f"pin {value}: {spec}")
     for (value, aten), spec in batch.annotations.copies.items():

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from tests.rules.snippets import BUILDERS, Body, Draw, Fill
 FAMILIES = (snippets_moves, snippets_ops)
 """Modules whose import fills `BUILDERS`."""
 
+TORCH = "torch."
 MESHES = ((2, 4), (8,), (2, 2, 2), (4, 2))
 DEVICES = {"cpu": "cpu", "h100:8": "h100", "tpu-v5e:2x4": "tpu-v5e"}
 """Compile target -> device kind of the mesh."""
@@ -129,19 +130,17 @@ class Batch:
     """Cases in one program.
 
     Attributes:
-        owner: aten op -> place in `cases`.
+        owner: op id -> place in `cases`.
         fills: how each argument's numbers are drawn.
-        arguments, outputs: per argument and result of the program the place of its case.
+        approximate: per case the largest difference that rounding may make.
     """
 
     cases: tuple[Case, ...]
     mesh: Mesh
     program: Program
     graph: Graph
-    owner: dict[int, int]
+    owner: Mapping[int, int]
     fills: tuple[Fill, ...]
-    arguments: tuple[int, ...]
-    outputs: tuple[int, ...]
     approximate: tuple[float, ...]
     annotations: Annotations
     counted: tuple[Bytes | None, ...]
@@ -152,11 +151,49 @@ class Batch:
         """The annotated module."""
         return annotate(self.program, self.graph, self.annotations, self.mesh)
 
+    @property
+    def of_aten(self) -> dict[int, int]:
+        """Aten op -> place in `cases`."""
+        ops = [op for op in self.graph.ops if op.id in self.owner and op.aten is not None]
+        return {op.aten: self.owner[op.id] for op in ops if op.aten is not None}
+
+
+@dataclass(frozen=True)
+class Written:
+    """Programs of cases: one module, and whose each argument is."""
+
+    program: Program
+    arguments: tuple[int, ...]
+    fills: tuple[Fill, ...]
+    approximate: tuple[float, ...]
+
 
 def batch_of(cases: Sequence[Case], device: str = "cpu", scale: int = 1) -> Batch:
-    """The program of some cases of one mesh, annotated by a random strategy of each."""
+    """The program of some cases of one mesh, annotated by a random strategy of each; PyTorch's are not mixed in."""
     (shape,) = {case.mesh_shape for case in cases}
     mesh = Mesh(shape, device=device)
+    written = torch_program(cases) if cases[0].rule.startswith(TORCH) else _snippets(cases, scale)
+    graph = build_graph(written.program)
+    owner = _owners(graph, written.arguments)
+    annotations, counted, strategy = _choose(graph, mesh, cases, owner)
+    fills, approximate = written.fills, written.approximate
+    return Batch(tuple(cases), mesh, written.program, graph, owner, fills, approximate, annotations, counted, strategy)
+
+
+def _owners(graph: Graph, arguments: Sequence[int]) -> dict[int, int]:
+    """The case of every op, by the arguments that it depends on, else by what reads it."""
+    owner = dict(zip(graph.arguments, arguments, strict=True))
+    for op in graph.ops:
+        known = [owner[value.op] for value in op.operands if value.op in owner]
+        if known:
+            owner[op.id] = known[0]
+    for op in reversed(graph.ops):
+        if op.id in owner:
+            owner.update({value.op: owner[op.id] for value in op.operands if value.op not in owner})
+    return owner
+
+
+def _snippets(cases: Sequence[Case], scale: int) -> Written:
     bodies: list[Body] = []
     first = 0
     for place, case in enumerate(cases):
@@ -164,23 +201,35 @@ def batch_of(cases: Sequence[Case], device: str = "cpu", scale: int = 1) -> Batc
         BUILDERS[case.rule](body, Draw(case.rule, case.seed, scale))
         bodies.append(body)
         first += len(body.outputs)
-    program = _program(bodies)
-    graph = build_graph(program)
-    owner = {body.first + i: place for place, body in enumerate(bodies) for i in range(len(body.outputs))}
-    annotations, counted, strategy = _choose(graph, mesh, cases, owner, bodies)
-    return Batch(
-        tuple(cases),
-        mesh,
-        program,
-        graph,
-        owner,
-        tuple(fill for body in bodies for _, fill in body.arguments),
+    return Written(
+        _program(bodies),
         tuple(place for place, body in enumerate(bodies) for _ in body.arguments),
-        tuple(place for place, body in enumerate(bodies) for _ in body.returned),
+        tuple(fill for body in bodies for _, fill in body.arguments),
         tuple(body.approximate for body in bodies),
-        annotations,
-        counted,
-        strategy,
+    )
+
+
+def torch_program(cases: Sequence[Case]) -> Written:
+    """What PyTorch and torch_xla make of cases named `torch.NAME` or `torch.NAME.backward`."""
+    from autoshard.capture.torch_xla import capture
+    from tests.rules.torch_cases import FUNCTIONS, Cases, gradient_of
+
+    drawn, backward, inputs, owner = [], [], [], []
+    for place, case in enumerate(cases):
+        _, name, *rest = case.rule.split(".")
+        drawn.append(FUNCTIONS[name](random.Random(f"{name}:{case.seed}")))
+        backward.append(bool(rest))
+        mine = [*drawn[-1].inputs, *([gradient_of(drawn[-1])] if rest else [])]
+        inputs += mine
+        owner += [place] * len(mine)
+    program = capture(Cases(drawn, backward), tuple(each.tensor for each in inputs))
+    names = {f"input{i}": i for i in range(len(inputs))}
+    given = [names.get(argument.name) for argument in program.arguments]
+    return Written(
+        program,
+        tuple(0 if i is None else owner[i] for i in given),
+        tuple(Fill("ints", inputs[i].below) if i is not None and inputs[i].below else Fill() for i in given),
+        (1e-4,) * len(cases),
     )
 
 
@@ -204,7 +253,7 @@ def _program(bodies: Sequence[Body]) -> Program:
 
 
 def _choose(
-    graph: Graph, mesh: Mesh, cases: Sequence[Case], owner: dict[int, int], bodies: Sequence[Body]
+    graph: Graph, mesh: Mesh, cases: Sequence[Case], owner: Mapping[int, int]
 ) -> tuple[Annotations, tuple[Bytes | None, ...], tuple[str, ...]]:
     builder = _Builder(graph, mesh, load_device(mesh.device), {})
     arguments = builder._arguments()
@@ -219,7 +268,7 @@ def _choose(
     spoken: list[list[str]] = [[] for _ in cases]
     spread = set(nodes)
     for group, own in zip(groups.groups, ways, strict=True):
-        case = _case_of(group.ops, graph, owner)
+        case = owner[group.ops[-1]]
         chosen = _strategy(draws[case], group.inputs, own, handed)
         for position, value in enumerate(group.inputs):
             wanted = own.inputs[position][chosen]
@@ -246,7 +295,7 @@ def _choose(
         makes = " ".join(_spoken(pin[chosen], out[chosen]) for pin, out in zip(own.pinned, own.outputs, strict=True))
         spoken[case].append(f"{kinds}({reads}) -> {makes}")
     for value in graph.outputs:
-        case = owner[graph.ops[value.op].aten or 0] if graph.ops[value.op].aten is not None else None
+        case = owner.get(value.op)
         spec = handed.get(value)
         if (
             case is not None
@@ -259,10 +308,6 @@ def _choose(
     problem = Problem([], [], [])
     formulation = Formulation(problem, graph, groups, tuple(arguments), tuple(arguments.values()), ways, ())
     return formulation.annotations(choice), tuple(counted), tuple("; ".join(lines) for lines in spoken)
-
-
-def _case_of(ops: Iterable[int], graph: Graph, owner: dict[int, int]) -> int:
-    return next(owner[aten] for op in ops if (aten := graph.ops[op].aten) is not None)
 
 
 def _spoken(pinned: Any, out: Any) -> str:
@@ -297,13 +342,12 @@ def check(batch: Batch, target: str) -> list[Row]:
     said = partition(batch.graph, propagate(batch.graph, batch.annotations, batch.mesh), family).collectives
     for each in said:
         if each.bytes * each.count and each.op is not None:
-            aten = batch.graph.ops[each.op].aten
-            place = batch.owner[aten] if aten is not None else _owner_of(batch, each.op)
-            _add(rows[place].predicted, each.kind, each.axes, each.bytes * each.count)
+            _add(rows[batch.owner[each.op]].predicted, each.kind, each.axes, each.bytes * each.count)
     module = parse_hlo(compiled.hlo_text)
+    of_aten = batch.of_aten
     for found in compiled_collectives(module, batch.mesh, family):
         for aten, size in found.parts or ((found.aten, found.bytes),):
-            place = batch.owner[aten] if aten is not None else _traced(batch, module, found.name)
+            place = of_aten[aten] if aten in of_aten else _traced(batch, module, found.name)
             _add(rows[place].compiled, found.kind, found.axes, size * found.count)
     return rows
 
@@ -329,20 +373,9 @@ def _traced(batch: Batch, module: Module, name: str) -> int:
     for each in todo:
         one = computation.instructions.get(each)
         if one is not None and one.opcode == "parameter":
-            return batch.arguments[int(one.arguments)]
+            return batch.owner[batch.graph.arguments[int(one.arguments)]]
         todo.extend(one.operands if one is not None else ())
     raise AssertionError(f"{name} belongs to no case")
-
-
-def _owner_of(batch: Batch, op: int) -> int:
-    """The case of an op without an aten op: an argument, or a constant."""
-    todo = [op]
-    for each in todo:
-        aten = batch.graph.ops[each].aten
-        if aten is not None:
-            return batch.owner[aten]
-        todo.extend(batch.graph.nx.successors(each))
-    raise AssertionError("an op that belongs to no case")
 
 
 def _add(totals: Bytes, kind: str, axes: Sequence[str], size: int) -> None:
@@ -374,7 +407,8 @@ def run(batch: Batch, rows: Sequence[Row], timeout: float = 600.0) -> None:
         if done.returncode or not (folder / "result.json").exists():
             raise RuntimeError(f"the run failed: {done.stderr.strip()[-2000:]}")
         differences = json.loads((folder / "result.json").read_text())
-    for place, difference in zip(batch.outputs, differences, strict=True):
+    for value, difference in zip(batch.graph.outputs, differences, strict=True):
+        place = batch.owner[value.op]
         rows[place].numbers = max(rows[place].numbers or 0.0, difference)
         rows[place].tolerance = batch.approximate[place]
 
