@@ -34,6 +34,7 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Copy, Shardings
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import Transfers, bytes_of
+from autoshard.mesh import Spec
 
 Shape = tuple[int, ...]
 MoveKey = tuple[Any, Tiling | None, Tiling]
@@ -356,6 +357,26 @@ class Partitioner:
             factor = math.prod(large) // math.prod(small)
             return tuple((kind, axes, size // factor) for kind, axes, size in steps)
         return () if not gathered & carried else steps
+
+    def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...]:
+        """What one op takes whose operands and results have these shardings.
+
+        Args:
+            reads: per operand; None for one that is free in any sharding.
+        """
+        made = tuple(self.subaxes.tiling(spec) for spec in results)
+        found = tuple(
+            self.subaxes.tiling(spec) if spec is not None else self._as_result(op, place, made)
+            for place, spec in enumerate(reads)
+        )
+        emission = self._emit(op, found, made)
+        moves = [step for place, _, steps in emission.moves if reads[place] is not None for step in steps]
+        return tuple(self._collective(step, op.id) for step in (*moves, *emission.own))
+
+    def _as_result(self, op: Op, place: int, made: Sequence[Tiling]) -> Tiling:
+        """The sharding of an operand that costs nothing in any: the result's, where it looks like one."""
+        shape = self.graph.type_of(op.operands[place]).shape
+        return made[0] if op.results[0].shape == shape else self.nothing(shape)
 
     # ---- kinds -------------------------------------------------------------------------------------------------
 

@@ -20,10 +20,13 @@ from autoshard.cost.collectives import seconds
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import reshard_matrix
+from autoshard.cost.spmd import Partitioner
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
 from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules import rule_for
+from autoshard.graph.tiling import Subaxes
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.strategies import (
@@ -130,6 +133,7 @@ class _Builder:
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
         outputs = zip(graph.program.outputs, graph.outputs, strict=True)
         self.returned = {value for output, value in outputs if output.updates is None}
+        self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
         self._matrices: dict[tuple[object, ...], Matrix] = {}
@@ -191,6 +195,7 @@ class _Builder:
                     defer=defer,
                     sums=sums,
                     merged=self.device.target != "cpu",
+                    priced=self.partitioner.alone,
                 )
                 self._by_shape[key] = (ways, self._group_costs(group, ways))
             ways, costs = self._by_shape[key]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from autoshard.cost.collectives import Collective, CollectiveKind
 from autoshard.cost.compute import dtype_bytes
 from autoshard.cost.layout import sums_whole
-from autoshard.graph.groups import Group, Groups, unscaled
+from autoshard.graph.groups import FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated, spec_axes
 
@@ -42,6 +43,9 @@ class Partial:
 
 Sharded = Spec | Partial
 RuleOf = Callable[[Op, Graph], Rule | None]
+Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective, ...]]
+AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape"}
+"""Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
 
 
@@ -338,6 +342,7 @@ def strategies(
     defer: bool = False,
     sums: Sum | None = None,
     merged: bool = True,
+    priced: Priced | None = None,
 ) -> Strategies:
     """All strategies of a group.
 
@@ -346,6 +351,8 @@ def strategies(
         defer: allow variants that leave its one output partial, for its reader to sum.
         sums: allow variants that take partial values and all-reduce their sum once.
         merged: what is summed along several dims is all-reduced once (TPU, GPU), not once per dim (CPU).
+        priced: what the partitioner makes of an op under the shardings of its operands and results; asked for ops
+            that are groups of their own, where it need not be what the factors say.
     """
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
@@ -373,6 +380,12 @@ def strategies(
                     if value in outputs:
                         partial = whole[0] if len(whole) == 1 else axes
                 value += 1
+        if priced is not None and len(group.ops) == 1 and graph.ops[group.ops[0]].kind not in AS_FACTORS:
+            op = graph.ops[group.ops[0]]
+            reads = [specs[local[value]] if value in local else None for value in op.operands]
+            found = priced(op, reads, specs[len(group.inputs) :])
+            if _totals(found) != _totals(collectives):
+                collectives, partial = [replace(each, op=0) for each in found], ()
         inputs: list[Sharded] = [*specs[: len(group.inputs)]]
         pinned = [specs[index] for index in outputs]
         rows.append(_Row(assignment, inputs, pinned, [*pinned], tuple(collectives)))
@@ -408,6 +421,13 @@ def strategies(
         flop_ways=ways,
         collectives=tuple(row.collectives for row in rows),
     )
+
+
+def _totals(collectives: Iterable[Collective]) -> Counter[tuple[str, tuple[str, ...]]]:
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for each in collectives:
+        found[each.kind, each.axes] += each.bytes * each.count
+    return found
 
 
 class _Row(NamedTuple):
