@@ -115,6 +115,13 @@ def tiled(shape: tuple[int, ...]) -> int:
     return best or 0
 
 
+def row_major(shape: tuple[int, ...]) -> int:
+    """Elements of an array in tiles of 8 x 128 whose last dim is the innermost."""
+    if len(shape) < 2:
+        return tiled(shape)
+    return math.prod(shape[:-2]) * (-(-shape[-2] // 8) * 8) * (-(-shape[-1] // 128) * 128)
+
+
 class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
@@ -176,13 +183,29 @@ class TpuBackend(Backend):
         return order
 
     def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
-        """What products alone read is kept in the dtype that they run in."""
+        """What products alone read is kept in the dtype that they run in, a transposed copy that is cut up as it is.
+
+        Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
+        """
         rounded = _Rounded(program)
         for kernel in kernels:
             for array in kernel.writes:
-                if rounded.is_kept_narrow(array):
-                    found = program.arrays[array]
+                found = program.arrays[array]
+                if self._cut_up(array, program):
+                    found.bytes = found.bytes * row_major(found.shape or ()) // _elements(found)
+                    found.shape = None
+                elif rounded.is_kept_narrow(array):
                     found.dtype, found.bytes = "bf16", found.bytes // 2
+
+    @staticmethod
+    def _cut_up(array: int, program: Lowered) -> bool:
+        found = program.arrays[array]
+        return (
+            found.maker >= 0
+            and program.steps[found.maker].kind == "transpose"
+            and bool(found.shape)
+            and any(program.steps[reader].kind == "slice" for reader in found.readers)
+        )
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; what arguments and results pass through competes."""

@@ -145,3 +145,19 @@ def test_tiles() -> None:
     assert tiled((512, 1024)) == 512 * 1024
     assert tiled((3, 512, 12)) == 3 * 512 * 16  # 12 in rows of 8, and not 12 in lanes of 128
     assert tiled((100,)) == 128
+
+
+def test_a_transposed_copy_that_is_cut_up_has_its_last_dim_padded() -> None:
+    steps: list[Step] = []
+    arrays = arguments(2)
+    product = step(steps, arrays, "dot_general", (0, 1), 3 * 64 * 128)
+    heads = step(steps, arrays, "transpose", (product,), 3 * 64 * 128)
+    arrays[heads].shape = (3, 4, 64, 32)
+    for _ in range(3):
+        arrays[
+            step(steps, arrays, "dot_general", (step(steps, arrays, "slice", (heads,), 64 * 128), 1))
+        ].returned = True
+    program = Lowered(arrays, steps, [], None)  # type: ignore[arg-type]
+    backend = TpuBackend(load_device("tpu-v5e"))
+    backend.store(backend.fusion(program).kernels(), program)
+    assert (arrays[heads].dtype, arrays[heads].bytes) == ("f32", 4 * 3 * 4 * 64 * 128)
