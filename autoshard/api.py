@@ -148,11 +148,12 @@ def plan_program(
     infeasible: list[NoPlanError] = []
     for candidate in [mesh] if isinstance(mesh, Mesh) else mesh:
         limit = _memory(memory, candidate)
-        try:
+
+        def decide(solver_limit: float | None, mesh: Mesh = candidate) -> tuple[Decision, Annotations, Prediction]:
             decided = plan_graph(
                 graph,
-                candidate,
-                memory=limit,
+                mesh,
+                memory=solver_limit,
                 hints=wanted,
                 fold=fold,
                 time_limit=time_limit,
@@ -160,12 +161,15 @@ def plan_program(
                 backend=backend,
                 progress=progress,
             )
+            say("predict")
+            written = decided.annotations if annotations == "all" else least(graph, decided.annotations, mesh)
+            return decided, written, predict_annotations(graph, written, mesh)
+
+        try:
+            decided, written, prediction = within_limit(limit, decide)
         except NoPlanError as error:
             infeasible.append(error)
             continue
-        say("predict")
-        written = decided.annotations if annotations == "all" else least(graph, decided.annotations, candidate)
-        prediction = predict_annotations(graph, written, candidate)
         solved = decided.solution
         found = plan_of(
             graph,
@@ -184,12 +188,72 @@ def plan_program(
     return best
 
 
+MEMORY_TRIES = 5
+"""How often a plan is sought whose predicted memory is within the limit."""
+
+
+def within_limit(
+    limit: float | None, decide: Callable[[float | None], tuple[Decision, Annotations, Prediction]]
+) -> tuple[Decision, Annotations, Prediction]:
+    """A plan whose *predicted* memory keeps the limit.
+
+    The solver counts memory in program order, group by group; the prediction counts it as the target's compiler runs
+    the program. Where the second is above the limit, the solver is asked again with a lower one.
+
+    Raises:
+        NoPlanError: no plan was found that keeps it; says the least predicted.
+    """
+    from autoshard.plan import NoPlanError
+
+    asked, least = limit, math.inf
+    refused: NoPlanError | None = None
+    first: float | None = None  # the limit that the solver refused
+    for _ in range(MEMORY_TRIES):
+        try:
+            found = decide(asked)
+        except NoPlanError as error:
+            if refused is not None or not math.isfinite(error.least):
+                if least == math.inf:
+                    raise
+                break
+            refused, first, asked = (
+                error,
+                asked,
+                error.least * (1 + 1e-6),
+            )  # what uses least memory as the solver counts it
+            continue
+        predicted = found[2].peak_memory_bytes
+        if limit is None or asked is None or predicted <= limit:
+            return found
+        least = min(least, predicted)
+        if refused is not None:
+            break
+        # As much less than what the solver counts for this plan as the prediction is above the limit.
+        asked = TIGHTER * min(found[0].counted_bytes, asked) * limit / predicted
+    assert limit is not None
+    said = f"{refused}; " if refused is not None and first == limit else ""
+    raise NoPlanError(
+        f"{said}no plan was found whose predicted memory is within {limit:,.0f} bytes per device: "
+        f"the least predicted of those tried is {least:,.0f}",
+        least,
+    )
+
+
+TIGHTER = 0.99
+"""Part of the proportional limit that the solver is asked for next, so that it comes nearer from above."""
+
+
 @dataclass(frozen=True)
 class Decision:
-    """What the solver chose for a graph: the annotations, and how good they are proved to be."""
+    """What the solver chose for a graph: the annotations, and how good they are proved to be.
+
+    Attributes:
+        counted_bytes: the peak per device that the solver counts; infinite where memory was not limited.
+    """
 
     annotations: Annotations = field(repr=False)
     solution: Solution
+    counted_bytes: float = math.inf
 
 
 def captured_graph(program: Program) -> Graph:
@@ -214,6 +278,7 @@ def plan_graph(
     """Choose a strategy for every op of a graph."""
     from autoshard.cost.device import load_device
     from autoshard.plan import NoPlanError
+    from autoshard.solver.evaluate import evaluate as evaluate_choice
     from autoshard.solver.formulate import check_hints, formulate
     from autoshard.solver.problem import Status
     from autoshard.solver.solve import solve
@@ -239,7 +304,8 @@ def plan_graph(
         raise NoPlanError(
             f"no plan {found} on mesh {shape}: {solution.message}", least.reached if least is not None else math.inf
         )
-    return Decision(formulation.annotations(solution.choice), solution)
+    counted = evaluate_choice(formulation.problem, solution.choice).peak if memory is not None else math.inf
+    return Decision(formulation.annotations(solution.choice), solution, counted)
 
 
 def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:

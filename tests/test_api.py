@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import autoshard
-from autoshard.api import candidate_meshes, captured_graph, factorisations, plan_graph, predict_annotations
+from autoshard.api import (
+    candidate_meshes,
+    captured_graph,
+    factorisations,
+    plan_graph,
+    predict_annotations,
+    within_limit,
+)
 from autoshard.capture.program import Program
 from autoshard.mesh import Mesh, spec_axes
+from autoshard.plan import NoPlanError
 from autoshard.solver.evaluate import evaluate as evaluate_choice
 from autoshard.solver.formulate import formulate, random_annotations
 
@@ -137,6 +146,29 @@ def test_a_memory_limit_is_kept_and_costs_time(program: Program):
     kept = evaluate_choice(formulate(graph, MESH, _device(), memory=limit).problem, limited.solution.choice)
     assert kept.peak <= limit
     assert limited.solution.objective >= free.solver.objective
+
+
+def test_the_predicted_memory_keeps_the_limit():
+    """The solver counts less than the compiler uses (here two thirds): it is asked again, with a lower limit."""
+    asked: list[float] = []
+
+    def decide(limit: float):
+        asked.append(limit)
+        if limit < 40:
+            raise NoPlanError(f"no choice fits in {limit:.0f}", 40.0)
+        counted = min(limit, 100.0)
+        return SimpleNamespace(counted_bytes=counted), None, SimpleNamespace(peak_memory_bytes=1.5 * counted)
+
+    assert within_limit(90.0, decide)[2].peak_memory_bytes <= 90.0
+    assert asked == [90.0, pytest.approx(59.4)]
+    assert within_limit(None, lambda limit: decide(1e9))[2].peak_memory_bytes == 150.0
+
+    asked.clear()
+    with pytest.raises(NoPlanError, match=r"no plan was found .* within 50 bytes .*: the least predicted .* is 60"):
+        within_limit(50.0, decide)
+    assert asked == [50.0, pytest.approx(33.0), pytest.approx(40.0)]
+    with pytest.raises(NoPlanError, match="no choice fits in 30; no plan was found"):
+        within_limit(30.0, decide)
 
 
 def test_a_limit_that_nothing_meets_says_the_least_that_is_possible(program: Program):

@@ -432,7 +432,8 @@ class _Builder:
             amount = self._bytes(copy.value, copy.specs.choices)[copy.specs.index]
             amount = np.where(copy.same, 0.0, amount)
             node = len(self.node_costs) - len(copies) + index
-            self.node_usages.append(Usage(node, min(uses), max(uses) + 1, amount))
+            start = 0 if self._gathered_first(copy.value) else min(uses)
+            self.node_usages.append(Usage(node, start, max(uses) + 1, amount))
         shared = {copy.value for copy in copies}
         position = {edge: index for index, edge in enumerate(self.edges)}
         for group in groups.groups:
@@ -444,7 +445,12 @@ class _Builder:
                 size = self._bytes(value, wanted.choices)[wanted.index]
                 differs = np.array([[plain(a) != plain(b) for b in wanted.choices] for a in specs.choices])
                 amount = differs[np.ix_(specs.index, wanted.index)] * size[None, :]
-                self.edge_usages.append(Usage(edge, group.id, group.id + 1, amount))
+                start = 0 if self._gathered_first(value) else group.id
+                self.edge_usages.append(Usage(edge, start, group.id + 1, amount))
+
+    def _gathered_first(self, value: Value) -> bool:
+        """Whether the target reshards it at the start of the step: XLA's CPU compiler does with every argument."""
+        return self.device.target == "cpu" and self.graph.ops[value.op].kind == "argument"
 
     def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
         self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))
