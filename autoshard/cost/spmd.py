@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard.cost import spmd_shape
+from autoshard.cost import spmd_expanded, spmd_shape
 from autoshard.cost.collectives import Collective, CollectiveKind
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
@@ -408,6 +408,10 @@ class Partitioner:
             return self._reduce(op, reads, results)
         if kind == "rng":
             return self._rng(op, reads, results[0])
+        if kind == "top_k" and self.target == "tpu":
+            return spmd_expanded.top_k(self, op, reads, results[0])
+        if kind.startswith("batch_norm_") and self.target == "tpu":
+            return spmd_expanded.batch_norm(self, op, reads, results)
         if kind in ("gather", "scatter"):
             return IndexPartitioner(self, op, reads, results[0]).emit()
         if kind in ELEMENTWISE and len(reads) > 1 and all(tiling == reads[0] for tiling in reads[1:]):
@@ -579,7 +583,8 @@ class Partitioner:
                         ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
                     )
             else:
-                own.extend(self.sums(partial[::-1], elements * bytes_of(dtype), self.cuts.cut(kept, made_as, result)))
+                width = 4 if self.target == "tpu" and dtype == "i1" else bytes_of(dtype)  # a TPU sums bools as numbers
+                own.extend(self.sums(partial[::-1], elements * width, self.cuts.cut(kept, made_as, result)))
             if made_as != result:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)

@@ -7,11 +7,12 @@ import pytest
 
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
-from autoshard.cost.spmd import partition
+from autoshard.cost.spmd import Partitioner, partition
 from autoshard.cost.spmd_halo import Window, exchange
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.propagate import propagate
+from autoshard.graph.propagate import Shardings, propagate
+from autoshard.graph.tiling import Subaxes
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, replicated
 from autoshard.verify.collectives import compiled_collectives, normalise
@@ -261,3 +262,23 @@ def test_an_uneven_result_is_gathered_before_the_program_returns_it():
     }}""")
     split = (("model",),)
     assert predicted(graph, Annotations({Value(0): split, Value(1): split})) == {("all-gather", ("model",)): 104 * 4}
+
+
+def test_a_tpu_normalises_a_split_batch_where_a_cpu_gathers_it():
+    graph = graph_from_text("""func.func @main(%x: tensor<64x16xf32>, %a: tensor<16xf32>, %b: tensor<16xf32>)
+        -> (tensor<64x16xf32>, tensor<16xf32>, tensor<16xf32>) {
+      %0:3 = "stablehlo.batch_norm_training"(%x, %a, %b) {epsilon = 1.0e-5 : f32, feature_index = 1 : i64}
+        : (tensor<64x16xf32>, tensor<16xf32>, tensor<16xf32>) -> (tensor<64x16xf32>, tensor<16xf32>, tensor<16xf32>)
+      return %0#0, %0#1, %0#2 : tensor<64x16xf32>, tensor<16xf32>, tensor<16xf32>
+    }""")
+    op = only(graph, "batch_norm_training")
+    rows, none = (("data",), ()), ((),)
+    specs = ([rows, none, none], [rows, none, none])
+
+    def alone_on(target):
+        shardings = Shardings(Subaxes(MESH), {}, (), (), {}, {})
+        found = Partitioner(graph, shardings, target).alone(op, *specs)
+        return [(each.kind, each.axes, each.bytes) for each in found]
+
+    assert alone_on("tpu") == [("all-reduce", ("data",), 64)] * 2
+    assert alone_on("cpu") == [("all-gather", ("data",), 64 * 16 * 4)]

@@ -36,6 +36,8 @@ def draw(rng: np.random.Generator, shape: list[int], dtype: str, how: str, below
     if how in ("positive", "negative"):
         made = 0.5 + 1.5 * rng.random(shape)
         made = -made if how == "negative" else made
+    elif how == "one":
+        made = np.ones(shape)
     elif how == "unit":
         made = 1.8 * rng.random(shape) - 0.9
     elif how == "above one":

@@ -228,7 +228,9 @@ def torch_program(cases: Sequence[Case]) -> Written:
     return Written(
         program,
         tuple(0 if i is None else owner[i] for i in given),
-        tuple(Fill("ints", inputs[i].below) if i is not None and inputs[i].below else Fill() for i in given),
+        tuple(
+            Fill("one") if i is None else Fill("ints", inputs[i].below) if inputs[i].below else Fill() for i in given
+        ),
         (1e-4,) * len(cases),
     )
 

@@ -61,8 +61,9 @@ class Fill:
     """How an argument's numbers are drawn when the program runs.
 
     Attributes:
-        how: `normal`, `positive` (0.5 to 2), `unit` (-0.9 to 0.9), `ints` (0 to `below` - 1), `bools`, `spd` (positive
-            definite matrices), `triangle` (well-conditioned lower triangles), `state` (of a random generator).
+        how: `normal`, `positive` (0.5 to 2), `negative`, `unit` (-0.9 to 0.9), `above one`, `near one`, `one`, `ints`
+            (0 to `below` - 1), `bools`, `spd` (positive definite matrices), `triangle` (well-conditioned lower
+            triangles), `state` (of a random generator).
     """
 
     how: str = "normal"
