@@ -1,8 +1,10 @@
 import pytest
 
 from autoshard.cost.device import load_device
+from autoshard.mesh import Mesh
 from autoshard.verify import targets
-from autoshard.verify.targets import Target, TargetError, gpu_limits, parse_target
+from autoshard.verify.check import default_target
+from autoshard.verify.targets import Target, TargetError, gpu_limits, on_target, parse_target
 from autoshard.verify.worker import gpu_target_config
 
 
@@ -91,3 +93,70 @@ def test_gpu_descriptions_hold_the_device_limits():
         assert f"device_memory_size: {limits['memory']}" in text
         assert limits["description"] in text
         assert text.count("{") == text.count("}")
+
+
+OURS = """
+[ours]
+target = "gpu"
+flops = { f32 = 1e12 }
+memory_bandwidth = 1e11
+kernel_overhead = 1e-6
+collective_overhead = 1e-6
+achievable = { compute = 1, memory = 1 }
+source = "invented"
+links = [
+  { name = "near", topology = "switch", bandwidth = 1e11, latency = 1e-6, island = 8, source = "invented" },
+  { name = "far", topology = "switch", bandwidth = 1e10, latency = 1e-6, island = 0, source = "invented" },
+]
+"""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "target", "device", "placement"),
+    [
+        (Mesh((2, 4), device="h100"), "h100:8", "h100:8", ()),
+        (Mesh((2, 4), device="h100"), "h100:2x4", "h100:2x4", ()),
+        (Mesh((2, 4), device="h100", placement=("ib", "nvlink")), "h100:2x4", "h100:2x4", ("ib", "nvlink")),
+        (Mesh((2, 4), device="h100", placement=("ib", "nvlink")), "tpu-v5e:2x4", "tpu-v5e:2x4", ()),
+        (Mesh((2, 4), device="h100:2x4"), "h100:8", "h100:8", ()),
+        (Mesh((2, 4), device="a100"), "a100:2x4", "a100:2x4", ()),
+        (Mesh((2, 4), device="tpu-v5e"), "cpu", "cpu", ()),
+    ],
+)
+def test_a_mesh_lies_on_the_target_as_it_was_placed(mesh, target, device, placement):
+    found = on_target(mesh, parse_target(target, mesh.size))
+    assert (found.device, found.placement) == (device, placement)
+    assert (found.shape, found.axis_names) == (mesh.shape, mesh.axis_names)
+
+
+def test_a_mesh_that_was_placed_across_hosts_does_not_lie_on_one():
+    mesh = Mesh((2, 4), device="h100", placement=("ib", "nvlink"))
+    with pytest.raises(TargetError, match=r"does not lie on h100:1x8 \(data of 2 on ib, model of 4 on nvlink\)"):
+        on_target(mesh, parse_target("h100:8", 8))
+
+
+def test_a_kind_of_ones_own_keeps_its_figures_on_a_target_of_its_family(tmp_path):
+    (tmp_path / "ours.toml").write_text(OURS)
+    mesh = Mesh((2, 4), device=f"{tmp_path / 'ours.toml'}")
+    assert on_target(mesh, parse_target("h200:2x4", 8)).device == f"{tmp_path / 'ours.toml'}:2x4"
+    assert on_target(mesh, parse_target("tpu-v5e:2x4", 8)).device == "tpu-v5e:2x4"
+    with pytest.raises(TargetError, match="ours is a device kind of your own: say what to compile for"):
+        default_target(mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "target"),
+    [
+        (Mesh((2, 4), device="tpu-v5e"), "tpu-v5e:2x4"),
+        (Mesh((4, 2), device="tpu-v5e"), "tpu-v5e:2x4"),
+        (Mesh((16, 16), device="tpu-v5e"), "tpu-v5e:16x16"),
+        (Mesh((2, 4), device="tpu-v5p"), "tpu-v5p:2x2x2"),
+        (Mesh((2, 8), device="h100"), "h100:2x8"),
+        (Mesh((2, 4), device="h100", placement=("ib", "nvlink")), "h100:2x4"),
+        (Mesh((2, 8), device="tpu-v6e", placement=("dcn", "ici")), "tpu-v6e:2x4:2slices"),
+        (Mesh((2, 4)), "cpu"),
+    ],
+)
+def test_the_target_of_a_plan_without_one(mesh, target):
+    assert default_target(mesh) == target
+    assert parse_target(target, mesh.size).num_devices == mesh.size
