@@ -1,0 +1,112 @@
+"""Memory predicted for TPUs against what libtpu lays out: a step of a three-layer network, written by hand.
+
+One phenomenon a case: everything on chip; saved activations in device memory, those of products alone; gradients that
+are all-reduced; weights gathered for one product each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard.capture.program import Argument, AtenOp, Output, Program, TensorType
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.stablehlo import build_graph
+from autoshard.mesh import Mesh, Spec
+
+pytest.importorskip("libtpu")
+MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
+
+
+def network(rows: int, width: int) -> Graph:
+    """`x -> tanh(x w0) -> tanh(. w1) -> . w2`, half its squared norm differentiated by hand, and one step of SGD."""
+    x, w = f"tensor<{rows}x{width}xf32>", f"tensor<{width}x{width}xf32>"
+    atens: list[AtenOp] = []
+    lines: list[str] = []
+
+    def emit(name: str, text: str, kind: str) -> str:
+        shape = (rows, width) if kind == x else (width, width)
+        number = len(atens)
+        atens.append(AtenOp(number, name, "net", "forward", (TensorType(shape, "f32"),)))
+        lines.append(f'%{name} = stablehlo.{text} loc("op{number}")')
+        lines.append(
+            f'%{name}_ = stablehlo.custom_call @Sharding(%{name}) {{mhlo.sharding = "{{replicated}}"}}'
+            f' : ({kind}) -> {kind} loc("op{number}.out0")'
+        )
+        return f"%{name}_"
+
+    def product(name: str, one: str, other: str, dims: str, kinds: str, kind: str) -> str:
+        return emit(name, f"dot_general {one}, {other}, contracting_dims = {dims} : ({kinds}) -> {kind}", kind)
+
+    def binary(name: str, what: str, one: str, other: str, kind: str) -> str:
+        return emit(name, f"{what} {one}, {other} : {kind}", kind)
+
+    inputs = ["%x"]
+    for layer in range(3):
+        made = product(f"z{layer}", inputs[-1], f"%w{layer}", "[1] x [0]", f"{x}, {w}", x)
+        inputs.append(emit(f"a{layer}", f"tanh {made} : {x}", x) if layer < 2 else made)
+    gradient = inputs[-1]
+    updated = []
+    for layer in (2, 1, 0):
+        if layer < 2:
+            square = binary(f"s{layer}", "multiply", inputs[layer + 1], inputs[layer + 1], x)
+            part = binary(f"t{layer}", "multiply", gradient, square, x)
+            gradient = binary(f"g{layer}", "subtract", gradient, part, x)
+        step = product(f"d{layer}", inputs[layer], gradient, "[0] x [0]", f"{x}, {x}", w)
+        updated.append(binary(f"u{layer}", "subtract", f"%w{layer}", step, w))
+        if layer:
+            gradient = product(f"b{layer}", gradient, f"%w{layer}", "[1] x [1]", f"{x}, {w}", x)
+    body = "\n    ".join(lines)
+    text = (
+        f"module @net {{\n  func.func @main(%x: {x}, %w0: {w}, %w1: {w}, %w2: {w}) -> ({w}, {w}, {w}) {{\n    {body}\n"
+        f"    return {', '.join(updated)} : {w}, {w}, {w}\n  }}\n}}"
+    )
+    weight = TensorType((width, width), "f32")
+    program = Program(
+        "train",
+        "torch_xla",
+        {},
+        (),
+        text.encode(),
+        (
+            Argument("x", "input", TensorType((rows, width), "f32")),
+            *(Argument(f"w{layer}", "parameter", weight) for layer in range(3)),
+        ),
+        tuple(Output(f"w{layer}", "parameter", weight, updates=layer + 1) for layer in (2, 1, 0)),
+        tuple(atens),
+    )
+    return build_graph(program)
+
+
+def peaks(graph: Graph, annotations: Annotations, device: str, target: str) -> tuple[int, int]:
+    """(predicted, compiled) bytes per device."""
+    from autoshard.api import predict_annotations
+    from autoshard.lower.stablehlo import annotate, donated
+    from autoshard.verify.compile import compile_module
+
+    mesh = dataclasses.replace(MESH, device=device, placement=())
+    module = annotate(graph.program, graph, annotations, mesh)
+    compiled = compile_module(module, target, donate=donated(graph.program))
+    return predict_annotations(graph, annotations, mesh).peak_memory_bytes, compiled.memory.peak
+
+
+ROWS: Spec = (("data", "model"), ())
+WHOLE: Spec = ((), ())
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "device", "target"),
+    [
+        (16384, WHOLE, "tpu-v5e", "tpu-v5e:2x4"),  # activations of 8 MB: all on chip
+        (524288, WHOLE, "tpu-v5e", "tpu-v5e:2x4"),  # of 268 MB: none
+        (65536, ROWS, "tpu-v4", "tpu-v4:2x2x1"),  # weights gathered, gradients scattered
+    ],
+)
+def test_predicted_peaks_are_what_is_laid_out(rows: int, weights: Spec, device: str, target: str) -> None:
+    graph = network(rows, 1024)
+    pins = {Value(op): ROWS if number == 0 else weights for number, op in enumerate(graph.arguments)}
+    pins |= {value: weights for value in graph.outputs}
+    predicted, compiled = peaks(graph, Annotations(pins), device, target)
+    assert predicted == pytest.approx(compiled, rel=0.15)
