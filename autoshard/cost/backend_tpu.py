@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.on_chip import Life, off_chip, packed
 from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
@@ -32,8 +32,11 @@ SCOPED = 16 * 2**20
 """Bytes of results beyond which a combined all-reduce writes to device memory: the on-chip memory of one kernel
 (libtpu's default `xla_tpu_scoped_vmem_limit_kib`). As seen: 8 MB on chip, 34, 52 and 126 MB not."""
 
-IN_PLACE = frozenset({"scatter", "dynamic_update_slice"})
-"""Kinds that write into their first operand's buffer."""
+IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
+"""Kinds that write into their operands' buffers."""
+
+STILL = COLLECTIVES | {BARRIER}
+"""Kinds of kernels whose traffic of device memory is not counted: a link is slower than that, or nothing moves."""
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
 """Kinds that pass their operands' elements on."""
@@ -246,7 +249,7 @@ class TpuBackend(Backend):
                 held = live.buffers.get(array, array)
                 known = held in uses or (held in read and position > read[held][1])
                 near = known and (held not in beside or (array in kernel.reads and position in beside[held]))
-                total += 0 if near or kernel.kind in COLLECTIVES else size
+                total += 0 if near or kernel.kind in STILL else size
             moved.append(total)
         heap = packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(uses)])
         return Placement(heap + COPIES_BYTES, tuple(moved))
@@ -262,7 +265,7 @@ class TpuBackend(Backend):
 
     def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
         """Seconds that a kernel takes longer than its products do."""
-        if kernel.kind in COLLECTIVES:
+        if kernel.kind in STILL:
             return 0.0
         return max(0.0, size / self.device.memory_bandwidth - kernel.flops / self.device.peak_flops("bf16"))
 

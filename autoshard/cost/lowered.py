@@ -20,7 +20,9 @@ from autoshard.graph.propagate import Shardings
 from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Tiling
 
-VIEWS = frozenset({"reshape", "optimization_barrier"})
+BARRIER = "optimization_barrier"
+
+VIEWS = frozenset({"reshape", BARRIER})
 """Kinds whose results are their operands' arrays under another type."""
 
 SLICE = "partition_slice"
@@ -97,20 +99,25 @@ class Lowered:
     graph: Graph
 
 
-def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True) -> Lowered:
+def lower(
+    graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True, ordered: bool = False
+) -> Lowered:
     """The steps of one device for a partitioned program.
 
     Args:
         barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it. XLA's CPU
             compiler removes barriers before it last looks for equal instructions, and so undoes recomputation.
+        ordered: whether what lies behind a barrier also waits for all that lies before it: barriers are steps.
     """
-    return _Lowering(graph, shardings, partitioned, barriers).run()
+    return _Lowering(graph, shardings, partitioned, barriers, ordered).run()
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
+    def __init__(
+        self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool, ordered: bool
+    ) -> None:
         self.graph, self.shardings, self.partitioned = graph, shardings, partitioned
-        self.barriers = barriers
+        self.barriers, self.ordered = barriers, ordered
         self.behind: dict[Value, int] = {}  # value -> the barrier that it has come through
         self.numbers: dict[Hashable, tuple[int, ...]] = {}  # what a step computes -> the arrays that hold it
         self.names: dict[Value, Hashable] = {}  # values without an array -> what they are
@@ -176,13 +183,16 @@ class _Lowering:
         own = run.collectives[taken:]
         if op.kind in MASKED:
             self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
+        if op.kind == BARRIER and self.ordered:
+            self._barrier(number, results, reads)
+            return
         same = self.folded.same.get(results[0])
         place = op.operands.index(same) if same in op.operands else None
         if not own and (op.kind in VIEWS or place is not None):
             for i, value in enumerate(results):
                 source = i if place is None else place
                 self.of[value] = self._view(value, reads[source], number)
-                if op.kind == "optimization_barrier" and self.barriers:
+                if op.kind == BARRIER and self.barriers:
                     self.behind[value] = number
                 elif op.operands[source] in self.behind:
                     self.behind[value] = self.behind[op.operands[source]]
@@ -194,6 +204,19 @@ class _Lowering:
             self.of[value] = array
         if own:
             self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
+        """A step that passes on what it reads; arguments and what has no array are not held back."""
+        held = {array: array for array in reads if array is not None and self.arrays[array].maker >= 0}
+        for array in held:
+            old = self.arrays[array]
+            self.arrays.append(Array(old.shape, old.dtype, old.bytes, -1))
+            held[array] = len(self.arrays) - 1
+        if held:
+            self._step(BARRIER, op, tuple(held), tuple(held.values()))
+        for value, source in zip(results, reads, strict=True):
+            self.of[value] = None if source is None else held.get(source, source)
+            self.behind[value] = op
 
     def _made(
         self, op: Op, reads: Sequence[int | None], results: Sequence[Value], own: Sequence[Collective]

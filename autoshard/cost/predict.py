@@ -83,7 +83,9 @@ def predict(
     shardings = propagate(graph, annotations, mesh)
     partitioned = partition(graph, shardings, device.target)
     flops = [op_flops(op, graph) for op in graph.ops]
-    compiled = backend_of(device).compile(lower(graph, shardings, partitioned))
+    target = device.target
+    lowered = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")
+    compiled = backend_of(device).compile(lowered)
     compute = _kernel_seconds(compiled, groups, device)
     if compute is None:
         compute = [_group_seconds(group, graph, shardings, partitioned, flops, device) for group in groups.groups]
@@ -92,7 +94,6 @@ def predict(
     compute_s, communication_s = sum(compute), sum(times)
     step = compute_s + communication_s
     peak = mesh.size * device.peak_flops(_main_dtype(graph, flops))
-    compiled = backend_of(device).compile(lower(graph, shardings, partitioned, barriers=device.target != "cpu"))
     return Prediction(
         step_time_s=step,
         compute_s=compute_s,

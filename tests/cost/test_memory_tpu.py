@@ -107,6 +107,6 @@ WHOLE: Spec = ((), ())
 def test_predicted_peaks_are_what_is_laid_out(rows: int, weights: Spec, device: str, target: str) -> None:
     graph = network(rows, 1024)
     pins = {Value(op): ROWS if number == 0 else weights for number, op in enumerate(graph.arguments)}
-    pins |= {value: weights for value in graph.outputs}
+    pins |= dict.fromkeys(graph.outputs, weights)
     predicted, compiled = peaks(graph, Annotations(pins), device, target)
     assert predicted == pytest.approx(compiled, rel=0.15)
