@@ -1,0 +1,55 @@
+"""When a scatter changes ways as its table grows, held against XLA's CPU compiler."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.capture.program import AtenOp, TensorType
+from autoshard.cost.spmd import partition
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import propagate
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh
+from autoshard.verify.collectives import compiled_collectives, normalise
+from autoshard.verify.compile import compile_module
+from tests.graph.helpers import graph_from_text
+
+MESH = Mesh((2, 4), ("data", "model"))
+EVERYONE = (("data", "model"), ())
+TOKENS, WIDTH = 512, 64
+
+
+def gradient_of_a_table(rows: int) -> Graph:
+    """The gradient of an embedding: rows of the tokens added into zeros."""
+    table, tokens = f"tensor<{rows}x{WIDTH}xf32>", f"tensor<{TOKENS}x{WIDTH}xf32>"
+    text = f"""module {{ func.func public @main(%i: tensor<{TOKENS}x1xi32>, %u: {tokens}) -> {table} {{
+      %z = stablehlo.constant dense<0.0> : {table} loc("op0")
+      %r = "stablehlo.scatter"(%z, %i, %u) <{{indices_are_sorted = false, unique_indices = false,
+          scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [1], inserted_window_dims = [0],
+          scatter_dims_to_operand_dims = [0], index_vector_dim = 1>}}> ({{
+        ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+          %s = stablehlo.add %a, %b : tensor<f32>
+          stablehlo.return %s : tensor<f32>
+      }}) : ({table}, tensor<{TOKENS}x1xi32>, {tokens}) -> {table} loc("op0")
+      %m = stablehlo.custom_call @Sharding(%r) {{mhlo.sharding = "{{replicated}}"}} :
+        ({table}) -> {table} loc("op0.out0")
+      return %m : {table} }} }}"""
+    return graph_from_text(text, ops=[AtenOp(0, "index_put", "", "backward", (TensorType((rows, WIDTH), "f32"),))])
+
+
+@pytest.mark.parametrize(
+    ("rows", "kinds"), [(256, {"reduce-scatter"}), (504, {"reduce-scatter"}), (536, {"all-gather"})]
+)
+def test_a_small_table_is_summed_and_for_a_large_one_the_tokens_are_gathered(rows, kinds):
+    # The way was chosen by the sum of what it allocates, where XLA takes the largest step: a small table's tokens
+    # were predicted to be gathered.
+    graph = gradient_of_a_table(rows)
+    pins = {Value(argument): EVERYONE for argument in graph.arguments} | {graph.aten_outputs[0, 0]: EVERYONE}
+    wanted = Annotations(pins)
+    said = {}
+    for one in partition(graph, propagate(graph, wanted, MESH), "cpu").collectives:
+        said[one.kind, one.axes] = said.get((one.kind, one.axes), 0) + one.bytes
+    assert {kind for kind, _ in said} == kinds
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), "cpu:8")
+    assert said == normalise(compiled_collectives(compiled.hlo_text, MESH, "cpu"))
