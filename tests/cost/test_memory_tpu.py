@@ -101,7 +101,7 @@ WHOLE: Spec = ((), ())
     [
         (16384, WHOLE, "tpu-v5e", "tpu-v5e:2x4"),  # activations of 8 MB: all on chip
         (524288, WHOLE, "tpu-v5e", "tpu-v5e:2x4"),  # of 268 MB: none
-        (65536, ROWS, "tpu-v4", "tpu-v4:2x2x1"),  # weights gathered, gradients scattered
+        (524288, ROWS, "tpu-v5e", "tpu-v5e:2x4"),  # weights gathered, gradients scattered
     ],
 )
 def test_predicted_peaks_are_what_is_laid_out(rows: int, weights: Spec, device: str, target: str) -> None:
