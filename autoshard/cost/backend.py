@@ -61,6 +61,8 @@ class Compiled:
     @property
     def moved_bytes(self) -> int:
         """Bytes of device memory that one device's kernels read and write; collectives left out."""
+        if self.placement is not None:
+            return sum(self.placement.moved)
         return sum(kernel_bytes(kernel, self.program) for kernel in self.kernels)
 
     @property

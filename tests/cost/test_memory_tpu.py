@@ -11,10 +11,13 @@ import dataclasses
 import pytest
 
 from autoshard.capture.program import Argument, AtenOp, Output, Program, TensorType
+from autoshard.cost.predict import Prediction
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
+from autoshard.verify.compile import Compiled, compile_module
+from autoshard.verify.work import compiled_work
 
 pytest.importorskip("libtpu")
 MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
@@ -80,16 +83,15 @@ def network(rows: int, width: int) -> Graph:
     return build_graph(program)
 
 
-def peaks(graph: Graph, annotations: Annotations, device: str, target: str) -> tuple[int, int]:
-    """(predicted, compiled) bytes per device."""
+def both(graph: Graph, annotations: Annotations, device: str, target: str) -> tuple[Prediction, Compiled]:
+    """What is predicted and what is compiled."""
     from autoshard.api import predict_annotations
     from autoshard.lower.stablehlo import annotate, donated
-    from autoshard.verify.compile import compile_module
 
     mesh = dataclasses.replace(MESH, device=device, placement=())
     module = annotate(graph.program, graph, annotations, mesh)
     compiled = compile_module(module, target, donate=donated(graph.program))
-    return predict_annotations(graph, annotations, mesh).peak_memory_bytes, compiled.memory.peak
+    return predict_annotations(graph, annotations, mesh), compiled
 
 
 ROWS: Spec = (("data", "model"), ())
@@ -108,5 +110,7 @@ def test_predicted_peaks_are_what_is_laid_out(rows: int, weights: Spec, device: 
     graph = network(rows, 1024)
     pins = {Value(op): ROWS if number == 0 else weights for number, op in enumerate(graph.arguments)}
     pins |= dict.fromkeys(graph.outputs, weights)
-    predicted, compiled = peaks(graph, Annotations(pins), device, target)
-    assert predicted == pytest.approx(compiled, rel=0.15)
+    predicted, compiled = both(graph, Annotations(pins), device, target)
+    work = compiled_work(compiled.hlo_text, "tpu")
+    assert predicted.peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.15)
+    assert predicted.compiled.flops == pytest.approx(work.flops, rel=0.01)
