@@ -280,6 +280,7 @@ def plan_graph(
     from autoshard.plan import NoPlanError
     from autoshard.solver.evaluate import evaluate as evaluate_choice
     from autoshard.solver.formulate import check_hints, formulate
+    from autoshard.solver.guard import guarded
     from autoshard.solver.problem import Status
     from autoshard.solver.solve import solve
 
@@ -305,7 +306,7 @@ def plan_graph(
             f"no plan {found} on mesh {shape}: {solution.message}", least.reached if least is not None else math.inf
         )
     counted = evaluate_choice(formulation.problem, solution.choice).peak if memory is not None else math.inf
-    return Decision(formulation.annotations(solution.choice), solution, counted)
+    return Decision(guarded(graph, formulation.annotations(solution.choice), mesh), solution, counted)
 
 
 def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:

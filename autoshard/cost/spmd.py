@@ -53,12 +53,14 @@ class OpRun:
         share: its FLOPs on one device, as a part of the whole op's (1 where every device computes everything).
         reads: per operand the tiling that it reads once resharded.
         moves: the operands that are resharded first; their collectives are the first of `collectives`, in order.
+        overcounted: whether XLA sums over devices that hold the same terms: its numbers are wrong.
     """
 
     collectives: tuple[Collective, ...]
     share: float
     reads: tuple[Tiling, ...]
     moves: tuple[Move, ...] = ()
+    overcounted: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Emission:
     own: tuple[Step, ...]
     share: float
     reads: tuple[Tiling, ...]
+    overcounted: bool = False
 
 
 class Partitioner:
@@ -336,7 +339,7 @@ class Partitioner:
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self._collective(step, op.id) for step in emission.own)
-        return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves))
+        return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted)
 
     def _before_broadcast(
         self, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
@@ -535,7 +538,7 @@ class Partitioner:
                 end = self.resharder.destination(step.shape, dtype, step.source, step.target, step.outer)
                 moves.append((step.place, (step.outer, step.source, end), steps))
         whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
-        return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads)
+        return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted)
 
     def sums(self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None) -> list[Step]:
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.

@@ -162,6 +162,8 @@ class ConvolutionPartitioner(DotPartitioner):
         rhs = self._moved(rhs, rhs_tiling, outer)
         self._halos(lhs, done[1], ("kernel", outer, lhs_tiling, rhs.shape, rhs_tiling))
         made = self._make_local(lhs, rhs, create, self.out)
+        # XLA sums over all devices of the group, those that hold the same part among them.
+        self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(devices)
         self._sum((devices,), made, out, outer)
         return self._sliced(shape, out)
 

@@ -72,10 +72,12 @@ class DotPlan:
     Attributes:
         steps: reshards and sums, in order.
         macs: multiply-adds per device.
+        overcounted: whether a sum runs over devices that hold the same terms, so that its numbers are wrong.
     """
 
     steps: list[Step] = field(default_factory=list)
     macs: int = 0
+    overcounted: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from autoshard.graph import rules_index, rules_shape, rules_window
 from autoshard.graph.ops import Graph, Op, Rule
-from autoshard.graph.rules_base import RULES, Dim, Factors, Shape, Signature, custom_call_rule, find_rule, rule
+from autoshard.graph.rules_base import RULES, Dim, Factors, Signature, custom_call_rule, find_rule, rule
 
 __all__ = ["custom_call_rule", "has_rule", "rule", "rule_for", "rules_index", "rules_shape", "rules_window"]
 
@@ -127,22 +127,13 @@ def reduce(op: Signature) -> Rule:
 
 @rule("batch_norm_training", "batch_norm_inference", "batch_norm_grad")
 def batch_norm(op: Signature) -> Rule:
-    """Features are parallel everywhere; the other dims are parallel in the tensor-shaped result, and reduced over in
-    the vector-shaped ones (a factor of kind `reduce` that a result mentions splits that result).
+    """Whole: GSPMD has no way to run these split, and gathers everything that they read (measured).
+
+    The capture switch `norm` writes batch norms as means and `rsqrt` instead.
     """
-    feature_dim = op.attrs["feature_dim"]
-    shape = op.operands[0]
     factors = Factors()
-    reduces = len(op.results) > 1
-    dims = [
-        factors.new(size, "reduce", "add") if reduces and dim != feature_dim else factors.new(size)
-        for dim, size in enumerate(shape)
-    ]
-
-    def of(tensor: Shape) -> list[Dim]:
-        return dims if len(tensor) == len(shape) and len(shape) > 1 else [dims[feature_dim]]
-
-    return factors.rule([of(tensor) for tensor in op.operands], [of(tensor) for tensor in op.results])
+    tensors = [factors.dims(shape, "replicated") for shape in (*op.operands, *op.results)]
+    return factors.rule(tensors[: len(op.operands)], tensors[len(op.operands) :])
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------

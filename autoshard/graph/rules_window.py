@@ -1,7 +1,8 @@
 """Rules of sliding windows: convolution, pooling and its gradient.
 
-Along a windowed dim a device needs the edges of its neighbours' parts: a `halo` factor. A window that spans most of
-the dim (a cumulative sum, the weight gradient of a convolution) needs all of them: `replicated`.
+Along a windowed dim a device needs the edges of its neighbours' parts: a `halo` factor. A window that spans most of the
+dim (a cumulative sum, the weight gradient of a convolution) needs all of them: `replicated`. The solver splits neither;
+`solver/guard.py` has a reason.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def select_and_scatter(op: Signature) -> Rule:
 def convolution(op: Signature) -> Rule:
     """Batch and out features are parallel, in features reduce, feature (or batch) groups are parallel, spatial dims
     exchange halos; the kernel is whole in its spatial dims.
+
+    With feature groups of several features each, GSPMD gathers everything (measured), so that nothing may be split.
     """
     lhs_shape, rhs_shape = op.operands
     (out_shape,) = op.results
@@ -78,6 +81,9 @@ def convolution(op: Signature) -> Rule:
     rhs_out, rhs_in, *rhs_spatial = attrs["rhs"]
     out_batch, out_feature, *out_spatial = attrs["out"]
     factors = Factors()
+    if groups > 1 and rhs_shape[rhs_in] > 1:
+        whole = [factors.dims(shape, "replicated") for shape in (lhs_shape, rhs_shape, out_shape)]
+        return factors.rule(whole[:2], whole[2:])
     lhs: dict[int, Dim] = {}
     rhs: dict[int, Dim] = {}
     out: dict[int, Dim] = {}

@@ -490,6 +490,7 @@ def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:
     What a model of the partitioner must predict as well as it predicts good plans.
     """
     from autoshard.cost.device import load_device
+    from autoshard.solver.guard import guarded
 
     draw = np.random.default_rng(seed)
     formulation = formulate(graph, mesh, load_device(mesh.device))
@@ -506,4 +507,4 @@ def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:
                 allowed = allowed & np.isfinite(costs[:, choice[other]])
         if not allowed[choice[node]] and allowed.any():
             choice[node] = int(draw.choice(np.flatnonzero(allowed)))
-    return formulation.annotations(choice)
+    return guarded(graph, formulation.annotations(choice), mesh)
