@@ -214,7 +214,23 @@ class Module:
             bound = [i for i in map(condition.instructions.get, root.operands) if i and i.opcode == "constant"]
         if root.opcode != "compare" or "direction=LT" not in root.rest or len(bound) != 1:
             return None
-        return int(bound[0].arguments) if re.fullmatch(r"\d+", bound[0].arguments) else None
+        if not re.fullmatch(r"\d+", bound[0].arguments):
+            return None
+        return -(-int(bound[0].arguments) // self._increment(loop, condition))
+
+    def _increment(self, loop: Instruction, condition: Computation) -> int:
+        """What a while adds to its counter in each turn: above 1 in an unrolled loop; 1 where it is no constant."""
+        read = [i for i in map(condition.instructions.get, condition.root.operands) if i is not None]
+        counters = [match[1] for i in read if (match := re.search(r"\bindex=(\d+)", i.rest))]
+        body = self.computations.get(loop.called[0]) if loop.called else None
+        if body is None or len(counters) != 1 or int(counters[0]) >= len(body.root.operands):
+            return 1
+        last = body.instructions.get(body.root.operands[int(counters[0])])
+        if last is None or last.opcode != "add":
+            return 1
+        terms = [body.instructions.get(name) for name in last.operands]
+        added = [int(i.arguments) for i in terms if i and i.opcode == "constant" and i.arguments.isdigit()]
+        return max(1, added[0]) if len(added) == 1 else 1
 
 
 def parse_hlo(text: str) -> Module:

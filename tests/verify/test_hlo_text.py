@@ -193,3 +193,32 @@ def test_permutes_run_along_the_axes_that_change():
     assert pair_axes(pairs, mesh) == ("model",)
     assert pair_axes([(0, 4)], mesh) == ("data",)
     assert pair_axes([(0, 5)], mesh) == ("data", "model")
+
+
+@pytest.mark.parametrize(("step", "trips"), [(1, 4), (2, 2), (3, 2)])
+def test_an_unrolled_loop_counts_in_larger_steps(step: int, trips: int) -> None:
+    """A TPU's windowed product: two turns of `i < 4` in one body, `i += 2`, and no known trip count."""
+    module = parse_hlo(f"""HloModule m
+
+%body (p: (f32[8], u32[])) -> (f32[8], u32[]) {{
+  %p = (f32[8], u32[]) parameter(0)
+  %a = f32[8] get-tuple-element(%p), index=0
+  %i = u32[] get-tuple-element(%p), index=1
+  %by = u32[] constant({step})
+  %next = u32[] add(%i, %by)
+  ROOT %t = (f32[8], u32[]) tuple(%a, %next)
+}}
+
+%cond (q: (f32[8], u32[])) -> pred[] {{
+  %q = (f32[8], u32[]) parameter(0)
+  %n = u32[] get-tuple-element(%q), index=1
+  %four = u32[] constant(4)
+  ROOT %less = pred[] compare(%n, %four), direction=LT
+}}
+
+ENTRY %main (x: (f32[8], u32[])) -> (f32[8], u32[]) {{
+  %x = (f32[8], u32[]) parameter(0)
+  ROOT %w = (f32[8], u32[]) while(%x), condition=%cond, body=%body
+}}
+""")
+    assert module.trip_count(module.computations["main"].root) == trips
