@@ -22,6 +22,7 @@ from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
+from autoshard.cost.spmd_chained import chained_scatters
 from autoshard.cost.spmd_conv import ConvolutionPartitioner
 from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
 from autoshard.cost.spmd_dot import Move as Resharded
@@ -167,6 +168,7 @@ class Partitioner:
         if self.target != "cpu":
             self._sum_once(runs)
             self._scatter_later(runs)
+            chained_scatters(self, runs)
         return Partitioned(tuple(runs), tuple(copies), made)
 
     def _uneven_results(self) -> list[Collective]:
@@ -205,6 +207,8 @@ class Partitioner:
             *scaled, value = unscaled(self.graph, op.operands[place])
             last = runs[value.op].collectives[-1:]
             if not last or any(uses[each] != 1 or each in results for each in (*scaled, value)):
+                return None
+            if self.graph.ops[value.op].kind == "scatter":  # it scatters onto the other term: see `spmd_chained`
                 return None
             scattered = last[0].kind == "reduce-scatter"
             as_made = {self.shardings.made[each] for each in (*scaled, value)} == {runs[op.id].reads[place]}
@@ -310,9 +314,10 @@ class Partitioner:
         if key in self.made:
             return []
         self.made.add(key)
-        return [self._collective(step, op) for step in steps]
+        return [self.collective(step, op) for step in steps]
 
-    def _collective(self, step: Step, op: int) -> Collective:
+    def collective(self, step: Step, op: int) -> Collective:
+        """A step that an op needs."""
         kind, axes, size = step
         return Collective(kind, axes, size, 1, op)
 
@@ -338,7 +343,7 @@ class Partitioner:
             moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id))))
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
-            collectives.extend(self._collective(step, op.id) for step in emission.own)
+            collectives.extend(self.collective(step, op.id) for step in emission.own)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted)
 
     def _before_broadcast(
@@ -374,7 +379,7 @@ class Partitioner:
         )
         emission = self._emit(op, found, made)
         moves = [step for place, _, steps in emission.moves if reads[place] is not None for step in steps]
-        return tuple(self._collective(step, op.id) for step in (*moves, *emission.own))
+        return tuple(self.collective(step, op.id) for step in (*moves, *emission.own))
 
     def _as_result(self, op: Op, place: int, made: Sequence[Tiling]) -> Tiling:
         """The sharding of an operand that costs nothing in any: the result's, where it looks like one."""

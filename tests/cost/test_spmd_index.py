@@ -145,3 +145,38 @@ def test_a_small_table_is_gathered_and_a_large_one_looked_up_in_parts() -> None:
 def rows_bytes(rows: int, width: int) -> int:
     """Of f32."""
     return rows * width * 4
+
+
+SHARED = """
+    func.func @main(%x: tensor<64x16xf32>, %g: tensor<64x1024xf32>, %u: tensor<64x4x16xf32>, %v: tensor<64x4x16xf32>,
+                    %i: tensor<64x4x1xi32>, %j: tensor<64x4x1xi32>) -> tensor<1024x16xf32> {
+      %zero = stablehlo.constant dense<0.0> : tensor<1024x16xf32>
+      %head = stablehlo.dot_general %g, %x, contracting_dims = [0] x [0]
+        : (tensor<64x1024xf32>, tensor<64x16xf32>) -> tensor<1024x16xf32>
+      %0 = SCATTER(%zero, %i, %u) NUMBERS
+      %1 = stablehlo.add %head, %0 : tensor<1024x16xf32>
+      %2 = SCATTER(%zero, %j, %v) NUMBERS
+      %3 = stablehlo.add %1, %2 : tensor<1024x16xf32>
+      return %3 : tensor<1024x16xf32>
+    }""".replace("SCATTER", '"stablehlo.scatter"').replace(
+    "NUMBERS",
+    """<{scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [2], inserted_window_dims = [0],
+        scatter_dims_to_operand_dims = [0], index_vector_dim = 2>}> ({
+        ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+          %m = stablehlo.add %a, %b : tensor<f32>
+          stablehlo.return %m : tensor<f32>
+      }) : (tensor<1024x16xf32>, tensor<64x4x1xi32>, tensor<64x4x16xf32>) -> tensor<1024x16xf32>""",
+)
+
+
+def test_on_gpus_two_gradients_of_a_shared_table_are_one_scatter() -> None:
+    """T5's encoder and decoder share their embedding: its gradient used to be predicted as summed twice."""
+    graph = graph_from_text(SHARED)
+    batch = ("data",)
+    pins = {op: (batch, *[()] * (len(graph.ops[op].results[0].shape) - 1)) for op in graph.arguments}
+    annotations = Annotations({Value(op): spec for op, spec in pins.items()})
+    table, updates, indices = 1024 * 16 * 4, 64 * 4 * 16 * 4 // 2, 64 * 4 * 4 // 2
+    apart = predicted(graph, annotations)
+    assert apart == {("all-reduce", batch): 3 * table}
+    joined = predicted(graph, annotations, target="gpu")
+    assert joined == {("all-reduce", batch): 2 * table, ("all-to-all", batch): 4 * (updates + indices)}
