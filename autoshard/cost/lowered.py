@@ -106,7 +106,7 @@ def lower(
 
     Args:
         barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it. XLA's CPU
-            compiler removes barriers before it last looks for equal instructions, and so undoes recomputation.
+            compiler removes barriers before it last looks for equal instructions: equal recomputation is undone.
         ordered: whether what lies behind a barrier also waits for all that lies before it: barriers are steps.
     """
     return _Lowering(graph, shardings, partitioned, barriers, ordered).run()
