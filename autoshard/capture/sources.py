@@ -48,10 +48,11 @@ def load_source(
     """Build the model that `source` names, and inputs for it.
 
     Args:
-        source: `hf:TYPE`, a transformers model type in its default configuration, on meta, with eager attention, and
-            in training with dropout 0, where `settings` say nothing else; or `FILE.py:FUNCTION`, where the function
-            returns a model, `(model, sample_inputs)`, or a dict with `model`, `inputs` and optionally `loss_fn` and
-            `optimizer`, and is called with those of `batch`, `seq` and the settings that it has parameters for.
+        source: `hf:TYPE`, a transformers model type in its default configuration, on meta, with eager attention and
+            batched experts (`batched_mm`), and in training with dropout 0, where `settings` say nothing else; or
+            `FILE.py:FUNCTION`, where the function returns a model, `(model, sample_inputs)`, or a dict with `model`,
+            `inputs` and optionally `loss_fn` and `optimizer`, and is called with those of `batch`, `seq` and the
+            settings that it has parameters for.
         batch: sequences (or images) per step, 8 if not given.
         seq: tokens per sequence; 512, or as many as the model has positions for, if not given.
         settings: configuration fields -> values as text (`n_layer` -> `"2"`).
