@@ -3,6 +3,7 @@
     python benchmarks/rules.py --target cpu --seeds 0:40 --run --rows out/rules.jsonl
     python benchmarks/rules.py --target h100:8 --rules dot_general,reduce --seeds 0:40 --rows out/rules.jsonl
     python benchmarks/rules.py --rows out/rules.jsonl              (the tables of what was run)
+    python benchmarks/rules.py --rows out/rules.jsonl --markdown   (the table of docs/rules.md)
     python benchmarks/rules.py --show dot_general:12 --target cpu  (one case by itself)
 
 Each case is one line of the rows' file, and is not run again while it stands there; with `--run` (CPU) its numbers are
@@ -24,6 +25,7 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from autoshard.graph.groups import ELEMENTWISE
 from autoshard.verify.compile import CompileError
 from tests.rules.harness import BUILDERS, DEVICES, TORCH, Case, Row, batch_of, check, run
 
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="run on virtual CPU devices too, and compare the numbers")
     parser.add_argument("--show", help="one case, RULE:SEED")
     parser.add_argument("--wrong", action="store_true", help="print every case that disagrees")
+    parser.add_argument("--markdown", action="store_true", help="one table over all targets, by families")
     options = parser.parse_args()
     if options.show:
         rule, _, seed = options.show.partition(":")
@@ -67,6 +70,9 @@ def main() -> None:
                     known.append(as_dict(row, options.target))
                     out.write(json.dumps(known[-1]) + "\n")
                 out.flush()
+    if options.markdown:
+        print(markdown(known))
+        return
     for target in DEVICES:
         report([row for row in known if row["target"] == target], target, options.wrong)
 
@@ -152,6 +158,39 @@ def as_dict(row: Row, target: str) -> dict[str, Any]:
 def difference(said: dict[str, int], found: dict[str, int]) -> int:
     """Bytes said and not found, or found and not said."""
     return sum(abs(said.get(key, 0) - found.get(key, 0)) for key in {*said, *found})
+
+
+def family(rule: str) -> str:
+    """The line of the table that a rule is counted in."""
+    if rule.startswith(TORCH):
+        return "PyTorch, backward" if rule.endswith(".backward") else "PyTorch, forward"
+    return "elementwise" if rule in ELEMENTWISE else rule
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Per family and target: cases, how many were mispredicted, how many strategies miscounted, bytes wrong."""
+    targets = [target for target in DEVICES if any(row["target"] == target for row in rows)]
+    families = sorted({family(row["rule"]) for row in rows}, key=lambda name: (name.startswith("PyTorch"), name))
+    table = []
+    for name in [*families, "all"]:
+        line: list[Any] = [name]
+        for target in targets:
+            mine = [row for row in rows if row["target"] == target and name in (family(row["rule"]), "all")]
+            off = [difference(row["predicted"], row["compiled"]) for row in mine]
+            counted = [row for row in mine if row["counted"] is not None]
+            miscounted = sum(row["counted"] != row["compiled"] for row in counted)
+            moved = sum(sum(row["compiled"].values()) for row in mine)
+            part = f"{sum(off) / moved:.1%}" if moved else "0" if not sum(off) else f"{sum(off)} B"
+            refused = sum(bool(row["error"]) for row in mine)
+            line += [
+                f"{len(mine)}" + (f" ({refused} refused)" if refused else ""),
+                sum(map(bool, off)),
+                f"{miscounted} of {len(counted)}",
+                part,
+            ]
+        table.append(line)
+    headers = ["rule", *(f"{t}: {what}" for t in targets for what in ("cases", "mispredicted", "miscounted", "bytes"))]
+    return tabulate(table, headers, tablefmt="github", disable_numparse=True)
 
 
 def report(rows: Sequence[dict[str, Any]], target: str, wrong: bool) -> None:

@@ -591,8 +591,7 @@ class Partitioner:
                         ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
                     )
             else:
-                width = 4 if self.target == "tpu" and dtype == "i1" else bytes_of(dtype)  # a TPU sums bools as numbers
-                own.extend(self.sums(partial[::-1], elements * width, self.cuts.cut(kept, made_as, result)))
+                own.extend(self.sums(partial[::-1], elements * bytes_of(dtype), self.cuts.cut(kept, made_as, result)))
             if made_as != result:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)

@@ -105,10 +105,14 @@ def _counted(ops: Sequence[Op], indices: Value, vector: int, shape: Callable[[Va
 
 
 def _iota_dim(ops: Sequence[Op], value: Value) -> int | None:
-    """The dim along which a value is 0, 1, 2…: of an iota, or a broadcast of an i32 one (`GetDimensionForIota`)."""
+    """The dim along which a value is 0, 1, 2…: of an iota, or a broadcast of an i32 one (`GetDimensionForIota`).
+
+    On the way to HLO an iota of several dims becomes a broadcast of one of one dim, so that it must be i32 too.
+    """
     op = ops[value.op]
     if op.kind == "iota":
-        return int(op.attrs["dim"])
+        plain = len(op.results[0].shape) == 1 or op.results[0].dtype == "i32"
+        return int(op.attrs["dim"]) if plain else None
     if op.kind == "broadcast_in_dim" and op.results[0].dtype == "i32":
         inner = _iota_dim(ops, op.operands[0])
         return None if inner is None else int(op.attrs["dims"][inner])
