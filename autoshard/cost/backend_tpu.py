@@ -211,7 +211,7 @@ class TpuBackend(Backend):
         )
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
-        """On chip what gains most from it, the rest as a heap; what arguments and results pass through competes."""
+        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
         uses = {array: [start] for array, (start, _) in live.spans.items()}
         gains = dict.fromkeys(uses, 0.0)
         read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
@@ -228,7 +228,6 @@ class TpuBackend(Backend):
                         uses[held].append(position)
                 elif array in kernel.reads:
                     read.setdefault(array, [max(position - 1, 0)]).append(position)
-                    gains[array] = gains.get(array, 0.0) + gain
                 else:
                     written.append(Life(size, (position, position + 1), gain))
         whole = {array: self.buffer_bytes(program.arrays[array]) for array in read}
@@ -239,7 +238,7 @@ class TpuBackend(Backend):
             for array in kernel.writes
         }
         lives = [Life(live.sizes[array], tuple(at), gains[array], array in far) for array, at in uses.items()]
-        lives += [Life(whole[array], tuple(dict.fromkeys(at)), gains[array]) for array, at in read.items()]
+        lives += [Life(whole[array], tuple(dict.fromkeys(at)), 0.0, True) for array, at in read.items()]
         off = off_chip([*lives, *written], self.device.on_chip_bytes)
         beside = {array: off[place] for place, array in enumerate((*uses, *read)) if place in off}
         moved = []
