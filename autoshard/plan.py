@@ -85,10 +85,13 @@ class Copy:
     Attributes:
         consumer: index of the aten op that reads it.
         spec: how the copy is split.
+        hops: the specs that it passes through on the way from the value's, each annotated too; the same for all
+            copies of a value with one spec.
     """
 
     consumer: int
     spec: Spec
+    hops: tuple[Spec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -315,9 +318,9 @@ class Plan:
         """(path in the JSON, shape, every spec) of all tensors."""
         for section in (*ROLES.values(), "outputs"):
             for name, tensor in getattr(self, section).items():
-                yield f"{section}.{name}", tensor.shape, (tensor.spec, *(copy.spec for copy in tensor.copies))
+                yield f"{section}.{name}", tensor.shape, (tensor.spec, *_copied(tensor.copies))
         for i, value in enumerate(self.activations):
-            specs = tuple(copy.spec for copy in value.copies)
+            specs = _copied(value.copies)
             yield f"activations[{i}]", value.shape, specs if value.spec is None else (value.spec, *specs)
 
     # Reading and writing.
@@ -407,11 +410,13 @@ class Plan:
         self.check_program(graph.program)
         pins: dict[Value, Spec] = {}
         copies: dict[tuple[Value, int], Spec] = {}
+        hops: dict[tuple[Value, Spec], tuple[Spec, ...]] = {}
         for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
             tensor = self.argument(argument)
             if tensor is not None:
                 pins[Value(op)] = tensor.spec
                 copies.update({(Value(op), copy.consumer): copy.spec for copy in tensor.copies})
+                hops.update(_hops(Value(op), tensor.copies, argument.name))
         for entry in self.activations:
             value = graph.aten_outputs.get((entry.key.index, entry.key.output))
             if value is None:
@@ -424,7 +429,8 @@ class Plan:
                     f"is pinned to {format_spec(pins[value])}"
                 )
             copies.update({(value, copy.consumer): copy.spec for copy in entry.copies})
-        return Annotations(pins, copies)
+            hops.update(_hops(value, entry.copies, _name(entry.key)))
+        return Annotations(pins, copies, hops)
 
     def __str__(self) -> str:
         """A report for a person: what splits what per module, totals, what could not be split."""
@@ -517,7 +523,7 @@ def plan_of(
     program = graph.program
     copies: dict[Value, list[Copy]] = {}
     for (value, consumer), spec in sorted(annotations.copies.items()):
-        copies.setdefault(value, []).append(Copy(consumer, spec))
+        copies.setdefault(value, []).append(Copy(consumer, spec, annotations.hops.get((value, spec), ())))
     sections: dict[str, dict[str, TensorPlan]] = {section: {} for section in ROLES.values()}
     reached: set[Value] = set()
     for op, argument in zip(graph.arguments, program.arguments, strict=True):
@@ -564,6 +570,18 @@ def plan_of(
         solver=solver,
         replicated_ops=tuple(replicated_ops),
     )
+
+
+def _copied(copies: Iterable[Copy]) -> tuple[Spec, ...]:
+    return tuple(spec for copy in copies for spec in (*copy.hops, copy.spec))
+
+
+def _hops(value: Value, copies: Iterable[Copy], name: str) -> dict[tuple[Value, Spec], tuple[Spec, ...]]:
+    found: dict[tuple[Value, Spec], tuple[Spec, ...]] = {}
+    for copy in copies:
+        if found.setdefault((value, copy.spec), copy.hops) != copy.hops:
+            raise PlanError(f"copies of {name} to {format_spec(copy.spec)} take different hops: equal copies are one")
+    return {key: hops for key, hops in found.items() if hops}
 
 
 def _value(op: int) -> Value:

@@ -104,7 +104,11 @@ def _spec_to(spec: Spec) -> list[list[str]]:
 
 
 def _copies_to(copies: Sequence[Copy]) -> list[Json]:
-    return [{"consumer": copy.consumer, "spec": _spec_to(copy.spec)} for copy in copies]
+    return [
+        {"consumer": copy.consumer, "spec": _spec_to(copy.spec)}
+        | ({"hops": [_spec_to(hop) for hop in copy.hops]} if copy.hops else {})
+        for copy in copies
+    ]
 
 
 def _tensors_to(tensors: Mapping[str, TensorPlan]) -> Json:
@@ -354,7 +358,9 @@ def _mesh_from(mesh: Json) -> Mesh:
 
 
 def _copies_from(copies: Sequence[Json]) -> tuple[Copy, ...]:
-    return tuple(Copy(copy["consumer"], as_spec(copy["spec"])) for copy in copies)
+    return tuple(
+        Copy(copy["consumer"], as_spec(copy["spec"]), tuple(map(as_spec, copy.get("hops", ())))) for copy in copies
+    )
 
 
 def _tensors_from(tensors: Json) -> dict[str, TensorPlan]:

@@ -397,6 +397,27 @@ def test_a_plan_says_what_its_annotations_say():
     assert Plan.from_json(plan.to_json()).annotations(graph) == read
 
 
+def test_hops_are_kept_and_a_plan_without_any_is_as_it_was():
+    graph = plans.graph(plans.program())
+    weight = Value(0)
+    copies = {(weight, 0): ((), ("data",)), (weight, 2): ((), ("data",)), (weight, 3): ((), ())}
+    hops = {(weight, ((), ("data",))): ((("data",), ("model",)), ((), ("model", "data")))}
+    plan = plan_of(graph, plans.MESH, Annotations({weight: (("data",), ())}, copies, hops))
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    assert read.annotations(graph).hops == hops
+    assert plan.to_json().count('"hops"') == 2
+    assert '"hops"' not in plans.plan().to_json()
+    name = graph.program.arguments[0].name
+    tensor = plan.parameters[name]
+    torn = replace(tensor, copies=(tensor.copies[0], replace(tensor.copies[1], hops=()), *tensor.copies[2:]))
+    with pytest.raises(PlanError, match="different hops"):
+        replace(plan, parameters={**plan.parameters, name: torn}).annotations(graph)
+    wrong = replace(tensor, copies=(replace(tensor.copies[0], hops=((("nowhere",), ()),)),))
+    with pytest.raises(PlanError, match="no mesh axis"):
+        replace(plan, parameters={**plan.parameters, name: wrong})
+
+
 def test_results_are_recorded_as_propagation_has_them():
     graph = plans.graph(plans.program())
     loss = graph.outputs[0]

@@ -32,7 +32,7 @@ from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.cost.spmd_scatter import Cuts
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Copy, Shardings
+from autoshard.graph.propagate import Shardings
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import Transfers, bytes_of
 from autoshard.mesh import Spec
@@ -144,9 +144,9 @@ class Partitioner:
         for op in graph.ops:
             for value in dict.fromkeys(op.operands):
                 self.readers.setdefault(value, []).append(op)
-        self.copies_of: dict[Value, list[Copy]] = {}
-        for copy in shardings.copies:
-            self.copies_of.setdefault(copy.value, []).append(copy)
+        self.copies_of: dict[Value, list[int]] = {}
+        for number, copy in enumerate(shardings.copies):
+            self.copies_of.setdefault(copy.value, []).append(number)
 
     def run(self) -> Partitioned:
         """Partition every op, in program order."""
@@ -299,12 +299,17 @@ class Partitioner:
 
     def _only_contracted(self, value: Value, at: int | None, depth: int = 8) -> bool:
         """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
-        if any(copy.value == value and copy.source == at for copy in self.copies_of.get(value, ())):
+        further = [
+            self._only_contracted(value, number, depth)
+            for number in self.copies_of.get(value, ())
+            if self.shardings.copies[number].source == at
+        ]
+        if not all(further):
             return False
         if value in self.results and self.shardings.copy_read(None, value) == at:
             return False
         readers = [op for op in self.readers.get(value, ()) if self.shardings.copy_read(op.id, value) == at]
-        return bool(readers) and all(
+        return bool(readers or further) and all(
             op.kind in CONTRACTIONS
             or (op.kind in _MOVES and depth > 0 and self._only_contracted(Value(op.id), None, depth - 1))
             for op in readers

@@ -138,7 +138,7 @@ class _Propagation:
             if value.op not in argument:
                 self.pins[value] = len(self.copies)
                 self.copies.append(Copy(value, spec))
-        known: dict[tuple[Value, Spec], int] = {}
+        known: dict[tuple[Value, tuple[Spec, ...]], int] = {}
         consumers: dict[tuple[Value, int], list[int]] = {}
         wanted = {aten for _, aten in annotations.copies}
         for op in self.graph.ops:
@@ -149,11 +149,15 @@ class _Propagation:
             readers = consumers.get((value, aten))
             if not readers:
                 continue
-            if (value, spec) not in known:
-                known[value, spec] = len(self.copies)
-                self.copies.append(Copy(value, spec, self.pins.get(value)))
+            chain = annotations.chain(value, spec)
+            source = self.pins.get(value)
+            for end in range(1, len(chain) + 1):
+                if (value, chain[:end]) not in known:
+                    known[value, chain[:end]] = len(self.copies)
+                    self.copies.append(Copy(value, chain[end - 1], source))
+                source = known[value, chain[:end]]
             for reader in readers:
-                self.reads[reader, value] = known[value, spec]
+                self.reads[reader, value] = known[value, chain]
         for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
             if output.updates is not None:
                 updated = Value(self.graph.arguments[output.updates])

@@ -13,8 +13,9 @@ PINNED = frozenset({"f16", "bf16", "f32", "f64"})
 annotating a mask makes the partitioner gather the floats it was computed from. (Arguments are sharded whatever they
 hold.)"""
 
-Shared = tuple[Producer, Spec]
-"""One annotated copy of one value; every consumer that wants this spec of this value reads the same one."""
+Shared = tuple[Producer, tuple[Spec, ...]]
+"""One annotated copy of one value, with the specs that it is annotated with one after the other, its own last; every
+consumer that wants this copy of this value reads the same one."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Schedule:
         inputs: names of the step's inputs.
         pins: (k, j) -> spec of output j of op k.
         reads: k -> {position among the tensors that op k reads -> the copy it reads there instead}.
-        last_read: copy -> the last op that reads it; it is made at its first reader and let go here.
+        last_read: copy, or hop -> the last op that reads it; it is made at its first reader and let go here.
     """
 
     mesh: Mesh
@@ -64,10 +65,17 @@ class Schedule:
             positions = _positions(ops, producer, copy.consumer)
             if not positions:
                 raise PlanError(f"op {copy.consumer} is to read a copy of {describe(producer)}, but does not read it")
-            shared = (producer, copy.spec)
-            last_read[shared] = max(copy.consumer, last_read.get(shared, -1))
+            shared = (producer, (*copy.hops, copy.spec))
+            for each in beginnings(shared):
+                last_read[each] = max(copy.consumer, last_read.get(each, -1))
             reads.setdefault(copy.consumer, {}).update(dict.fromkeys(positions, shared))
         return cls(plan.mesh, ops, arguments, frozenset(plan.inputs), pins, reads, last_read)
+
+
+def beginnings(shared: Shared) -> list[Shared]:
+    """The copies that a copy is made from, its hops, and itself."""
+    producer, chain = shared
+    return [(producer, chain[:end]) for end in range(1, len(chain) + 1)]
 
 
 def describe(producer: Producer) -> str:

@@ -53,8 +53,9 @@ def annotate(program: Program, graph: Graph, annotations: Annotations, mesh: Mes
     """The program's module with `annotations` written as GSPMD annotations; MLIR bytecode.
 
     An argument's pin is its `mhlo.sharding`. Another value's pin is a `custom_call @Sharding` right after the op that
-    makes it, and everything that read the value reads its result; a copy is a second one behind it, read by the ops of
-    one aten op. A result that updates an argument has that argument's sharding. All other markers are removed.
+    makes it, and everything that read the value reads its result; a copy is a second one behind it, and behind one for
+    each of its hops, read by the ops of one aten op. A result that updates an argument has that argument's sharding.
+    All other markers are removed.
 
     Args:
         graph: what `build_graph` made of `program`; the annotations' values are its values.
@@ -83,6 +84,7 @@ def donated(program: Program) -> dict[int, int]:
 def _check(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
     specs = [(value, spec) for value, spec in annotations.pins.items()]
     specs += [(value, spec) for (value, _), spec in annotations.copies.items()]
+    specs += [(value, hop) for (value, _), hops in annotations.hops.items() for hop in hops]
     for value, spec in specs:
         try:
             mesh.check(spec, graph.type_of(value).shape, describe(graph, value))
@@ -123,9 +125,9 @@ class _Writer:
         self.inline()
         places = self.take_markers()
         readable = self.readable(places, annotations)
-        copies: dict[Value, dict[Spec, set[int]]] = defaultdict(lambda: defaultdict(set))
+        copies: dict[Value, dict[tuple[Spec, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
         for (value, consumer), spec in annotations.copies.items():
-            copies[value][spec].add(consumer)
+            copies[value][annotations.chain(value, spec)].add(consumer)
         for value in sorted({*annotations.pins, *copies}):
             for made in readable[value]:
                 self.annotate_value(made, value, annotations.pins.get(value), copies.get(value, {}))
@@ -200,8 +202,10 @@ class _Writer:
                 )
         return found
 
-    def annotate_value(self, made: Any, value: Value, pin: Spec | None, copies: Mapping[Spec, set[int]]) -> None:
-        """Pin one value, and give some of its readers copies with another sharding."""
+    def annotate_value(
+        self, made: Any, value: Value, pin: Spec | None, copies: Mapping[tuple[Spec, ...], set[int]]
+    ) -> None:
+        """Pin one value, and give some of its readers copies with another sharding, hop after hop."""
         uses = [(use.owner.operation, use.operand_number) for use in made.uses]
         current = made
         after = made
@@ -209,16 +213,18 @@ class _Writer:
             current = after = self.sharding_call(made, after, pin)
             for owner, position in uses:
                 owner.operands[position] = current
-        for spec, consumers in sorted(copies.items()):
+        written: dict[tuple[Spec, ...], Any] = {(): current}
+        for chain, consumers in sorted(copies.items()):
             readers = [(owner, position) for owner, position in uses if self.aten_of(owner) in consumers]
             if not readers:
                 named = ", ".join(map(str, sorted(consumers)))
-                raise AnnotationError(
-                    f"{describe(self.graph, value)} is not read by aten op {named}: no copy {format_spec(spec)} for it"
-                )
-            after = self.sharding_call(current, after, spec)
+                what = f"{describe(self.graph, value)} is not read by aten op {named}"
+                raise AnnotationError(f"{what}: no copy {format_spec(chain[-1])} for it")
+            for end in range(1, len(chain) + 1):
+                if chain[:end] not in written:
+                    after = written[chain[:end]] = self.sharding_call(written[chain[: end - 1]], after, chain[end - 1])
             for owner, position in readers:
-                owner.operands[position] = after
+                owner.operands[position] = written[chain]
 
     def aten_of(self, op: Any) -> int | None:
         """The aten op of an op of main, calls inlined."""

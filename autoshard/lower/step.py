@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from autoshard.capture.sequence import Call, Producer, is_xla, tensor_id
 from autoshard.lower import runtime
-from autoshard.lower.schedule import Schedule, Shared
+from autoshard.lower.schedule import Schedule, Shared, beginnings
 
 
 class StepWriter:
@@ -61,8 +61,9 @@ class StepWriter:
             if spec is not None and is_xla(tensor) and tensor_id(tensor) not in read:
                 runtime.pin(tensor, self.schedule.mesh, spec)
         for shared in self.schedule.reads.get(call.index, {}).values():
-            if self.schedule.last_read[shared] == call.index:
-                self._copies.pop(shared, None)
+            for each in beginnings(shared):
+                if self.schedule.last_read[each] == call.index:
+                    self._copies.pop(each, None)
 
     def write_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a write-back `(old, new)` of an argument; leave out that of another value."""
@@ -86,6 +87,8 @@ class StepWriter:
         return name if isinstance(name, str) else None
 
     def _copy(self, shared: Shared, tensor: torch.Tensor) -> torch.Tensor:
-        if shared not in self._copies:
-            self._copies[shared] = runtime.annotated_copy(tensor, self.schedule.mesh, shared[1])
-        return self._copies[shared]
+        for each in beginnings(shared):
+            if each not in self._copies:
+                self._copies[each] = runtime.annotated_copy(tensor, self.schedule.mesh, each[1][-1])
+            tensor = self._copies[each]
+        return tensor

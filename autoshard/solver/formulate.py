@@ -9,7 +9,7 @@ other sharding, from which readers take it as it is or slice it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from autoshard.cost.collectives import seconds
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.device import Device
+from autoshard.cost.hops import hops_between, path_matrix
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.cost.spmd import Partitioner
 from autoshard.graph.annotations import Annotations
@@ -72,6 +73,8 @@ class Formulation:
     argument_specs: tuple[Specs, ...] = field(repr=False)
     strategies: tuple[Strategies, ...] = field(repr=False)
     copies: tuple[Copy, ...] = field(repr=False)
+    detour: Callable[[Value, Spec, Spec], tuple[Spec, ...]] = field(default=lambda *_: (), repr=False)
+    """The hops of a copy of a value from one spec to another."""
 
     def annotations(self, choice: Sequence[int]) -> Annotations:
         """What lowering writes for a choice of one strategy per node."""
@@ -97,7 +100,32 @@ class Formulation:
                     op = graph.ops[op_id]
                     if value in op.operands and op.aten is not None:
                         copies[value, op.aten] = wanted
-        return Annotations(pins, copies)
+        return Annotations(pins, copies, self._hops(choice, pins, copies))
+
+    def _hops(
+        self, choice: Sequence[int], pins: Mapping[Value, Spec], copies: Mapping[tuple[Value, int], Spec]
+    ) -> dict[tuple[Value, Spec], tuple[Spec, ...]]:
+        """On the way to every copy; several slices of what a copy node holds are made from one copy of that."""
+        held = {
+            copy.value: plain(copy.specs.choices[choice[node]])
+            for node, copy in enumerate(self.copies, len(self.argument_values) + len(self.strategies))
+            if not copy.same[choice[node]]
+        }
+        wanted: dict[Value, dict[Spec, None]] = {}
+        for (value, _), spec in copies.items():
+            wanted.setdefault(value, {})[spec] = None
+        found = {}
+        for value, specs in wanted.items():
+            middle = held.get(value)
+            slices = [spec for spec in specs if middle is not None and _is_slice(middle, spec)]
+            for spec in specs:
+                if middle is not None and len(slices) > 1 and spec in slices and spec != middle:
+                    hops = (*self.detour(value, pins[value], middle), middle)
+                else:
+                    hops = self.detour(value, pins[value], spec)
+                if hops:
+                    found[value, spec] = hops
+        return found
 
 
 def formulate(
@@ -157,7 +185,18 @@ class _Builder:
         )
         values = tuple(arguments)
         specs = tuple(arguments.values())
-        return Formulation(problem, self.graph, self.groups, values, specs, tuple(ways), tuple(copies))
+        return Formulation(
+            problem, self.graph, self.groups, values, specs, tuple(ways), tuple(copies), detour=self._detour
+        )
+
+    def _detour(self, value: Value, src: Spec, dst: Spec) -> tuple[Spec, ...]:
+        kind = self.graph.type_of(value)
+        return hops_between(kind.shape, dtype_bytes(kind.dtype), src, dst, self.mesh, self.device)[0]
+
+    def _copied(self, value: Value) -> bool:
+        """Whether lowering can write copies of a value."""
+        annotated = value in self.annotatable or self.graph.ops[value.op].kind == "argument"
+        return annotated and self.graph.type_of(value).dtype in FLOATS
 
     def _arguments(self) -> dict[Value, Specs]:
         found: dict[Value, Specs] = {}
@@ -307,8 +346,7 @@ class _Builder:
         copies = []
         for value, uses in readers.items():
             node, specs = self.made[value]
-            sharable = value in self.annotatable or self.graph.ops[value.op].kind == "argument"
-            if len(uses) > 1 and sharable and self.graph.type_of(value).dtype in FLOATS:
+            if len(uses) > 1 and self._copied(value):
                 copies.append(self._copy(value, node, specs, uses))
             else:
                 for reader, wanted in uses:
@@ -362,7 +400,8 @@ class _Builder:
         self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int
     ) -> Matrix:
         kind = self.graph.type_of(value)
-        key = ("reshard", kind, item, sources, wanted)
+        copied = self._copied(value)
+        key = ("reshard", kind, item, copied, sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -370,15 +409,15 @@ class _Builder:
             )
             matrix = np.array([[0.0 if left == right else np.inf for right in wanted] for left in sources])
             if rows and columns:
-                seconds_of = reshard_matrix(kind.shape, item, rows, columns, self.mesh, self.device)[0]
-                matrix[np.ix_(*whole)] = seconds_of
+                ends = (kind.shape, item, rows, columns, self.mesh, self.device)
+                matrix[np.ix_(*whole)] = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
             self._matrices[key] = matrix
         return self._matrices[key]
 
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
         item = self._moved_as(value, [reader])
         matrix = self._choice_matrix(value, sources.choices, wanted.choices, item)
-        key = ("reshard", self.graph.type_of(value), item, sources.choices, wanted.choices)
+        key = ("reshard", self.graph.type_of(value), item, self._copied(value), sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:

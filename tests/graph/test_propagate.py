@@ -77,6 +77,19 @@ def test_a_copy_is_read_by_its_consumer_alone():
     assert shardings.specs[Value(add.id)] == ((), ("model",))
 
 
+def test_a_copy_is_made_from_its_last_hop():
+    _, graph = program(["sum", "product"])
+    left = graph.ops[only(graph, "add").id].operands[0]
+    end, hop = ((), ("model",)), (("data",), ("model",))
+    shardings = propagate(graph, Annotations({left: (("data",), ())}, {(left, 0): end}, {(left, end): (hop,)}), MESH)
+    add = only(graph, "add")
+    read = shardings.copies[shardings.copy_read(add.id, left)]
+    assert read.spec == end
+    assert shardings.copies[read.source].spec == hop
+    assert shardings.copies[read.source].source == shardings.pins.get(left)
+    assert shardings.subaxes.spec(shardings.read(add.id, left)) == end
+
+
 def test_a_result_that_updates_an_argument_has_its_sharding():
     text = CHAIN.replace("%b: tensor<96xf32>", "%b: tensor<96xf32>, %state: tensor<64x96xf32>")
     made = program_from_text(text)

@@ -8,8 +8,11 @@ from autoshard.graph.stablehlo import build_graph
 from autoshard.plan import plan_of
 
 
-def alternating(program, mesh, seed=0, pins=0.5, copies=0.2):
-    """Every argument, a share `pins` of the values and a share `copies` of the reads are given random specs."""
+def alternating(program, mesh, seed=0, pins=0.5, copies=0.2, hops=0.5):
+    """Every argument, a share `pins` of the values and a share `copies` of the reads are given random specs.
+
+    A share `hops` of the copies take one or two hops.
+    """
     graph, draw = build_graph(program), random.Random(seed)
     a, b = mesh.axis_names
     choices = [(a,), (b,), (a, b), (b, a), ()]
@@ -49,4 +52,10 @@ def alternating(program, mesh, seed=0, pins=0.5, copies=0.2):
             for reader in sorted(k for k in readers.get(Value(op), ()) if k is not None):
                 if draw.random() < copies:
                     copied[Value(op), reader] = spec(argument.type.shape)
-    return plan_of(graph, mesh, Annotations(pinned, copied))
+    draw = random.Random(seed + 1)
+    hopped = {}
+    for value, wanted in dict.fromkeys((value, wanted) for (value, _), wanted in copied.items()):
+        if draw.random() < hops:
+            shape = graph.type_of(value).shape
+            hopped[value, wanted] = tuple(spec(shape) for _ in range(draw.choice((1, 2))))
+    return plan_of(graph, mesh, Annotations(pinned, copied, hopped))

@@ -120,6 +120,19 @@ def test_equal_copies_are_shared():
     assert "stablehlo.transpose %0" in text
 
 
+def test_hops_stand_before_a_copy_and_equal_beginnings_are_shared():
+    both, rows = (("data",), ("model",)), (("data",), ())
+    chains = {(X, (("data", "model"), ())): (both, rows), (X, ((), ("data",))): (both,)}
+    copies = {(X, 0): (("data", "model"), ()), (X, 3): ((), ("data",))}
+    text = written(Annotations({X: ((), ("model",))}, copies, chains))
+    assert text.count("@Sharding(%arg0)") == 1
+    assert text.count("@Sharding(") == 4
+    first, *others = [line.strip() for line in text.splitlines() if "@Sharding(" in line]
+    assert first.startswith("%0 = ")
+    assert "devices=[2,4]<=[8]" in first
+    assert sum("@Sharding(%0)" in line for line in others) == 2
+
+
 def test_the_same_annotations_give_the_same_bytes():
     made, graph = program()
     annotations = Annotations({X: (("data",), ()), graph.aten_outputs[2, 0]: (("data",), ("model",))})

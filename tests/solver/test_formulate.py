@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard.cost.device import load_device
-from autoshard.graph.ops import Value
+from autoshard.cost.reshard import reshard_steps
+from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.formulate import Formulation, formulate
+from autoshard.solver.formulate import Formulation, formulate, random_annotations
 from autoshard.solver.problem import Problem, Status
 from autoshard.solver.solve import solve
 from tests.graph.helpers import graph_of
@@ -129,3 +133,29 @@ def test_an_uneven_result_costs_its_gather():
         return float(found.problem.node_costs[2][columns])
 
     assert cost(uneven) > 1.5 * cost(even)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h100"])
+def test_no_copy_is_rematerialized_where_hops_avoid_it(kind: str) -> None:
+    """Of random choices for a product: every copy's way, hop by hop, against the direct one."""
+    mesh = Mesh((2, 4), ("x", "y"), kind)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 4096), (4096, 4096))]
+    graph = labelled(graph_of(PROGRAMS["layer"], *shapes))
+    target = load_device(kind).target
+    direct, hopped = 0, 0
+    for seed in range(40):
+        annotations = random_annotations(graph, mesh, seed)
+        for value, spec in {(value, spec) for (value, _), spec in annotations.copies.items()}:
+            way = (annotations.pins[value], *annotations.chain(value, spec))
+            assert not any(reshard_steps(a, b, mesh, target).rematerialized for a, b in itertools.pairwise(way))
+            direct += reshard_steps(way[0], spec, mesh, target).rematerialized
+            hopped += len(way) > 2
+    assert direct > 5
+    assert hopped >= direct
+
+
+def labelled(graph: Graph) -> Graph:
+    """`graph` with every op an aten op of its own, whose values can be annotated."""
+    ops = tuple(replace(op, aten=op.id) if op.kind != "argument" else op for op in graph.ops)
+    outputs = {(op.id, 0): Value(op.id) for op in ops if op.kind != "argument"}
+    return replace(graph, ops=ops, aten_outputs=outputs)

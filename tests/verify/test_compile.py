@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from autoshard.cost.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
@@ -81,6 +83,31 @@ RESHARD = b"""module @m {
     return %0 : tensor<256x256xf32>
   }
 }"""
+
+
+def test_hops_avoid_a_rematerialisation_and_are_predicted():
+    """x split by model on rows is read split by data on columns: over (model, data) it moves a half."""
+    source, hop, wanted = (("model",), ()), (("model",), ("data",)), ((), ("data",))
+    found = {}
+    for hops in ((), (hop,)):
+        made, graph = program(batch=256, inner=256)
+        product = graph.aten_outputs[0, 0]
+        annotations = Annotations(
+            {X: source, W: (("data",), ()), product: WHOLE}, {(X, 0): wanted}, {(X, wanted): hops} if hops else {}
+        )
+        compiled = compile_module(annotate(made, graph, annotations, MESH), "cpu:8", donate=donated(made))
+        seen = normalise(compiled_collectives(compiled.hlo_text, MESH, "cpu"))
+        predicted = predict(graph, annotations, MESH, load_device("cpu"))
+        said: dict[object, int] = {}
+        for each in predicted.collectives:
+            said[each.kind, each.axes] = said.get((each.kind, each.axes), 0) + each.bytes * each.count
+        assert said == seen
+        found[hops] = seen, len(compiled.rematerializations)
+    direct, detour = found[()], found[(hop,)]
+    assert direct[1] == 1
+    assert detour[1] == 0
+    whole = 4 * 256 * 256
+    assert direct[0]["all-gather", ("model",)] - detour[0]["all-gather", ("model",)] == whole // 2
 
 
 def test_an_involuntary_rematerialisation_is_heard():
