@@ -118,19 +118,14 @@ def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) ->
     """What a direct reshard takes on `device`; `fit` as in `reshard_steps`."""
     if src == dst:
         return NOTHING
-    alpha, beta = 0.0, 0.0
     copy = 1.0
     for i, dim in enumerate(dst):
         ways = mesh.ways(dim)
         size = fit[i] if fit is not None and fit[i] else ways
         copy *= -(-size // ways) / size
-    for step in reshard_steps(src, dst, mesh, device.target, fit).steps:
-        a, b = coefficients(step.kind, step.axes, mesh, device)
-        share = float(step.share)
-        alpha += a
-        beta += b * share
-        copy = max(copy, share)
-    return Affine(alpha, beta, copy)
+    steps = reshard_steps(src, dst, mesh, device.target, fit).steps
+    alpha, beta = _cost(steps, mesh, device)
+    return Affine(alpha, beta, max([copy, *(float(step.share) for step in steps)]))
 
 
 @lru_cache(maxsize=4096)
@@ -144,6 +139,24 @@ def _affine_matrix(
             table[:, i, j] = entry.alpha, entry.beta, entry.memory
     table.setflags(write=False)
     return table[0], table[1], table[2]
+
+
+def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
+    """(alpha, beta) of the direct reshards between all of `specs`."""
+    alphas, betas = np.zeros((2, len(specs), len(specs)))
+    axes, places, sizes = _numbered(mesh)
+    numbered = [_places(spec, places) for spec in specs]
+    known: dict[tuple[Places, Places, Shape], tuple[float, float]] = {}
+    for i, src in enumerate(numbered):
+        for j, dst in enumerate(numbered):
+            if i == j:
+                continue
+            pair = _active(src, dst, mesh.size, fit)
+            cost = known.get(pair)
+            if cost is None:
+                cost = known[pair] = _cost(_steps(*pair, sizes, axes, device.target).steps, mesh, device)
+            alphas[i, j], betas[i, j] = cost
+    return alphas, betas
 
 
 def specs_over(rank: int, axes: Sequence[str], dims: Iterable[int] | None = None) -> list[Spec]:
@@ -168,19 +181,36 @@ def fit_of(shape: Sequence[int], mesh: Mesh) -> Fit:
 @lru_cache(maxsize=1 << 16)
 def reshard_steps(src: Spec, dst: Spec, mesh: Mesh, target: Target, fit: Fit = None) -> Steps:
     """The collectives of a pair, for a tensor of any size whose dims divide as `fit` (of `fit_of`) says."""
+    axes, places, sizes = _numbered(mesh)
+    before, after, shape = _active(_places(src, places), _places(dst, places), mesh.size, fit)
+    return Steps((), False) if before == after else _steps(before, after, shape, sizes, axes, target)
+
+
+def _numbered(mesh: Mesh) -> tuple[tuple[str, ...], dict[str, int], Shape]:
+    """Axes of more than one device: their names, numbers and sizes."""
     axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
-    place = {axis: i for i, axis in enumerate(axes)}
-    before, after, sizes = [], [], []
-    for i, (old, new) in enumerate(zip(src, dst, strict=True)):
-        a, b = (tuple(place[axis] for axis in dim if axis in place) for dim in (old, new))
-        if a or b:
-            before.append(a)
-            after.append(b)
-            sizes.append(fit[i] if fit is not None and fit[i] else mesh.size)
-    if before == after:
-        return Steps((), False)
-    ways = tuple(mesh.axis_size(axis) for axis in axes)
-    return _steps(tuple(before), tuple(after), tuple(sizes), ways, axes, target)
+    return axes, {axis: i for i, axis in enumerate(axes)}, tuple(map(mesh.axis_size, axes))
+
+
+def _places(spec: Spec, places: dict[str, int]) -> Places:
+    return tuple(tuple(places[axis] for axis in dim if axis in places) for dim in spec)
+
+
+def _active(src: Places, dst: Places, devices: int, fit: Fit) -> tuple[Places, Places, Shape]:
+    """The dims that either side splits, and sizes for them that divide as `fit` says."""
+    dims = [i for i, (before, after) in enumerate(zip(src, dst, strict=True)) if before or after]
+    shape = tuple(fit[i] if fit is not None and fit[i] else devices for i in dims)
+    return tuple(src[i] for i in dims), tuple(dst[i] for i in dims), shape
+
+
+def _cost(steps: Iterable[Step], mesh: Mesh, device: Device) -> tuple[float, float]:
+    """(alpha, beta) of collectives one after the other."""
+    alpha, beta = 0.0, 0.0
+    for step in steps:
+        a, b = coefficients(step.kind, step.axes, mesh, device)
+        alpha += a
+        beta += b * float(step.share)
+    return alpha, beta
 
 
 @lru_cache(maxsize=1 << 16)

@@ -191,7 +191,7 @@ class _Builder:
 
     def _detour(self, value: Value, src: Spec, dst: Spec) -> tuple[Spec, ...]:
         kind = self.graph.type_of(value)
-        return hops_between(kind.shape, dtype_bytes(kind.dtype), src, dst, self.mesh, self.device)[0]
+        return hops_between(kind.shape, dtype_bytes(kind.dtype), src, dst, self.mesh, self.device)
 
     def _copied(self, value: Value) -> bool:
         """Whether lowering can write copies of a value."""

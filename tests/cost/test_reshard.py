@@ -90,15 +90,14 @@ def test_the_hop_over_both_axes_is_found() -> None:
     assert path.memory == 4096**2 * 2
 
 
-def test_a_hop_splits_no_dim_unevenly_that_the_ends_do_not_split_so() -> None:
+def test_no_hop_splits_a_dim_unevenly() -> None:
     device = load_device("tpu-v5e")
-    specs = specs_over(2, MESH.axis_names)
     hops = 0
-    for src, dst in itertools.permutations(specs, 2):
-        for hop in reshard_path((4096, 4095), 4, src, dst, MESH, device).hops:
-            assert hop[1] in (src[1], dst[1], ())
+    for src, dst in itertools.permutations(specs_over(2, MESH.axis_names), 2):
+        for hop in reshard_path((4096, 4094), 4, src, dst, MESH, device).hops:
+            assert hop[1] in ((), ("x",))
             hops += 1
-    assert hops > 5
+    assert hops > 2
 
 
 @st.composite
