@@ -35,6 +35,13 @@ q, k, v, kv = random(B, H, S, D), random(B, H, S, D), random(B, H, S, D), random
 image, scale, shift = random(3, D, 5, 5), random(D), random(D)
 logits, table = random(B, S, V), random(V, D)
 
+
+def with_running_statistics(i: torch.Tensor) -> torch.Tensor:
+    mean, variance = torch.zeros(D).to(i.device), torch.ones(D).to(i.device)
+    out = F.batch_norm(i, mean, variance, training=True, momentum=0.3)
+    return out + (mean + variance).view(1, -1, 1, 1)
+
+
 Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 CASES: dict[str, Case] = {
     "linear": (lambda x, w, b: F.linear(x, w, b), (x, w, b)),
@@ -64,6 +71,7 @@ CASES: dict[str, Case] = {
     "batch norm in eval": (
         lambda i, s: F.batch_norm(i, torch.ones(D).to(i.device), torch.full((D,), 2.0).to(i.device), s), (image, scale),
     ),
+    "batch norm with running statistics": (with_running_statistics, (image,)),
     "nearest": (lambda i: F.interpolate(i, scale_factor=2), (image,)),
     "nearest to a size": (lambda i: F.interpolate(i, size=(15, 5), mode="nearest-exact"), (image,)),
     "bilinear": (lambda i: F.interpolate(i, scale_factor=1.5, mode="bilinear"), (image,)),
@@ -161,6 +169,17 @@ def test_multi_head_attention_is_made_of_einsums() -> None:
     names = aten_names(Attend(), torch.empty(B, S, D))
     assert names.count("autoshard.einsum.default") == 4
     assert not {"aten.bmm.default", "aten.mm.default", "aten.addmm.default"} & set(names)
+
+
+def test_a_training_step_updates_the_running_statistics_of_batch_norm() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    images = torch.empty(4, 3, 8, 8)
+    program = capture(model, images, loss_fn=lambda y: y.square().mean(), optimizer=torch.optim.SGD)
+    arguments = [argument.name for argument in program.arguments]
+    updated = {arguments[output.updates] for output in program.outputs if output.updates is not None}
+    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked", "1.weight"} <= updated
+    assert b"batch_norm_training" not in program.stablehlo
 
 
 def test_without_switches_torch_merges_dims() -> None:
