@@ -26,6 +26,7 @@ from autoshard.cost.spmd_chained import chained_scatters
 from autoshard.cost.spmd_conv import ConvolutionPartitioner
 from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
 from autoshard.cost.spmd_dot import Move as Resharded
+from autoshard.cost.spmd_gather import KeptGathers
 from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
@@ -138,6 +139,7 @@ class Partitioner:
         self.memo: dict[Hashable, Emission] = {}
         self.emissions: list[Emission] = []
         self.made: set[Hashable] = set()
+        self.kept = KeptGathers(graph) if target == "tpu" else None
         self.collectives: list[Collective] = []
         self.results = frozenset(graph.outputs)
         self.readers: dict[Value, list[Op]] = {}
@@ -315,8 +317,13 @@ class Partitioner:
             for op in readers
         )
 
-    def _once(self, key: Hashable, steps: Sequence[Step], op: int) -> list[Collective]:
-        if key in self.made:
+    def _once(self, key: Hashable, steps: Sequence[Step], op: int, reader: int | None = None) -> list[Collective]:
+        """The collectives of a move that none before it made; `reader` is the op that it is made for."""
+        if self.kept is not None and reader is not None and steps and steps[0][0] == "all-gather":
+            # An annotated copy holds what was gathered for it until its last reader.
+            if (key in self.made and not self.kept.knows(key)) or self.kept.serves(key, reader):
+                return []
+        elif key in self.made:
             return []
         self.made.add(key)
         return [self.collective(step, op) for step in steps]
@@ -345,7 +352,7 @@ class Partitioner:
             node = ("value", value) if copy is None else ("copy", copy)
             if copy is None and move[1] is not None:
                 steps = self._before_broadcast(value, move[1], move[2], steps)
-            moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id))))
+            moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id, op.id))))
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self.collective(step, op.id) for step in emission.own)

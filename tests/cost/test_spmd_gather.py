@@ -1,0 +1,56 @@
+"""When a TPU's compiler gathers a weight again, on paper and held against it."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.cost.spmd import partition
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import propagate
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh
+from autoshard.verify.collectives import compiled_collectives
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import TargetError, parse_target
+from tests.graph.helpers import graph_from_text
+
+MESH = Mesh((2, 4), ("data", "model"))
+EVERYONE = (("data", "model"), ())
+
+
+def chain(length: int) -> Graph:
+    """A weight read by a product at either end of a chain of `length` elementwise ops."""
+    rows, weight = "tensor<64x512xf32>", "tensor<512x512xf32>"
+    product = f"contracting_dims = [1] x [0] : ({rows}, {weight}) -> {rows}"
+    lines = [f"%v0 = stablehlo.dot_general %x, %w, {product}"]
+    lines += [f"%v{i + 1} = stablehlo.{('multiply', 'add')[i % 2]} %v{i}, %x : {rows}" for i in range(length)]
+    lines.append(f"%z = stablehlo.dot_general %v{length}, %w, {product}")
+    body = "\n".join(lines)
+    return graph_from_text(
+        f"module {{ func.func public @main(%x: {rows}, %w: {weight}) -> {rows} {{\n{body}\nreturn %z : {rows} }} }}"
+    )
+
+
+def gathers(graph: Graph, family: str) -> int:
+    wanted = Annotations({Value(argument): EVERYONE for argument in graph.arguments})
+    found = partition(graph, propagate(graph, wanted, MESH), family).collectives
+    assert {one.kind for one in found} == {"all-gather"}
+    return len(found)
+
+
+@pytest.mark.parametrize(("family", "length", "times"), [("tpu", 100, 1), ("tpu", 101, 2), ("gpu", 101, 1)])
+def test_a_tpu_gathers_again_what_was_last_read_a_hundred_ops_before(family, length, times):
+    assert gathers(chain(length), family) == times
+
+
+@pytest.mark.parametrize("length", [100, 101])
+def test_so_does_its_compiler(length):
+    try:
+        parse_target("tpu-v5e:2x4", 8).packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    graph = chain(length)
+    wanted = Annotations({Value(argument): EVERYONE for argument in graph.arguments})
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), "tpu-v5e:2x4")
+    assert len(compiled_collectives(compiled.hlo_text, MESH, "tpu")) == gathers(graph, "tpu")
