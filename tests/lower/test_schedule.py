@@ -55,19 +55,25 @@ def test_bool_values_are_never_pinned():
 def test_a_copy_is_read_where_the_consumer_reads_the_value_and_let_go_after_its_last_reader():
     copies = [Copy(0, COLUMNS), Copy(3, COLUMNS)]
     found = Schedule.of(plan(weight_copies=copies))
-    shared = ("w", COLUMNS)
+    shared = ("w", (COLUMNS,))
     assert found.reads == {0: {1: shared}, 3: {1: shared}}
     assert found.last_read == {shared: 3}
 
 
 def test_copies_with_different_specs_are_different_copies():
     found = Schedule.of(plan(weight_copies=[Copy(0, COLUMNS), Copy(3, ((), ()))]))
-    assert found.last_read == {("w", COLUMNS): 0, ("w", ((), ())): 3}
+    assert found.last_read == {("w", (COLUMNS,)): 0, ("w", (((), ()),)): 3}
+
+
+def test_hops_are_kept_as_long_as_a_copy_made_from_them_is_read():
+    both = (("data",), ("model",))
+    found = Schedule.of(plan(weight_copies=[Copy(0, COLUMNS, (both,)), Copy(3, ((), ()), (both,))]))
+    assert found.last_read == {("w", (both,)): 3, ("w", (both, COLUMNS)): 0, ("w", (both, ((), ()))): 3}
 
 
 def test_a_copy_is_read_through_a_view_that_passes_the_value_on():
     found = Schedule.of(plan([value(0, "aten.mm.default", None, Copy(3, COLUMNS))]))
-    assert found.reads == {3: {0: ((0, 0), COLUMNS)}}
+    assert found.reads == {3: {0: ((0, 0), (COLUMNS,))}}
 
 
 def test_a_copy_for_an_op_that_does_not_read_the_value_is_refused():
