@@ -60,6 +60,12 @@ class ConvolutionPartitioner(DotPartitioner):
         lhs, rhs = (self._moved(side, _whole(side.tiling), outer) for side in (lhs, rhs))
         return self._reshard_result(shape, _whole(out), out, outer, self._make(lhs, rhs, create))
 
+    def _expected_other(self, place: int, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
+        """An operand that fits no group is gathered whole; without spatial dims, as in any contraction."""
+        if self.dims.spatial:
+            return _whole(other.tiling)
+        return super()._expected_other(place, other, out, side, devices)
+
     def _convolve(
         self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
     ) -> Outcome | None:
