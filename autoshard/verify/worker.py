@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autoshard.verify.targets import Target, gpu_limits
 
@@ -21,6 +21,9 @@ _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_com
 
 # XLA prints a constant of at most this many elements whole.
 _PRINTED_WHOLE = 8
+
+_DUMP = "AUTOSHARD_WORKER_DUMP"
+"""Environment variable: the directory into which XLA writes the optimized program, if it is read from there."""
 
 
 def main() -> None:
@@ -34,10 +37,27 @@ def main() -> None:
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     module = (request_path.parent / request["module"]).read_bytes()
     donate = {int(argument): int(output) for argument, output in request["donate"].items()}
-    text, result = compile_for(module, target, donate, request.get("order", []))
+    try:
+        text, result = compile_for(module, target, donate, request.get("order", []))
+    except UnreadableProgramError:
+        _compile_again(request_path.parent / "dump")
     with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
+
+
+class UnreadableProgramError(RuntimeError):
+    """The compiler made a program that jaxlib cannot read back: libtpu's XLA is another version."""
+
+
+def _compile_again(dump: Path) -> NoReturn:
+    """Start over in this process, XLA writing what it makes of the program as text: its flags are read once."""
+    dump.mkdir()
+    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    os.environ[_DUMP] = str(dump)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "autoshard.verify.worker", *sys.argv[1:]])
 
 
 def compile_for(
@@ -80,12 +100,26 @@ def compile_for(
             executable = devices[0].client.compile(module, device_list, options)
         seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
-    return _print(executable.hlo_modules()[0], target), {
+    return _optimized(executable, target), {
         "seconds": seconds,
         "memory": {
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         },
     }
+
+
+def _optimized(executable: Any, target: Target) -> str:
+    """The optimized program as text."""
+    if _DUMP in os.environ:
+        written = Path(os.environ[_DUMP]).glob("*after_optimizations.txt")
+        return max(written, key=lambda path: path.stat().st_size).read_text()  # the others are programs of a few ops
+    import jax
+
+    try:
+        (module, *_) = executable.hlo_modules()
+    except jax.errors.JaxRuntimeError as error:
+        raise UnreadableProgramError(str(error)) from error
+    return _print(module, target)
 
 
 def _print(module: Any, target: Target) -> str:
