@@ -8,7 +8,7 @@ from autoshard.graph.stablehlo import build_graph
 from autoshard.plan import plan_of
 
 
-def alternating(program, mesh, seed=0, pins=0.5, copies=0.2, hops=0.0):
+def alternating(program, mesh, seed=0, pins=0.5, copies=0.2, hops=0.5):
     """Every argument, a share `pins` of the values and a share `copies` of the reads are given random specs.
 
     A share `hops` of the copies take one or two hops.
