@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compiled_tables import tables
+from compiled_tables import markdown, tables
 from models import MODELS, program
 
 import autoshard
@@ -118,13 +118,15 @@ def main() -> None:
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--out", type=Path, default=Path("out/compiled.jsonl"))
     parser.add_argument("--tables", action="store_true", help="only print what the file holds")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/fidelity.md")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if not options.tables:
         sweep(
             options.models.split(","), options.targets.split(","), options.plans.split(","), options.mesh, options.out
         )
-    print(tables(list(read(options.out).values()), list(manual.PLANS)))
+    shown = markdown if options.markdown else tables
+    print(shown(list(read(options.out).values()), list(manual.PLANS)))
 
 
 if __name__ == "__main__":

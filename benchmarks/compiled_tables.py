@@ -85,12 +85,28 @@ def tables(rows: list[Row], by_hand: list[str]) -> str:
     return "\n\n".join(shown)
 
 
-def _table(cells: dict[tuple[str, str], dict[str, Row]], plans: list[str], cell: Callable[[Row], str]) -> str:
+def markdown(rows: list[Row], by_hand: list[str]) -> str:
+    """For docs/fidelity.md: per plan fidelity, worst kind and memory in one cell; then the plans' quality."""
+    plans = list(dict.fromkeys(row["plan"] for row in rows))
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["model"], f"{row['target']}, {row['mesh']}"), {})[row["plan"]] = row
+
+    def cell(row: Row) -> str:
+        return f"{100 * row['fidelity']:.1f} / {percent(worst_kind(row)[1])} / {percent(memory_off(row))}"
+
+    tables = (_table(cells, plans, cell, "pipe"), _quality(cells, by_hand, "pipe"), _outside(rows, {"auto", *by_hand}))
+    return "\n\n".join(tables)
+
+
+def _table(
+    cells: dict[tuple[str, str], dict[str, Row]], plans: list[str], cell: Callable[[Row], str], style: str = "simple"
+) -> str:
     lines = []
     for place, found in cells.items():
         texts = [_shown(found.get(plan), cell) for plan in plans]
         lines.append([*place, *texts])
-    return tabulate(lines, ["model", "target", *plans], disable_numparse=True)
+    return tabulate(lines, ["model", "target", *plans], style, disable_numparse=True)
 
 
 def _shown(row: Row | None, cell: Callable[[Row], str]) -> str:
@@ -101,7 +117,7 @@ def _shown(row: Row | None, cell: Callable[[Row], str]) -> str:
     return "inf" if row["fidelity"] is None else cell(row)
 
 
-def _quality(cells: dict[tuple[str, str], dict[str, Row]], by_hand: list[str]) -> str:
+def _quality(cells: dict[tuple[str, str], dict[str, Row]], by_hand: list[str], style: str = "simple") -> str:
     lines = []
     for place, found in cells.items():
         seconds = {plan: row["compiled"]["step_time_s"] for plan, row in found.items() if "compiled" in row}
@@ -111,7 +127,7 @@ def _quality(cells: dict[tuple[str, str], dict[str, Row]], by_hand: list[str]) -
         ratio = f"{seconds['auto'] / best[0]:.3f}" if best and "auto" in seconds else ""
         lines.append([*place, *texts, best[1] if best else "", ratio])
     headers = ["model", "target", "auto", *by_hand, "best by hand", "auto / best"]
-    return tabulate(lines, headers, disable_numparse=True)
+    return tabulate(lines, headers, style, disable_numparse=True)
 
 
 def _outside(rows: list[Row], judged: set[str]) -> str:
