@@ -30,7 +30,7 @@ from autoshard.cost.spmd_gather import KeptGathers
 from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_reshard import Resharder, Step
-from autoshard.cost.spmd_scatter import Cuts
+from autoshard.cost.spmd_scatter import MOVES, Cuts, Dim, scatter_later
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
@@ -41,9 +41,6 @@ from autoshard.mesh import Spec
 Shape = tuple[int, ...]
 MoveKey = tuple[Any, Tiling | None, Tiling]
 """Names what a move makes of a value; the last part is how that is split."""
-
-_MOVES = frozenset({"reshape", "transpose", "convert"})
-"""Kinds through which the reader of a sum is looked for."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,7 @@ class Emission:
     Attributes:
         moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
         own: the op's own collectives.
+        order: the subaxes of the last sum among them, in the order of its devices.
     """
 
     moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
@@ -121,6 +119,7 @@ class Emission:
     share: float
     reads: tuple[Tiling, ...]
     overcounted: bool = False
+    order: Dim = ()
 
 
 class Partitioner:
@@ -138,6 +137,7 @@ class Partitioner:
         self.cuts = Cuts(self.subaxes, target)
         self.memo: dict[Hashable, Emission] = {}
         self.emissions: list[Emission] = []
+        self.order: dict[int, Dim] = {}
         self.made: set[Hashable] = set()
         self.kept = KeptGathers(graph) if target == "tpu" else None
         self.collectives: list[Collective] = []
@@ -166,10 +166,10 @@ class Partitioner:
                         made[number] = move
         copies = [one for move in made.values() for one in move.collectives]
         copies += self._uneven_results()
-        self._scatter_later(runs)
+        scatter_later(self, runs)
         if self.target != "cpu":
             self._sum_once(runs)
-            self._scatter_later(runs)
+            scatter_later(self, runs)
             chained_scatters(self, runs)
         return Partitioned(tuple(runs), tuple(copies), made)
 
@@ -222,63 +222,13 @@ class Partitioner:
             left, right = reduced(op, 0), reduced(op, 1)
             if left is None or right is None or left[0] == right[0]:
                 continue
-            if len({(each.kind, each.axes, each.bytes) for _, each in (left, right)}) > 1:
+            if len({(each.kind, each.axes, each.bytes, self.order.get(maker)) for maker, each in (left, right)}) > 1:
                 continue
+            if left[0] in self.order:
+                self.order[op.id] = self.order[left[0]]
             for maker, _ in (left, right):
                 runs[maker] = replace(runs[maker], collectives=runs[maker].collectives[:-1])
             runs[op.id] = replace(runs[op.id], collectives=(replace(left[1], op=op.id),))
-
-    def _scatter_later(self, runs: list[OpRun]) -> None:
-        """An all-reduce whose every reader goes on with a slice is a reduce-scatter too (see `spmd_scatter`)."""
-        readers: dict[Value, list[tuple[Op, int]]] = {}
-        sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
-        moves = {op.id for op in self.graph.ops if op.kind in _MOVES or len(unscaled(self.graph, Value(op.id))) > 1}
-        for op in self.graph.ops:
-            for place, value in enumerate(op.operands):
-                if sums[value.op] or value.op in moves:
-                    readers.setdefault(value, []).append((op, place))
-        copies: dict[tuple[Value, int | None], list[int]] = {}
-        for number, copy in enumerate(self.shardings.copies):
-            copies.setdefault((copy.value, copy.source), []).append(number)
-
-        def cuts(value: Value, at: int | None = None, depth: int = 8) -> list[Cut | None]:
-            """What each reader of the value, or of its copy number `at`, first takes of it."""
-            made = self.shardings.made[value] if at is None else self.shardings.copied[at]
-            shape = self.graph.type_of(value).shape
-            found: list[Cut | None] = []
-            for number in copies.get((value, at), ()):
-                target = self.shardings.copied[number]
-                again = made == target and not self.shardings.copies[number].result and depth
-                found.extend(cuts(value, number, depth - 1) if again else [self.cuts.cut(shape, made, target)])
-            returned = any(self.shardings.copies[n].result for n in copies.get((value, at), ()))
-            if value in self.results and self.shardings.pins.get(value) == at and not returned:
-                found.append(None)
-            for op, place in readers.get(value, ()):
-                if self.shardings.copy_read(op.id, value) != at:
-                    continue
-                move = next((move for move in self.emissions[op.id].moves if move[0] == place), None)
-                if move is not None:
-                    outer, source, end = move[1]
-                    # A halo exchange has no source.
-                    found.append(None if source is None else self.cuts.cut(shape, source, end, outer))
-                elif op.id in moves and depth and made == runs[op.id].reads[place]:
-                    found.extend(cuts(Value(op.id), None, depth - 1))
-                else:
-                    found.append(None)
-            return found
-
-        for op in self.graph.ops:
-            if not sums[op.id] or len(op.results) != 1:
-                continue
-            *first, last = runs[op.id].collectives
-            axes = tuple(axis for name in last.axes for axis in self.subaxes.of_axis.get(name, ()))
-            taken = cuts(Value(op.id)) if axes and self._scatters(last.axes) else []
-            if not taken or not all(self.cuts.scatters(axes, cut) for cut in taken):
-                continue
-            if self.target != "cpu" and any(cut != taken[0] for cut in taken):
-                continue
-            scattered = replace(last, kind="reduce-scatter")
-            runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
 
     def _copy(self, op: Op, number: int) -> Move | None:
         copy = self.shardings.copies[number]
@@ -313,7 +263,7 @@ class Partitioner:
         readers = [op for op in self.readers.get(value, ()) if self.shardings.copy_read(op.id, value) == at]
         return bool(readers or further) and all(
             op.kind in CONTRACTIONS
-            or (op.kind in _MOVES and depth > 0 and self._only_contracted(Value(op.id), None, depth - 1))
+            or (op.kind in MOVES and depth > 0 and self._only_contracted(Value(op.id), None, depth - 1))
             for op in readers
         )
 
@@ -342,6 +292,8 @@ class Partitioner:
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
         self.emissions.append(emission)
+        if emission.order:
+            self.order[op.id] = emission.order
         collectives: list[Collective] = []
         moves: list[Move] = []
         for place, move, steps in emission.moves:
@@ -532,6 +484,7 @@ class Partitioner:
         )
         moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
         own: list[Step] = []
+        order: Dim = ()
         for step, then in itertools.zip_longest(plan.steps, plan.steps[1:]):
             if isinstance(step, Halo):
                 kind = lhs if step.place == 0 else rhs
@@ -545,6 +498,7 @@ class Partitioner:
                 elif isinstance(then, Resharded) and then.place == 2:
                     cut = self.cuts.cut(then.shape, then.source, then.target, then.outer)
                 own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), cut))
+                order = self.order_of(step.axes)
             elif step.place == 2:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
             else:
@@ -555,7 +509,7 @@ class Partitioner:
                 end = self.resharder.destination(step.shape, dtype, step.source, step.target, step.outer)
                 moves.append((step.place, (step.outer, step.source, end), steps))
         whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
-        return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted)
+        return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted, order)
 
     def sums(self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None) -> list[Step]:
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.
@@ -564,20 +518,31 @@ class Partitioner:
         """
         if not axes:
             return []
-        ordered = len(axes) == 1
+        order = self.order_of(axes)
         if self.target != "cpu":
-            axes = (tuple(axis for dim in axes for axis in dim),)
-        *first, last = axes
+            axes = (order,)
+        *first, _ = axes
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
-        kind: CollectiveKind = "reduce-scatter" if self.scatters(last, cut, ordered) else "all-reduce"
-        steps.append((kind, self.resharder.names(last), size))
+        kind: CollectiveKind = "reduce-scatter" if self.scatters(order, cut, ordered=True) else "all-reduce"
+        steps.append((kind, self.resharder.names(order), size))
         return steps
+
+    def order_of(self, axes: tuple[Dim, ...]) -> Dim:
+        """The subaxes of the last all-reduce that sums over `axes`, in the order of its devices.
+
+        That along one dim has them in the order of the dim's tiles, folded ones in that of the mesh.
+        """
+        if not axes:
+            return ()
+        last = axes[-1] if self.target == "cpu" else tuple(axis for dim in axes for axis in dim)
+        return last if len(axes) == 1 else tuple(sorted(last))
 
     def scatters(self, axes: Sequence[int], cut: Cut | None, ordered: bool) -> bool:
         """Whether a sum over `axes`, of which each device goes on with its part of `cut`, is a reduce-scatter."""
-        return self.cuts.scatters(axes, cut, ordered) and self._scatters(self.resharder.names(axes))
+        return self.cuts.scatters(axes, cut, ordered) and self.scatters_over(self.resharder.names(axes))
 
-    def _scatters(self, axes: tuple[str, ...]) -> bool:
+    def scatters_over(self, axes: tuple[str, ...]) -> bool:
+        """Whether the target makes reduce-scatters over these axes at all."""
         return self.target != "tpu" or not sums_whole(axes, self.subaxes.mesh)
 
     def _reduce(self, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
@@ -608,4 +573,5 @@ class Partitioner:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)
         share = math.prod(self.subaxes.shard(shape, base)) / whole if whole else 1.0
-        return self.moved(op, reads, tuple(wanted), share, own)
+        emission = self.moved(op, reads, tuple(wanted), share, own)
+        return replace(emission, order=self.order_of(partial[::-1]))

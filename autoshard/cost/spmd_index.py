@@ -112,7 +112,9 @@ class IndexPartitioner:
             self._given(outcome, operand, self.final, self.result, ())
         whole = math.prod(window.shape)
         share = outcome.local / whole if whole else 1.0
-        return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads)
+        axes, ordered = outcome.summed or ((), True)
+        order = axes if ordered else tuple(sorted(axes))
+        return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads, order=order)
 
     # ---- the ways ----------------------------------------------------------------------------------------------
 

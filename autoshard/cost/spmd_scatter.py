@@ -10,16 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import Cut, first_cut
+from autoshard.graph.groups import unscaled
+from autoshard.graph.ops import Op, Value
 from autoshard.graph.tiling import Subaxes, Tiling
 
+if TYPE_CHECKING:
+    from autoshard.cost.spmd import OpRun, Partitioner
+
 Dim = tuple[int, ...]
+
+MOVES = frozenset({"reshape", "transpose", "convert"})
+"""Kinds through which the reader of a sum is looked for."""
 
 
 class Cuts:
@@ -79,3 +89,57 @@ def _cut(
     places = np.empty((math.prod(sizes), found.places.shape[1]), dtype=found.places.dtype)
     places[grid] = found.places
     return Cut(found.factors, places)
+
+
+def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
+    """An all-reduce whose every reader goes on with a slice is a reduce-scatter too."""
+    readers: dict[Value, list[tuple[Op, int]]] = {}
+    sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
+    moves = {op.id for op in owner.graph.ops if op.kind in MOVES or len(unscaled(owner.graph, Value(op.id))) > 1}
+    for op in owner.graph.ops:
+        for place, value in enumerate(op.operands):
+            if sums[value.op] or value.op in moves:
+                readers.setdefault(value, []).append((op, place))
+    copies: dict[tuple[Value, int | None], list[int]] = {}
+    for number, copy in enumerate(owner.shardings.copies):
+        copies.setdefault((copy.value, copy.source), []).append(number)
+
+    def cuts(value: Value, at: int | None = None, depth: int = 8) -> list[Cut | None]:
+        """What each reader of the value, or of its copy number `at`, first takes of it."""
+        made = owner.shardings.made[value] if at is None else owner.shardings.copied[at]
+        shape = owner.graph.type_of(value).shape
+        found: list[Cut | None] = []
+        for number in copies.get((value, at), ()):
+            target = owner.shardings.copied[number]
+            again = made == target and not owner.shardings.copies[number].result and depth
+            found.extend(cuts(value, number, depth - 1) if again else [owner.cuts.cut(shape, made, target)])
+        returned = any(owner.shardings.copies[n].result for n in copies.get((value, at), ()))
+        if value in owner.results and owner.shardings.pins.get(value) == at and not returned:
+            found.append(None)
+        for op, place in readers.get(value, ()):
+            if owner.shardings.copy_read(op.id, value) != at:
+                continue
+            move = next((move for move in owner.emissions[op.id].moves if move[0] == place), None)
+            if move is not None:
+                outer, source, end = move[1]
+                # A halo exchange has no source.
+                found.append(None if source is None else owner.cuts.cut(shape, source, end, outer))
+            elif op.id in moves and depth and made == runs[op.id].reads[place]:
+                found.extend(cuts(Value(op.id), None, depth - 1))
+            else:
+                found.append(None)
+        return found
+
+    for op in owner.graph.ops:
+        if not sums[op.id] or len(op.results) != 1:
+            continue
+        *first, last = runs[op.id].collectives
+        order = owner.order.get(op.id, ())
+        axes = order or tuple(axis for name in last.axes for axis in owner.subaxes.of_axis.get(name, ()))
+        taken = cuts(Value(op.id)) if axes and owner.scatters_over(last.axes) else []
+        if not taken or not all(owner.cuts.scatters(axes, cut, bool(order)) for cut in taken):
+            continue
+        if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
+            continue
+        scattered = replace(last, kind="reduce-scatter")
+        runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))

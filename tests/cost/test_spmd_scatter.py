@@ -76,12 +76,21 @@ TARGETS: list[Spec] = [
     (("data", "model"), ()),
     (("data",), ()),
 ]
-SOURCES: list[Spec] = [WHOLE, (("data",), ())]
+CASES: list[tuple[tuple[str, ...], Spec, Spec]] = [
+    *((("model",), source, target) for source in (WHOLE, (("data",), ())) for target in TARGETS),
+    *(
+        ((*summed,), WHOLE, target)
+        for summed in itertools.permutations(("data", "model"))
+        for target in TARGETS
+        if len({axis for dim in target for axis in dim}) == 2
+    ),
+]
+"""How the summed dim, the product and the exponential are split."""
 
 
 def products() -> Graph:
-    """One product per (source, target), each of its own arguments, followed by an exponential."""
-    count = len(TARGETS) * len(SOURCES)
+    """One product per case, each of its own arguments, followed by an exponential."""
+    count = len(CASES)
     kind = "tensor<64x64xf32>"
     arguments = ", ".join(f"%a{i}: {kind}, %b{i}: {kind}" for i in range(count))
     lines = []
@@ -114,17 +123,14 @@ def test_sums_that_are_split_further_compile_to_what_is_predicted(family, target
         pytest.skip(str(error))
     graph = products()
     pins = {}
-    for i, (source, after) in enumerate(itertools.product(SOURCES, TARGETS)):
-        pins[Value(graph.arguments[2 * i])] = (source[0], ("model",))
-        pins[Value(graph.arguments[2 * i + 1])] = (("model",), ())
+    for i, (summed, source, after) in enumerate(CASES):
+        pins[Value(graph.arguments[2 * i])] = (source[0], summed)
+        pins[Value(graph.arguments[2 * i + 1])] = (summed, ())
         pins[graph.aten_outputs[2 * i, 0]] = source
         pins[graph.aten_outputs[2 * i + 1, 0]] = after
     wanted = Annotations(
         pins,
-        {
-            (graph.aten_outputs[2 * i, 0], 2 * i + 1): pins[graph.aten_outputs[2 * i + 1, 0]]
-            for i in range(len(SOURCES) * len(TARGETS))
-        },
+        {(graph.aten_outputs[2 * i, 0], 2 * i + 1): pins[graph.aten_outputs[2 * i + 1, 0]] for i in range(len(CASES))},
     )
     compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
     found = normalise(compiled_collectives(compiled.hlo_text, MESH, family))
