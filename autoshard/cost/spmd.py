@@ -246,6 +246,7 @@ class Partitioner:
         dtype = "bf16" if rounds else kind.dtype
         steps = self.resharder.reshard(kind.shape, dtype, source, target)
         end = self.resharder.destination(kind.shape, dtype, source, target)
+        steps = self._before_convert(copy.value, copy.source, steps)
         made = (key, ((), source, end))
         return Move(0, made, end, tuple(self._once(made, steps, op.id)))
 
@@ -302,6 +303,8 @@ class Partitioner:
                 continue
             copy = self.shardings.copy_read(op.id, value)
             node = ("value", value) if copy is None else ("copy", copy)
+            if move[1] is not None:
+                steps = self._before_convert(value, copy, steps)
             if copy is None and move[1] is not None:
                 steps = self._before_broadcast(value, move[1], move[2], steps)
             moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id, op.id))))
@@ -309,6 +312,26 @@ class Partitioner:
         if op.id not in self.free:
             collectives.extend(self.collective(step, op.id) for step in emission.own)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted)
+
+    def _before_convert(self, value: Value, copy: int | None, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """`CollectiveQuantizer`, on GPU: what is converted to a wider type is gathered or exchanged before it is.
+
+        So are copies of it that are split as it is. What follows an all-to-all is behind the transpose that this ends
+        with, and stays.
+        """
+        op = self.graph.ops[value.op]
+        if self.target != "gpu" or op.kind != "convert":
+            return steps
+        while copy is not None:
+            if self.shardings.copied[copy] != self.shardings.made[value]:
+                return steps
+            copy = self.shardings.copies[copy].source
+        narrow, wide = (bytes_of(kind.dtype) for kind in (self.graph.type_of(op.operands[0]), op.results[0]))
+        if narrow >= wide:
+            return steps
+        gathers = len([*itertools.takewhile(lambda step: step[0] == "all-gather", steps)])
+        moved = gathers + (steps[gathers : gathers + 1] != () and steps[gathers][0] == "all-to-all")
+        return (*((kind, axes, size * narrow // wide) for kind, axes, size in steps[:moved]), *steps[moved:])
 
     def _before_broadcast(
         self, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
