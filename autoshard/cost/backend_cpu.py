@@ -16,6 +16,7 @@ from autoshard.cost.backend import Backend
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Lowered, Step
 from autoshard.cost.rewrite import Rewriter, by_parts, canonical_dot, gather_majormost, without_reduce_scatter
+from autoshard.cost.rewrite_conv import canonical_convolution, expanded_select_and_scatter
 from autoshard.cost.schedule import Dependencies, breadth_first, combined
 
 LIBRARY = frozenset(
@@ -106,6 +107,10 @@ class CpuBackend(Backend):
                 by_parts(rewriter, step)
             elif step.kind == "dot_general":
                 canonical_dot(rewriter, step, program.graph.ops[step.op])
+            elif step.kind == "convolution":
+                canonical_convolution(rewriter, step, program.graph.ops[step.op])
+            elif step.kind == "select_and_scatter":
+                expanded_select_and_scatter(rewriter, step, program.graph.ops[step.op])
             else:
                 rewriter.emit(step)
         return rewriter.result()

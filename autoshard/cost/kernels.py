@@ -28,6 +28,9 @@ LOOPS = ELEMENTWISE | {
 }  # fmt: skip
 """Kinds that make each element of their result from few elements of their operands: they fuse as producers."""
 
+REORDERING = frozenset({"transpose", "reverse", "gather", "slice", "pad", "concatenate", "dynamic_slice", SLICE})
+"""Loops whose elements come from other places of their operands."""
+
 
 @dataclass(slots=True, eq=False)
 class Kernel:
@@ -40,6 +43,7 @@ class Kernel:
         kind: the root's.
         place: the largest number of a step in it: where it stands in the program.
         shares: an operand's buffer may be taken over by a result of the same size.
+        displaced: operands of which that is not so: elements are read in another order than results are written.
         workspace: bytes that it needs while it runs.
     """
 
@@ -51,6 +55,7 @@ class Kernel:
     shares: bool = False
     workspace: int = 0
     flops: float = field(default=0.0)
+    displaced: frozenset[int] = frozenset()
 
 
 class Fusion:
@@ -155,7 +160,18 @@ class Fusion:
         kind = self.steps[root].kind
         flops = sum(self.steps[number].flops for number in seen)
         steps = tuple(sorted(seen))
-        return Kernel(steps, tuple(reads), writes, kind, max(members), kind in LOOPS or kind in UPDATES, 0, flops)
+        shares = kind in LOOPS or kind in UPDATES
+        displaced = self._displaced(steps) if kind in LOOPS else frozenset()
+        return Kernel(steps, tuple(reads), writes, kind, max(members), shares, 0, flops, displaced)
+
+    def _displaced(self, steps: Sequence[int]) -> frozenset[int]:
+        """Arrays that these steps read through a transpose (XLA shares what is used elementwise alone)."""
+        found: set[int] = set()
+        for number in reversed(steps):
+            step = self.steps[number]
+            if step.kind in REORDERING or not found.isdisjoint(step.writes):
+                found.update(step.reads)
+        return frozenset(found)
 
 
 def copies_only(kernel: Kernel) -> bool:

@@ -80,4 +80,5 @@ class _Merger:
             all(kernel.shares for kernel in one),
             sum(kernel.workspace for kernel in one),
             sum(kernel.flops for kernel in one),
+            frozenset().union(*(kernel.displaced for kernel in one)),
         )

@@ -24,6 +24,7 @@ class Rewriter:
         self.steps: list[Step] = []
         self.instead: dict[int, int] = {}  # array -> the array that is read instead
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and order of dims -> its transposed copy
+        self.positions: dict[tuple[tuple[int, ...], int], int] = {}  # shape and dim -> the array that counts along it
 
     def array(self, like: int, bytes: int | None = None, shape: tuple[int, ...] | None = None) -> int:
         """A new array of the dtype of array `like`, and of its shape unless `bytes` differ."""
@@ -86,7 +87,7 @@ def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]
     key = (source, dims)
     if key not in rewriter.turned:
         shape = rewriter.arrays[source].shape
-        turned = None if shape is None else tuple(shape[dim] for dim in dims)
+        turned = None if shape is None or len(shape) != len(dims) else tuple(shape[dim] for dim in dims)
         rewriter.turned[key] = rewriter.array(source, shape=turned)
         rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[key],)))
     return rewriter.turned[key]

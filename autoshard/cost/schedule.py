@@ -327,7 +327,10 @@ def liveness(
         free = [
             array
             for array in kernel.reads
-            if last[array] == position and array in buffer and spans[buffer[array]][1] <= position
+            if last[array] == position
+            and array in buffer
+            and array not in kernel.displaced
+            and spans[buffer[array]][1] <= position
         ]
         for array in kernel.writes:
             found = arrays[array]
