@@ -1,11 +1,12 @@
 """XLA's GPU compiler: what it fuses, combines, and in which order it runs.
 
-Loops fuse into loops and into sums as long as that moves fewer bytes (`PriorityFusion`); a product takes in
-transposes, and is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collectives of one kind are
-combined up to 30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one
-array into which their operands are copied (`AllReduceContiguous`). They run one after the other, in post-order
-(`CollectivesScheduleLinearizer`): what waits for the last of them waits for them all. Of three
-orders the one with the lowest peak is taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
+Loops fuse into loops, sums and scatters as long as that moves fewer bytes (`PriorityFusion`). A product with a vector
+is a sum and an outer product a loop (`AlgebraicSimplifier`: dot strength reduction); any other takes in transposes, and
+is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collectives of one kind are combined up to
+30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one array into which
+their operands are copied (`AllReduceContiguous`). They run one after the other, in post-order
+(`CollectivesScheduleLinearizer`): what waits for the last of them waits for them all. Of three orders the one with the
+lowest peak is taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
 """
 
 from __future__ import annotations
@@ -52,8 +53,15 @@ class GpuFusion(Fusion):
         return step.kind in LOOPS or step.kind == PARTS
 
     def absorbs(self, step: Step) -> bool:
-        """Loops and sums take loops in."""
-        return super().absorbs(step) or step.kind == PARTS
+        """Loops, sums and scatters take loops in."""
+        return super().absorbs(step) or step.kind in (PARTS, "scatter")
+
+    def takes(self, reader: int, number: int) -> bool:
+        """A scatter writes into its first operand, which must be in memory."""
+        step = self.steps[reader]
+        if step.kind == "scatter" and step.reads and step.reads[0] in self.steps[number].writes:
+            return False
+        return super().takes(reader, number)
 
     def expensive(self, step: Step) -> bool:
         """What costs is traffic, not arithmetic."""
@@ -72,10 +80,14 @@ class GpuBackend(Backend):
     alignment = 128
 
     def rewrite(self, program: Lowered) -> Lowered:
-        """Products cut along their contraction."""
+        """Products with vectors as sums, outer products as loops; other products cut along their contraction."""
         rewriter = Rewriter(program)
         for step in program.steps:
             product = _product(program, step) if step.kind == "dot_general" else None
+            if product is not None and min(product.m, product.n, product.k) == 1:
+                kind = "multiply" if product.k == 1 else "reduce"
+                rewriter.emit(Step(kind, step.op, step.reads, step.writes))
+                continue
             parts, padded = (1, 0) if product is None else self._split(product)
             if product is None or parts == 1:
                 rewriter.emit(step)
