@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from autoshard.cost.lowered import COLLECTIVES, SLICE, UPDATES, Lowered, Step
+from autoshard.cost.lowered import SLICE, UPDATES, Lowered, Step
 from autoshard.graph.groups import ELEMENTWISE
 
 EXPENSIVE = frozenset(
@@ -172,8 +172,3 @@ class Fusion:
             if step.kind in REORDERING or not found.isdisjoint(step.writes):
                 found.update(step.reads)
         return frozenset(found)
-
-
-def copies_only(kernel: Kernel) -> bool:
-    """Whether it is a collective."""
-    return kernel.kind in COLLECTIVES

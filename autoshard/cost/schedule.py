@@ -8,7 +8,6 @@ combined before that (`collective_combiner_utils.h`): independent ones of one ki
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -42,15 +41,6 @@ def dependencies(kernels: Sequence[Kernel]) -> Dependencies:
     makers = tuple(tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels)
     users = _reversed(makers)
     return Dependencies(makers, users, makers, users)
-
-
-def chained(deps: Dependencies, chain: Sequence[int]) -> Dependencies:
-    """With each kernel of `chain` held back until the one before it has run; `chain` must respect data flow."""
-    waits = list(deps.waits)
-    for before, after in itertools.pairwise(chain):
-        if before not in waits[after]:
-            waits[after] = (*waits[after], before)
-    return Dependencies(deps.makers, deps.users, tuple(waits), _reversed(waits))
 
 
 def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -10,12 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.cost.spmd import partition
+from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh, Spec
 
 _ROUNDS = 4
+
+
+class WrongNumbersError(AutoshardError, ValueError):
+    """XLA would compute wrong numbers under these annotations, and no copy can be written that avoids it."""
 
 
 def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, tuple[Spec, Spec]]:
@@ -33,7 +38,11 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
 
 
 def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """`annotations`, with copies whole in space for the convolutions whose numbers would be wrong."""
+    """`annotations`, with copies whole in space for the convolutions whose numbers would be wrong.
+
+    Raises:
+        WrongNumbersError: some would still be: their operands take no annotation.
+    """
     annotatable = {*graph.aten_outputs.values(), *map(Value, graph.arguments)}
     for _ in range(_ROUNDS):
         found = overcounted(graph, annotations, mesh)
@@ -43,9 +52,16 @@ def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
             for place, spec in enumerate(specs):
                 if op.aten is not None and op.operands[place] in annotatable:
                     copies[op.operands[place], op.aten] = _whole_in_space(op, place, spec)
-        if copies == annotations.copies:
-            break
+        if not found:
+            return annotations
         annotations = replace(annotations, copies=copies)
+    if found := overcounted(graph, annotations, mesh):
+        op = graph.ops[min(found)]
+        where = f" in {op.module}" if op.module else ""
+        raise WrongNumbersError(
+            f"XLA would sum convolution op {op.id}{where} over devices that hold the same part, and get wrong numbers: "
+            "its input and kernel are both split in space and cannot be annotated; give hints that split neither there"
+        )
     return annotations
 
 

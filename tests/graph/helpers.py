@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, Program
@@ -15,17 +15,28 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def program_from_text(
-    text: str, roles: Sequence[ArgumentRole] | None = None, ops: Sequence[AtenOp] = (), kind: str = "train"
+    text: str,
+    roles: Sequence[ArgumentRole] | None = None,
+    ops: Sequence[AtenOp] = (),
+    kind: str = "train",
+    updates: Mapping[int, int] | None = None,
 ) -> Program:
-    """A Program of a StableHLO module in text form; arguments are `arg<i>`, parameters unless `roles` differs."""
+    """A Program of a StableHLO module in text form; arguments are `arg<i>`, parameters unless `roles` differs.
+
+    `updates`: result -> the argument that it takes the place of.
+    """
     bare = Program(kind, "torch_xla", {}, (), text.encode(), (), (), tuple(ops))
     graph = build_graph(bare)
     roles = roles or ["parameter"] * len(graph.arguments)
     arguments = tuple(
         Argument(f"arg{i}", role, graph.ops[i].results[0]) for i, role in zip(graph.arguments, roles, strict=True)
     )
-    outputs = tuple(Output(f"out{i}", "output", graph.type_of(value)) for i, value in enumerate(graph.outputs))
-    return dataclasses.replace(bare, arguments=arguments, outputs=outputs)
+    outputs = []
+    for i, value in enumerate(graph.outputs):
+        updated = (updates or {}).get(i)
+        name, role = (f"out{i}", "output") if updated is None else (f"arg{updated}", roles[updated])
+        outputs.append(Output(name, role, graph.type_of(value), updated))
+    return dataclasses.replace(bare, arguments=arguments, outputs=tuple(outputs))
 
 
 def graph_from_text(text: str, **kwargs: Any) -> Graph:

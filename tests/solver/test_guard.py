@@ -1,11 +1,13 @@
 """Convolutions that XLA would sum over idle devices too are read whole in space."""
 
+import dataclasses
+
 import pytest
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
-from autoshard.solver.guard import guarded, overcounted
+from autoshard.solver.guard import WrongNumbersError, guarded, overcounted
 from tests.cost.zoo import WINDOWS, program
 
 MESH = Mesh((2, 4), ("data", "model"))
@@ -41,3 +43,11 @@ def test_what_is_right_is_left_alone(name, first, second):
     _, graph = program([name], WINDOWS) if name in WINDOWS else program([name])
     annotations = Annotations({Value(0): first, Value(1): second})
     assert guarded(graph, annotations, MESH) == annotations
+
+
+def test_numbers_that_stay_wrong_are_refused_with_the_op():
+    _, graph = program(["conv"], WINDOWS)
+    graph = dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, aten=None) for op in graph.ops))
+    annotations = Annotations({Value(0): IN_SPACE, Value(1): (("model",), (), (), ())})
+    with pytest.raises(WrongNumbersError, match=r"convolution op \d+ in conv over devices that hold the same part"):
+        guarded(graph, annotations, MESH)

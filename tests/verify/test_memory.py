@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 
-from autoshard.capture.program import Argument, Output, Program, TensorType
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import Prediction, predict
 from autoshard.cost.split_k import Product, split_k
@@ -18,6 +17,7 @@ from autoshard.mesh import Mesh
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.targets import parse_target
 from autoshard.verify.work import compiled_work
+from tests.graph.helpers import program_from_text
 
 pytest.importorskip("jaxlib")
 
@@ -54,18 +54,7 @@ TARGETS = {"cpu": "cpu", "h100": "h100:8"}
 @cache
 def both(device: str, plan: str) -> tuple[Prediction, Compiled]:
     """What is predicted and what is compiled."""
-    types = [TensorType((256, 512), "f32"), TensorType((512, 2048), "f32"), TensorType((2048, 512), "f32")]
-    names = [("x", "input"), ("a", "parameter"), ("b", "parameter")]
-    program = Program(
-        kind="train",
-        frontend="torch_xla",
-        versions={},
-        switches=(),
-        stablehlo=TEXT.encode(),
-        arguments=tuple(Argument(*name, kind) for name, kind in zip(names, types, strict=True)),  # type: ignore[misc]
-        outputs=(Output("a", "parameter", types[1], updates=1), Output("b", "parameter", types[2], updates=2)),
-        ops=(),
-    )
+    program = program_from_text(TEXT, ["input", "parameter", "parameter"], updates={0: 1, 1: 2})
     graph = build_graph(program)
     mesh = Mesh((2, 4), ALL, device=device)
     annotations = Annotations({Value(op): spec for op, spec in PLANS[plan].items()}, {})

@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 
-from autoshard.capture.program import Argument, Output, Program, TensorType
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
@@ -17,6 +16,7 @@ from autoshard.mesh import Mesh
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.targets import parse_target
 from autoshard.verify.work import compiled_work
+from tests.graph.helpers import program_from_text
 
 pytest.importorskip("jaxlib")
 
@@ -66,17 +66,7 @@ def both(step: str) -> tuple[Prediction, Compiled]:
     return %w1 : {W}
   }}
 }}"""
-    image, weight = TensorType((16, 8, 32, 32), "f32"), TensorType((16, 8, 3, 3), "f32")
-    program = Program(
-        kind="train",
-        frontend="torch_xla",
-        versions={},
-        switches=(),
-        stablehlo=text.encode(),
-        arguments=(Argument("x", "input", image), Argument("w", "parameter", weight)),
-        outputs=(Output("w", "parameter", weight, updates=1),),
-        ops=(),
-    )
+    program = program_from_text(text, ["input", "parameter"], updates={0: 1})
     graph = build_graph(program)
     mesh = Mesh((2, 4), ("data", "model"), device="cpu")
     annotations = Annotations({Value(0): (("data", "model"), (), (), ())}, {})

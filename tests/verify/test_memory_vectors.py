@@ -2,7 +2,6 @@
 
 import pytest
 
-from autoshard.capture.program import Argument, Output, Program, TensorType
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
@@ -11,6 +10,7 @@ from autoshard.graph.stablehlo import build_graph
 from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
 from autoshard.verify.compile import compile_module
+from tests.graph.helpers import program_from_text
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 
@@ -36,24 +36,7 @@ TEXT = f"""module @m {{
 
 
 def test_products_with_one_vector_and_outer_products_run_inside_their_readers(tmp_path):
-    def kind(text):
-        *shape, dtype = text.removeprefix("tensor<").removesuffix(">").split("x")
-        return TensorType(tuple(map(int, shape)), dtype)
-
-    program = Program(
-        kind="train",
-        frontend="torch_xla",
-        versions={},
-        switches=(),
-        stablehlo=TEXT.encode(),
-        arguments=(
-            Argument("w", "parameter", kind(W)),
-            Argument("i", "input", kind(I)),
-            Argument("v", "input", kind(V)),
-        ),
-        outputs=(Output("w", "parameter", kind(W), updates=0), Output("o", "output", kind(O))),
-        ops=(),
-    )
+    program = program_from_text(TEXT, ["parameter", "input", "input"], updates={0: 0})
     graph = build_graph(program)
     mesh = Mesh((8,), ("data",), device="h100")
     pins = {Value(0): ((), (), ()), Value(1): (("data",), ()), Value(2): (("data",), (), ())}
