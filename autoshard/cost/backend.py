@@ -59,11 +59,16 @@ class Compiled:
         return sum(kernel.flops for kernel in self.kernels)
 
     @property
+    def moved(self) -> tuple[int, ...]:
+        """Per kernel the bytes of device memory that it reads and writes; none for collectives."""
+        if self.placement is not None:
+            return self.placement.moved
+        return tuple(kernel_bytes(kernel, self.program) for kernel in self.kernels)
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes of device memory that one device's kernels read and write; collectives left out."""
-        if self.placement is not None:
-            return sum(self.placement.moved)
-        return sum(kernel_bytes(kernel, self.program) for kernel in self.kernels)
+        return sum(self.moved)
 
     @property
     def temporary_bytes(self) -> int:

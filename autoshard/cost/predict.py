@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.backend import Compiled, backend_of
-from autoshard.cost.collectives import Collective, seconds
+from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.device import Device
-from autoshard.cost.lowered import COLLECTIVES, lower
-from autoshard.cost.spmd import OpRun, Partitioned, partition
+from autoshard.cost.lowered import lower
+from autoshard.cost.spmd import partition
+from autoshard.cost.timing import collective_seconds, kernel_seconds
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
+from autoshard.graph.groups import Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Shardings, propagate
+from autoshard.graph.propagate import propagate
 from autoshard.graph.rules import rule_for
 from autoshard.graph.transfer import bytes_of
 from autoshard.mesh import Mesh, Spec
@@ -86,11 +87,9 @@ def predict(
     target = device.target
     lowered = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")
     compiled = backend_of(device).compile(lowered)
-    compute = _kernel_seconds(compiled, groups, device)
-    if compute is None:
-        compute = [_group_seconds(group, graph, shardings, partitioned, flops, device) for group in groups.groups]
+    compute = _per_group(compiled, groups, device)
     collectives = partitioned.collectives
-    times = [each.count * seconds(each.kind, each.axes, each.bytes, mesh, device) for each in collectives]
+    times = collective_seconds(collectives, compiled, mesh, device)
     compute_s, communication_s = sum(compute), sum(times)
     step = compute_s + communication_s
     peak = mesh.size * device.peak_flops(_main_dtype(graph, flops))
@@ -108,60 +107,16 @@ def predict(
     )
 
 
-def _kernel_seconds(compiled: Compiled, groups: Groups, device: Device) -> list[float] | None:
-    """Rooflines of the compiler's kernels, per group that their last op is in; None where no traffic is known."""
-    if compiled.placement is None or not groups.groups:
-        return None
-    steps, arrays = compiled.program.steps, compiled.program.arrays
-    found = [0.0] * len(groups.groups)
-    for kernel, moved in zip(compiled.kernels, compiled.placement.moved, strict=True):
-        if kernel.kind in COLLECTIVES:
-            continue
-        products = [steps[number] for number in kernel.steps if steps[number].flops]
-        dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
-        group = groups.of.get(steps[kernel.steps[-1]].op)
-        found[0 if group is None else group] += roofline_seconds(kernel.flops, moved, dtype, device)
+def _per_group(compiled: Compiled, groups: Groups, device: Device) -> list[float]:
+    """Seconds of the compiler's kernels, per group that their last op is in."""
+    found = [0.0] * max(1, len(groups.groups))
+    steps = compiled.program.steps
+    group = 0  # copies that a combination of collectives needs are no op's
+    for kernel, seconds in zip(compiled.kernels, kernel_seconds(compiled, device), strict=True):
+        if kernel.steps:
+            group = groups.of.get(steps[kernel.steps[-1]].op, 0)
+        found[group] += seconds
     return found
-
-
-def _group_seconds(
-    group: Group, graph: Graph, shardings: Shardings, partitioned: Partitioned, flops: Sequence[float], device: Device
-) -> float:
-    """Roofline of one kernel: its ops' FLOPs on one device, and the parts that cross its boundary."""
-    if is_view(group, graph):
-        return 0.0
-    work, moved = 0.0, 0
-    dtype = "f32"
-    heads = [graph.ops[member] for member in group.ops]
-    for op in heads:
-        work += flops[op.id] * partitioned.runs[op.id].share
-        if op.kind in CONTRACTIONS:
-            dtype = graph.type_of(op.operands[0]).dtype
-    members = set(group.ops)
-    read: dict[Value, int] = {}
-    for op in heads:
-        for value, tiling in zip(op.operands, partitioned.runs[op.id].reads, strict=True):
-            if value.op not in members and value in group.inputs:
-                size = _bytes(op, value, tiling, graph, shardings, partitioned.runs[op.id])
-                read[value] = max(read.get(value, 0), size)
-    moved += sum(read.values())
-    for value in group.outputs:
-        kind = graph.type_of(value)
-        moved += math.prod(shardings.subaxes.shard(kind.shape, shardings.made[value])) * bytes_of(kind.dtype)
-    return roofline_seconds(work, moved, dtype, device)
-
-
-def _bytes(
-    op: Op, value: Value, tiling: tuple[tuple[int, ...], ...], graph: Graph, shardings: Shardings, run: OpRun
-) -> int:
-    """Bytes that an op reads of an operand: of indexed operands and slices, only what it takes."""
-    kind = graph.type_of(value)
-    size = math.prod(shardings.subaxes.shard(kind.shape, tiling)) * bytes_of(kind.dtype)
-    if op.kind in INDEXED and value == op.operands[0]:
-        result = op.results[0]
-        taken = math.prod(result.shape) * bytes_of(result.dtype) * run.share
-        return min(size, math.ceil(taken))
-    return size
 
 
 def _main_dtype(graph: Graph, flops: Sequence[float]) -> str:

@@ -1,0 +1,43 @@
+"""Seconds of a compiled device program: rooflines of its kernels, and its collectives as they are combined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.cost.backend import Compiled
+from autoshard.cost.collectives import Collective, coefficients
+from autoshard.cost.compute import roofline_seconds
+from autoshard.cost.device import Device
+from autoshard.cost.lowered import COLLECTIVES
+from autoshard.mesh import Mesh
+
+
+def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
+    """Roofline of every kernel, in order; 0 for collectives."""
+    steps, arrays = compiled.program.steps, compiled.program.arrays
+    found = []
+    for kernel, moved in zip(compiled.kernels, compiled.moved, strict=True):
+        if kernel.kind in COLLECTIVES:
+            found.append(0.0)
+            continue
+        products = [steps[number] for number in kernel.steps if steps[number].flops]
+        dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
+        found.append(roofline_seconds(kernel.flops, moved, dtype, device))
+    return found
+
+
+def collective_seconds(
+    collectives: Sequence[Collective], compiled: Compiled, mesh: Mesh, device: Device
+) -> list[float]:
+    """Seconds of every collective: those that the compiler combines start once, and share what that takes."""
+    steps = compiled.program.steps
+    together: dict[int, int] = {}  # a collective -> how many run as one with it
+    for kernel in compiled.kernels:
+        if kernel.kind in COLLECTIVES:
+            members = [each for number in kernel.steps if (each := steps[number].collective) is not None]
+            together.update((id(each), len(members)) for each in members)
+    found = []
+    for each in collectives:
+        start, per_byte = coefficients(each.kind, each.axes, mesh, device)
+        found.append(each.count * (start / together.get(id(each), 1) + per_byte * each.bytes) if each.bytes else 0.0)
+    return found
