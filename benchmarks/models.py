@@ -22,16 +22,6 @@ def hf(model_type: str, batch: int = 8, seq: int | None = 512, **settings: objec
     return load_source(f"hf:{model_type}", batch=batch, seq=seq, settings=text, train="adamw")
 
 
-def mlp() -> Source:
-    """Two linear layers around a GELU, 1024-4096-1024, 512 rows."""
-    import torch
-
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
-        inputs = (torch.empty(512, 1024),)
-    return Source(model, inputs, lambda out: out.square().mean(), adamw, train=True)
-
-
 def unet() -> Source:
     """The classical U-Net for segmentation: two levels down and up, 64 to 256 wide, 16 images of 128 x 128."""
     import torch
@@ -115,7 +105,7 @@ def adamw(parameters: object) -> object:
 
 
 MODELS: dict[str, Callable[[], Source]] = {
-    "mlp": mlp,
+    "mlp": partial(built, "perceptron"),
     "gpt2": partial(hf, "gpt2", n_layer=2),
     "llama": partial(
         hf, "llama", num_hidden_layers=2, hidden_size=2048, intermediate_size=5632, num_attention_heads=16

@@ -1,4 +1,4 @@
-"""Models that transformers does not have, as functions for `FILE.py:FUNCTION`: DLRM and a GShard mixture of experts.
+"""Models that transformers does not have, as functions for `FILE.py:FUNCTION`: perceptron, DLRM, mixture of experts.
 
 autoshard plan benchmarks/nets.py:dlrm --mesh 2x4 --train adamw
 """
@@ -68,6 +68,14 @@ class WithLoss(nn.Module):
     def forward(self, dense: torch.Tensor, categories: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
         """The mean loss."""
         return nn.functional.binary_cross_entropy_with_logits(self.model(dense, categories), clicked)
+
+
+def perceptron(rows: int = 512, width: int = 1024, hidden: int = 4096) -> dict[str, Any]:
+    """Two linear layers around a GELU; the mean square of what comes out."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        inputs = (torch.empty(rows, width),)
+    return {"model": model, "inputs": inputs, "loss_fn": lambda out: out.square().mean()}
 
 
 def dlrm(
