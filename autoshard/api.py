@@ -6,7 +6,8 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.mesh import MAX_DEVICES, Mesh, Spec, as_spec, format_spec, parse_spec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.plan import Plan, Predicted, ReplicatedOp
-    from autoshard.solver.problem import Solution
+    from autoshard.solver.problem import Problem, Solution
 
 Progress = Callable[[str], None]
 Hint = Spec | Sequence[Sequence[str] | str | None] | str
@@ -43,6 +44,7 @@ def plan(
     backend: str = "auto",
     frontend: str = "auto",
     annotations: Literal["all", "least"] = "all",
+    dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how every tensor of a PyTorch program is split over a device mesh.
@@ -68,6 +70,7 @@ def plan(
         frontend: `auto` or `torch_xla`.
         annotations: `all` pins every output of every aten op; `least` leaves out what GSPMD's propagation, as modelled,
             chooses by itself (see `lower/least.py`).
+        dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: packed).
         progress: called with the name of each stage as it begins.
 
     Raises:
@@ -92,6 +95,7 @@ def plan(
             seed=seed,
             backend=backend,
             annotations=annotations,
+            dump_problem=dump_problem,
             progress=progress,
         )
 
@@ -131,11 +135,13 @@ def plan_program(
     seed: int = 0,
     backend: str = "auto",
     annotations: Literal["all", "least"] = "all",
+    dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`."""
     from autoshard.lower.least import least
     from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo, plan_of
+    from autoshard.solver import iopddl
 
     if annotations not in ("all", "least"):
         raise ValueError(f"annotations are all or least, not {annotations!r}")
@@ -144,7 +150,7 @@ def plan_program(
     check_options(time_limit, seed)
     say("graph")
     graph = captured_graph(program)
-    best: Plan | None = None
+    best: tuple[Plan, Problem] | None = None
     infeasible: list[NoPlanError] = []
     for candidate in [mesh] if isinstance(mesh, Mesh) else mesh:
         limit = _memory(memory, candidate)
@@ -181,11 +187,14 @@ def plan_program(
             replicated_ops=replicated_ops(prediction),
             outputs=prediction.specs,
         )
-        if best is None or _time(found) < _time(best):
-            best = found
+        if best is None or _time(found) < _time(best[0]):
+            best = found, decided.problem
     if best is None:
         raise min(infeasible, key=lambda error: error.least) if infeasible else PlanError("no mesh to plan for")
-    return best
+    if dump_problem is not None:
+        say("dump")
+        iopddl.write(best[1], dump_problem, name=f"autoshard {best[0].program.fingerprint[:12]}")
+    return best[0]
 
 
 MEMORY_TRIES = 5
@@ -248,11 +257,13 @@ class Decision:
     """What the solver chose for a graph: the annotations, and how good they are proved to be.
 
     Attributes:
+        solution: of the problem; not called optimal where the annotations had to be changed after it (`guard.py`).
         counted_bytes: the peak per device that the solver counts; infinite where memory was not limited.
     """
 
     annotations: Annotations = field(repr=False)
     solution: Solution
+    problem: Problem = field(repr=False)
     counted_bytes: float = math.inf
 
 
@@ -306,7 +317,11 @@ def plan_graph(
             f"no plan {found} on mesh {shape}: {solution.message}", least.reached if least is not None else math.inf
         )
     counted = evaluate_choice(formulation.problem, solution.choice).peak if memory is not None else math.inf
-    return Decision(guarded(graph, formulation.annotations(solution.choice), mesh), solution, counted)
+    chosen = formulation.annotations(solution.choice)
+    written = guarded(graph, chosen, mesh)
+    if written != chosen and solution.status is Status.OPTIMAL:
+        solution = replace(solution, status=Status.FEASIBLE)
+    return Decision(written, solution, formulation.problem, counted)
 
 
 def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 import autoshard
+from autoshard import files
 from autoshard.api import candidate_meshes, collector_paused, plan_program
 from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
 from autoshard.cli_progress import Stages
@@ -145,6 +146,12 @@ def _with_source(function: Any) -> Any:
 )
 @click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
+@click.option(
+    "--dump-problem",
+    type=click.Path(path_type=Path),
+    metavar="PROBLEM.JSON[.GZ]",
+    help="Write the strategy-selection problem there, for `solve`.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PLAN.JSON", help="Write the plan there.")
 @_JSON
 def plan(
@@ -164,6 +171,7 @@ def plan(
     annotations: Literal["all", "least"],
     time_limit: float,
     seed: int,
+    dump_problem: Path | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -177,8 +185,8 @@ def plan(
         limit = None if memory.lower() == "none" else parse_bytes(memory)
     wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
-    if output is not None:
-        _writable(output)
+    for path in filter(None, (output, dump_problem)):
+        files.check_writable(path)
     with Stages() as stages, collector_paused():
         program = _program(source, batch, seq, fields, train, stages)
         found = plan_program(
@@ -190,6 +198,7 @@ def plan(
             annotations=annotations,
             time_limit=time_limit,
             seed=seed,
+            dump_problem=dump_problem,
             progress=stages.begin,
         )
         if output is not None:
@@ -206,12 +215,6 @@ def _known_device(kind: str) -> None:
     from autoshard.cost.device import load_device
 
     load_device(kind)
-
-
-def _writable(path: Path) -> None:
-    from autoshard.plan_json import check_writable
-
-    check_writable(path)
 
 
 def _program(
@@ -329,12 +332,11 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
 
     The solution is a list of one strategy index per node. Exit status 1: there is none, or none was found in time.
     """
-    from autoshard import plan_json
     from autoshard.solver import iopddl
     from autoshard.solver.solve import solve as solved
 
     if output is not None:
-        _writable(output)
+        files.check_writable(output)
     with Stages() as stages:
         stages.begin("read")
         try:
@@ -344,7 +346,7 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
         stages.begin("solve")
         found = solved(problem, time_limit=time_limit, seed=seed)
     if found.choice and output is not None:
-        plan_json.write(output, json.dumps(list(found.choice)))
+        files.write(output, json.dumps(list(found.choice)))
     said = f"objective {found.objective:,.10g}, bound {found.bound:,.10g}, gap {found.gap:.3%}, {found.backend}"
     click.echo(f"{found.status.value}: {said if found.choice else found.message}")
     if as_json:
@@ -374,13 +376,12 @@ def calibrate(
     as_json: bool,
 ) -> None:
     """Measure this machine and write it as a device kind, for `plan --device DEVICE.TOML`."""
-    from autoshard import plan_json
     from autoshard.cost import calibrate as fitting
 
     if base is not None:
         _known_device(base)
     if output is not None:
-        _writable(output)
+        files.check_writable(output)
     with Stages() as stages:
         stages.begin("measure")
         facts, points = fitting.measured(
@@ -392,7 +393,7 @@ def calibrate(
     if output is None:
         click.echo(text, nl=False)
     else:
-        plan_json.write(output, text)
+        files.write(output, text)
         click.echo("\n".join([f"{found.device.name}: {found.device.source}", *map(str, found.fits)]))
         click.echo(f"\nWrote {output}: autoshard plan … --device {output}")
     if as_json:

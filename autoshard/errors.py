@@ -21,3 +21,7 @@ class LoweringError(AutoshardError, RuntimeError):
 
 class ManualPlanError(AutoshardError, ValueError):
     """A plan that people do not make by hand for programs of this kind: why."""
+
+
+class FileError(AutoshardError, ValueError):
+    """A file that cannot be written: which, and why."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, FileError
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
 
 if TYPE_CHECKING:
@@ -348,9 +348,12 @@ class Plan:
         Raises:
             PlanError: the path cannot be written.
         """
-        from autoshard import plan_json
+        from autoshard import files
 
-        plan_json.write(Path(path), self.to_json())
+        try:
+            files.write(Path(path), self.to_json())
+        except FileError as error:
+            raise PlanError(str(error)) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from autoshard.api import (
 from autoshard.capture.program import Program
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.plan import NoPlanError
+from autoshard.solver import guard
 from autoshard.solver.evaluate import evaluate as evaluate_choice
 from autoshard.solver.formulate import formulate, random_annotations
 
@@ -107,6 +109,16 @@ def test_evaluate_says_of_a_plan_what_plan_predicted(plan: autoshard.Plan, progr
 def test_no_manual_plan_is_predicted_faster(name: str, plan: autoshard.Plan, program: Program):
     by_hand = autoshard.manual_plan(name, program, MESH)
     assert plan.predicted.step_time_s <= by_hand.predicted.step_time_s * (1 + 1e-9)
+
+
+def test_what_had_to_be_changed_after_the_solver_is_not_called_optimal(program: Program, monkeypatch):
+    monkeypatch.setattr(
+        guard, "guarded", lambda graph, chosen, mesh: replace(chosen, pins=dict([*chosen.pins.items()][:-1]))
+    )
+    plan = autoshard.plan_program(program, MESH)
+    assert plan.solver is not None
+    assert plan.solver.status == "feasible"
+    assert plan.solver.bound <= plan.solver.objective
 
 
 def test_a_hint_is_kept(program: Program):

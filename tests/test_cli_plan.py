@@ -1,5 +1,6 @@
 """The command line on real programs: a small network, captured and planned in this process."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -79,6 +80,20 @@ def test_the_same_call_twice_gives_the_same_bytes(run, tmp_path):
     for name in ("a.json", "b.json"):
         assert run("plan", "nets.py:step", "--mesh", "4", "--device", "h100", "-o", name)[0] == 0
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_the_problem_behind_a_plan_can_be_solved_alone(run, tmp_path):
+    command = ("plan", "nets.py:step", "--mesh", "2x2", "--memory", "1GB", "--dump-problem", "p.json.gz", "--json")
+    status, out, _ = run(*command)
+    assert status == 0
+    planned = json.loads(out.splitlines()[-1])["solver"]
+    about = json.loads(gzip.decompress((tmp_path / "p.json.gz").read_bytes()))["autoshard"]
+    assert "0.weight" in about["names"]
+    status, out, _ = run("solve", "p.json.gz", "--json")
+    assert status == 0
+    solved = json.loads(out.splitlines()[-1])
+    assert solved["status"] == planned["status"] == "optimal"
+    assert solved["objective"] / about["cost_scale"] == pytest.approx(planned["objective"], rel=1e-6)
 
 
 def test_a_hint_is_kept(run, tmp_path):

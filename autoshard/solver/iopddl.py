@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard import files
 from autoshard.solver.problem import Array, Problem, Usage
 
 INFINITE = 10**18
@@ -118,19 +119,20 @@ def write(problem: Problem, path: str | Path, *, name: str = "autoshard") -> flo
     """Write a problem; returns the number that the file's costs must be divided by to get the problem's.
 
     Raises:
-        OSError: the file cannot be written.
+        FileError: the file cannot be written; nothing is left behind.
     """
     document, scale = to_json(problem, name=name)
     text = json.dumps(document, separators=(",", ":")).encode()
     path = Path(path)
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    files.write(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     return scale
 
 
 def to_json(problem: Problem, *, name: str = "autoshard") -> tuple[dict[str, Any], float]:
     """The document of a problem, and what its costs were multiplied by.
 
-    The first nodes are the problem's; further ones carry usages that the format has no place for.
+    The first nodes are the problem's; further ones carry usages that the format has no place for. Beside `problem`,
+    which is the format, `autoshard` holds that factor (`cost_scale`) and what the first nodes are (`names`).
     """
     scale = _scale(problem)
     costs = list(problem.node_costs)
@@ -179,7 +181,8 @@ def to_json(problem: Problem, *, name: str = "autoshard") -> tuple[dict[str, Any
             },
             "edges": {"nodes": [list(p) for p in pairs], "costs": [whole(m) for m in matrices]},
             "usage_limit": None if problem.limit is None else math.floor(problem.limit),
-        }
+        },
+        "autoshard": {"cost_scale": scale, "names": list(problem.names)},
     }
     return document, scale
 
