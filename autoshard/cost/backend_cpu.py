@@ -15,7 +15,14 @@ from collections.abc import Hashable, Sequence
 from autoshard.cost.backend import Backend
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Lowered, Step
-from autoshard.cost.rewrite import Rewriter, by_parts, canonical_dot, gather_majormost, without_reduce_scatter
+from autoshard.cost.rewrite import (
+    Rewriter,
+    by_parts,
+    canonical_dot,
+    folded_transposes,
+    gather_majormost,
+    without_reduce_scatter,
+)
 from autoshard.cost.rewrite_conv import canonical_convolution, expanded_select_and_scatter
 from autoshard.cost.schedule import Dependencies, breadth_first, combined
 
@@ -97,6 +104,7 @@ class CpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """No reduce-scatters; gathers along inner dims, all-to-alls and products with copies."""
+        program = folded_transposes(program)
         rewriter = Rewriter(program)
         for step in program.steps:
             if step.kind == "reduce-scatter":

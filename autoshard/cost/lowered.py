@@ -347,7 +347,8 @@ class _Lowering:
         return changed[0] if len(changed) == 1 else None
 
     def _move(self, value: Value, source: int, move: Move, op: int) -> int:
-        if move.key in self.moved:
+        """The array after a move; one made before, unless the compiler moves it again (`spmd_gather`)."""
+        if move.key in self.moved and not move.collectives:
             return self.moved[move.key]
         self.moved[move.key] = self._chain(value, source, move.collectives, move.tiling, op)
         return self.moved[move.key]

@@ -2,8 +2,9 @@
 
 XLA's memory space assignment (`xla/service/memory_space_assignment`) gives on-chip memory to what gains most from it:
 values are taken in order of seconds saved ÷ √size, so kernels that are bound by memory come first. A value that fits
-for its whole life never has a buffer in device memory. Any other has one from its maker to its last reader, and is on
-chip between two uses where it fits.
+for its whole life never has a buffer in device memory, unless it waits too long between two uses: no value, whatever
+its size, stays for longer than copying all of on-chip memory takes eight times (`CanAllocateInAlternateMemoryNoCopy`).
+Any other has a buffer from its maker to its last reader, and is on chip between two uses where it fits.
 
 Device memory is laid out in the order in which values are made, each in the tightest gap that holds it: gaps that are
 too small for what comes later make the whole larger than the most that is live at once.
@@ -40,8 +41,14 @@ class Life:
         return self.uses[0], self.uses[-1]
 
 
-def off_chip(lives: Sequence[Life], capacity: int) -> dict[int, frozenset[int]]:
+def off_chip(
+    lives: Sequence[Life], capacity: int, clock: Sequence[float] | None = None, longest: float = math.inf
+) -> dict[int, frozenset[int]]:
     """Which of `lives` need a buffer in device memory when `capacity` bytes lie on chip.
+
+    Args:
+        clock: seconds at which each position begins; default no time passes.
+        longest: seconds that a value may wait on chip between two uses.
 
     Returns:
         Place of the life -> the uses that find the value on chip all the same.
@@ -56,12 +63,16 @@ def off_chip(lives: Sequence[Life], capacity: int) -> dict[int, frozenset[int]]:
         taken[start : end + 1] += size
         return True
 
+    def short(start: int, end: int) -> bool:
+        return clock is None or clock[end] - clock[start + 1] <= longest
+
     found: dict[int, frozenset[int]] = {}
     for place in sorted(range(len(lives)), key=lambda i: (-lives[i].gain / math.sqrt(max(lives[i].bytes, 1)), i)):
         life = lives[place]
-        if life.far or not fits(*life.span, life.bytes):
-            gaps = zip(life.uses, life.uses[1:], strict=False)
-            found[place] = frozenset(end for start, end in gaps if fits(start, end, life.bytes))
+        gaps = list(zip(life.uses, life.uses[1:], strict=False))
+        if life.far or not all(short(*gap) for gap in gaps) or not fits(*life.span, life.bytes):
+            fetched = [(start if short(start, end) else end - 1, end) for start, end in gaps]
+            found[place] = frozenset(end for start, end in fetched if fits(start, end, life.bytes))
     return found
 
 

@@ -119,3 +119,50 @@ def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
             if len(moving) > 1 and ranks[place] > 2 and list(moving) != sorted(moving):
                 reads[place] = transposed(rewriter, step, place, dims)
     rewriter.emit(replace(step, reads=tuple(reads)))
+
+
+def folded_transposes(program: Lowered) -> Lowered:
+    """`TransposeFolding`: a product reads what a transpose of rows and columns alone reads; batch dims stay first."""
+    folds: dict[tuple[int, int], int] = {}  # product and place of its operand -> the array that it reads instead
+    kept: set[int] = set()  # transposes that something else reads
+    for number, step in enumerate(program.steps):
+        if step.kind != "transpose" or len(step.reads) != 1:
+            continue
+        array = step.writes[0]
+        places = [
+            (reader, place)
+            for reader in program.arrays[array].readers
+            for place, read in enumerate(program.steps[reader].reads)
+            if read == array
+        ]
+        foldable = {one for one in places if _swaps_matrix(program, step, *one)}
+        folds |= dict.fromkeys(foldable, step.reads[0])
+        if program.arrays[array].returned or len(foldable) < len(places):
+            kept.add(number)
+    if not folds:
+        return program
+    gone = {program.arrays[program.steps[reader].reads[place]].maker for reader, place in folds} - kept
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number not in gone:
+            reads = tuple(folds.get((number, place), array) for place, array in enumerate(step.reads))
+            rewriter.emit(replace(step, reads=reads))
+    return rewriter.result()
+
+
+def _swaps_matrix(program: Lowered, transpose: Step, reader: int, place: int) -> bool:
+    """Whether a step is a product of matrices, of which a transpose swaps rows and columns of one operand."""
+    step = program.steps[reader]
+    turned, product = program.graph.ops[transpose.op], program.graph.ops[step.op]
+    if step.kind != "dot_general" or product.kind != "dot_general" or turned.kind != "transpose":
+        return False
+    if len(step.reads) != len(product.operands) or product.operands[place].op != turned.id:
+        return False
+    order = turned.attrs["permutation"]
+    side = "lhs" if place == 0 else "rhs"
+    leading = tuple(range(len(order) - 2))
+    return (
+        tuple(product.attrs[f"{side}_batch"]) == leading == tuple(order[:-2])
+        and len(product.attrs[f"{side}_contract"]) == 1
+        and order[-2] > order[-1]
+    )

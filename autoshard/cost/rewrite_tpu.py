@@ -1,9 +1,4 @@
-"""Rewrites of a device's program that XLA's TPU compiler does before it fuses.
-
-`gathered_again`: a TPU's partitioner gathers once per reader and then merges equal gathers, but only those that are
-near to each other (`ScheduleAwareCollectiveOpsCSE`): a weight that the forward pass gathered is gathered again for the
-backward pass. `scattered_onto`: zeros that are scattered into and then added to an array are never made.
-"""
+"""Rewrites of a device's program that XLA's TPU compiler does before it fuses."""
 
 from __future__ import annotations
 
@@ -11,48 +6,6 @@ from dataclasses import replace
 
 from autoshard.cost.lowered import Lowered, Step
 from autoshard.cost.rewrite import Rewriter
-
-DISTANCE = 100
-"""Heights up to which equal gathers are merged (libtpu's `xla_tpu_spmd_threshold_for_allgather_cse`)."""
-
-
-def gathered_again(program: Lowered) -> Lowered:
-    """Equal gathers whose readers are far apart are made once per group of readers."""
-    heights = _heights(program)
-    again: dict[int, list[int]] = {}  # reader -> gathers that are made anew before it
-    for number, step in enumerate(program.steps):
-        if step.kind != "all-gather":
-            continue
-        readers = program.arrays[step.writes[0]].readers
-        lowest = heights[readers[0]] if readers else 0
-        for reader in readers[1:]:
-            if lowest > heights[reader] + 1 + DISTANCE:
-                again.setdefault(reader, []).append(number)
-                lowest = heights[reader]
-            lowest = min(lowest, heights[reader])
-    if not again:
-        return program
-    rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
-        for gather in again.get(number, ()):
-            source = program.steps[gather]
-            made = rewriter.array(source.writes[0])
-            rewriter.emit(replace(source, writes=(made,)))
-            rewriter.instead[source.writes[0]] = made
-        rewriter.emit(step)
-    return rewriter.result()
-
-
-def _heights(program: Lowered) -> list[int]:
-    """Distance of each step from the results, counted as that pass counts: every reader adds one."""
-    heights = [0] * len(program.steps)
-    for number in range(len(program.steps) - 1, -1, -1):
-        height = 0
-        for array in program.steps[number].writes:
-            for reader in program.arrays[array].readers:
-                height = max(height, heights[reader]) + 1
-        heights[number] = height
-    return heights
 
 
 def _constant(program: Lowered, scatter: Step) -> bool:

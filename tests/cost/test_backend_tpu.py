@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.backend_tpu import TpuBackend, tiled
+from autoshard.cost.backend_tpu import TpuBackend, _and_gain, tiled
 from autoshard.cost.device import load_device
+from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.rewrite_tpu import gathered_again, scattered_onto
+from autoshard.cost.rewrite_tpu import scattered_onto
+from autoshard.cost.schedule import dependencies
 
 
 def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
@@ -28,6 +31,39 @@ def test_what_does_not_fit_for_its_whole_life_is_on_chip_between_uses() -> None:
 
 def test_what_saves_more_comes_first() -> None:
     assert off_chip([Life(100, (0, 5), 1e-6), Life(100, (0, 2, 4, 5), 3e-6)], 100) == {0: frozenset()}
+
+
+def test_what_waits_too_long_between_two_uses_does_not_stay_on_chip() -> None:
+    clock = [float(position) for position in range(12)]
+    waits = [Life(10, (0, 9)), Life(10, (0, 5, 9))]
+    assert off_chip(waits, 100, clock, longest=8) == {}
+    assert off_chip(waits, 100, clock, longest=7) == {0: frozenset({9})}  # fetched for its reader
+    assert off_chip(waits, 100, clock, longest=3.5) == {0: frozenset({9}), 1: frozenset({5, 9})}
+
+
+def test_a_use_that_is_not_bound_by_memory_adds_nothing() -> None:
+    assert reduce(_and_gain, [2.0, 3.0, -1.0], None) == 5.0
+    assert reduce(_and_gain, [-2.0, -1.0], None) == -1.0
+
+
+def test_what_no_collective_waits_for_runs_last() -> None:
+    """Two layers' gradients: that of the last layer is summed once that of the first is made."""
+    steps: list[Step] = []
+    arrays = arguments(2)
+    backward = step(steps, arrays, "dot_general", (0, 1))
+    last = step(steps, arrays, "dot_general", (backward, 0))
+    last_sum = step(steps, arrays, "reduce-scatter", (last,))
+    updated = step(steps, arrays, "subtract", (1, last_sum))
+    gathered = step(steps, arrays, "all-reduce", (backward,))
+    first = step(steps, arrays, "dot_general", (gathered, 1))
+    first_sum = step(steps, arrays, "reduce-scatter", (first,))
+    for array in (updated, first_sum):
+        arrays[array].returned = True
+    program = Lowered(arrays, steps, [updated, first_sum], None)  # type: ignore[arg-type]
+    kernels = [Kernel((number,), one.reads, one.writes, one.kind, number) for number, one in enumerate(steps)]
+    order = TpuBackend(load_device("tpu-v5e")).order(kernels, dependencies(kernels), program)
+    names = [kernels[number].writes[0] for number in order]
+    assert names.index(first) < names.index(last_sum)
 
 
 def test_the_heap_fills_gaps_and_keeps_those_that_are_too_small() -> None:
@@ -67,25 +103,6 @@ def step(steps: list[Step], arrays: list[Array], kind: str, reads: tuple[int, ..
 
 def arguments(count: int) -> list[Array]:
     return [Array((32, 128), "f32", 16384, -1) for _ in range(count)]
-
-
-def test_equal_gathers_far_apart_are_made_twice() -> None:
-    def program(between: int) -> Lowered:
-        steps: list[Step] = []
-        arrays = arguments(2)
-        whole = step(steps, arrays, "all-gather", (0,))
-        value = step(steps, arrays, "dot_general", (1, whole))
-        for _ in range(between):
-            value = step(steps, arrays, "tanh", (value,))
-        step(steps, arrays, "dot_general", (value, whole))
-        return Lowered(arrays, steps, [], None)  # type: ignore[arg-type]
-
-    def gathers(between: int) -> int:
-        return sum(one.kind == "all-gather" for one in gathered_again(program(between)).steps)
-
-    assert (gathers(50), gathers(150)) == (1, 2)
-    again = gathered_again(program(150))
-    assert again.steps[-1].reads[1] == again.steps[-2].writes[0]
 
 
 def test_a_sum_with_scattered_zeros_is_scattered_onto() -> None:

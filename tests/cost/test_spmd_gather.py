@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autoshard.cost.lowered import lower
 from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
@@ -42,6 +43,18 @@ def gathers(graph: Graph, family: str) -> int:
 @pytest.mark.parametrize(("family", "length", "times"), [("tpu", 100, 1), ("tpu", 101, 2), ("gpu", 101, 1)])
 def test_a_tpu_gathers_again_what_was_last_read_a_hundred_ops_before(family, length, times):
     assert gathers(chain(length), family) == times
+
+
+@pytest.mark.parametrize(("length", "arrays"), [(100, 1), (101, 2)])
+def test_what_is_gathered_again_is_another_array(length, arrays):
+    graph = chain(length)
+    wanted = Annotations({Value(argument): EVERYONE for argument in graph.arguments})
+    shardings = propagate(graph, wanted, MESH)
+    lowered = lower(graph, shardings, partition(graph, shardings, "tpu"), ordered=True)
+    gathered = [step for step in lowered.steps if step.kind == "all-gather"]
+    products = [step for step in lowered.steps if step.kind == "dot_general"]
+    assert len(gathered) == arrays
+    assert products[-1].reads[1] == gathered[-1].writes[0]
 
 
 @pytest.mark.parametrize("length", [100, 101])
