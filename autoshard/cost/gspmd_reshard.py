@@ -64,10 +64,12 @@ class Cut:
     Attributes:
         factors: into how many slices each dim of a part is cut.
         places: (devices, dims): which of them each device takes.
+        shape: of the part.
     """
 
     factors: Shape
     places: Devices
+    shape: Shape
 
     def __eq__(self, other: object) -> bool:
         """Whether every device takes the same slice."""
@@ -105,7 +107,7 @@ class Part:
             factors = tuple(many // few for many, few in zip(after.data, self.sharding.data, strict=True))
             places = np.empty((self.world.size, len(factors)), dtype=np.int64)
             places[self.world] = _places(after) % np.array(factors)
-            cut = Cut(factors, places)
+            cut = Cut(factors, places, self.shape)
         return replace(self, sharding=after, shape=_local(self.base, after), cut=cut)
 
     def with_(self, kind: CollectiveKind, groups: Devices, elements: int) -> Part:

@@ -16,8 +16,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard.cost import spmd_expanded, spmd_shape
-from autoshard.cost.collectives import Collective, CollectiveKind
+from autoshard.cost import spmd_expanded, spmd_reorder, spmd_shape, tiles_tpu
+from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
@@ -246,7 +246,7 @@ class Partitioner:
         dtype = "bf16" if rounds else kind.dtype
         steps = self.resharder.reshard(kind.shape, dtype, source, target)
         end = self.resharder.destination(kind.shape, dtype, source, target)
-        steps = self._before_convert(copy.value, copy.source, steps)
+        steps = spmd_reorder.before_convert(self, copy.value, copy.source, steps)
         made = (key, ((), source, end))
         return Move(0, made, end, tuple(self._once(made, steps, op.id)))
 
@@ -304,54 +304,14 @@ class Partitioner:
             copy = self.shardings.copy_read(op.id, value)
             node = ("value", value) if copy is None else ("copy", copy)
             if move[1] is not None:
-                steps = self._before_convert(value, copy, steps)
+                steps = spmd_reorder.before_convert(self, value, copy, steps)
             if copy is None and move[1] is not None:
-                steps = self._before_broadcast(value, move[1], move[2], steps)
+                steps = spmd_reorder.before_broadcast(self, value, move[1], move[2], steps)
             moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id, op.id))))
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self.collective(step, op.id) for step in emission.own)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted)
-
-    def _before_convert(self, value: Value, copy: int | None, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        """`CollectiveQuantizer`, on GPU: what is converted to a wider type is gathered or exchanged before it is.
-
-        So are copies of it that are split as it is. What follows an all-to-all is behind the transpose that this ends
-        with, and stays.
-        """
-        op = self.graph.ops[value.op]
-        if self.target != "gpu" or op.kind != "convert":
-            return steps
-        while copy is not None:
-            if self.shardings.copied[copy] != self.shardings.made[value]:
-                return steps
-            copy = self.shardings.copies[copy].source
-        narrow, wide = (bytes_of(kind.dtype) for kind in (self.graph.type_of(op.operands[0]), op.results[0]))
-        if narrow >= wide:
-            return steps
-        gathers = len([*itertools.takewhile(lambda step: step[0] == "all-gather", steps)])
-        moved = gathers + (steps[gathers : gathers + 1] != () and steps[gathers][0] == "all-to-all")
-        return (*((kind, axes, size * narrow // wide) for kind, axes, size in steps[:moved]), *steps[moved:])
-
-    def _before_broadcast(
-        self, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
-    ) -> tuple[Step, ...]:
-        """`AllGatherBroadcastReorder`, on GPU: what is broadcast is gathered before it is.
-
-        Along a dim that the broadcast makes, nothing is gathered at all.
-        """
-        op = self.graph.ops[value.op]
-        while op.kind == "broadcast_in_dim" and op.results[0] == self.graph.type_of(op.operands[0]):
-            op = self.graph.ops[op.operands[0].op]
-        if self.target != "gpu" or op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
-            return steps
-        small, large = self.graph.type_of(op.operands[0]).shape, op.results[0].shape
-        carried = {to for size, to in zip(small, op.attrs["dims"], strict=True) if size == large[to]}
-        gathered = {dim for dim, (before, after) in enumerate(zip(source, target, strict=True)) if before != after}
-        if gathered <= carried:
-            factor = math.prod(large) // math.prod(small)
-            return tuple((kind, axes, size // factor) for kind, axes, size in steps)
-        return () if not gathered & carried else steps
 
     def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...]:
         """What one op takes whose operands and results have these shardings.
@@ -518,9 +478,10 @@ class Partitioner:
                 if any(step.kept):
                     parts = tuple(self.subaxes.ways(dim) for dim in step.kept)
                     cut = self.cuts.cut(parts, self.nothing(parts), step.kept, step.outer)
+                    cut = None if cut is None else replace(cut, shape=step.made)
                 elif isinstance(then, Resharded) and then.place == 2:
                     cut = self.cuts.cut(then.shape, then.source, then.target, then.outer)
-                own.extend(self.sums(step.axes, step.elements * bytes_of(out.dtype), cut))
+                own.extend(self.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
                 order = self.order_of(step.axes)
             elif step.place == 2:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
@@ -546,9 +507,8 @@ class Partitioner:
             axes = (order,)
         *first, _ = axes
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
-        kind: CollectiveKind = "reduce-scatter" if self.scatters(order, cut, ordered=True) else "all-reduce"
-        steps.append((kind, self.resharder.names(order), size))
-        return steps
+        whole: Step = ("all-reduce", self.resharder.names(order), size)
+        return [*steps, *(self.scattered(order, size, cut, ordered=True) or (whole,))]
 
     def order_of(self, axes: tuple[Dim, ...]) -> Dim:
         """The subaxes of the last all-reduce that sums over `axes`, in the order of its devices.
@@ -560,9 +520,25 @@ class Partitioner:
         last = axes[-1] if self.target == "cpu" else tuple(axis for dim in axes for axis in dim)
         return last if len(axes) == 1 else tuple(sorted(last))
 
-    def scatters(self, axes: Sequence[int], cut: Cut | None, ordered: bool) -> bool:
-        """Whether a sum over `axes`, of which each device goes on with its part of `cut`, is a reduce-scatter."""
-        return self.cuts.scatters(axes, cut, ordered) and self.scatters_over(self.resharder.names(axes))
+    def scattered(
+        self, axes: Sequence[int], size: int, cut: Cut | None, ordered: bool, row_major: bool = False
+    ) -> list[Step] | None:
+        """The reduce-scatter that a sum of `size` bytes over `axes` is, of which devices go on with parts of `cut`.
+
+        None where it stays an all-reduce. `row_major` as in `tiles_tpu.scattered`.
+        """
+        names = self.resharder.names(axes)
+        if cut is None or not self.cuts.scatters(axes, cut, ordered) or not self.scatters_over(names):
+            return None
+        if self.target != "tpu":
+            return [("reduce-scatter", names, size)]
+        dim = next(dim for dim, factor in enumerate(cut.factors) if factor > 1)
+        unit = tiles_tpu.scatter_unit(names, self.subaxes.mesh)
+        found = tiles_tpu.scattered(cut.shape, dim, cut.factors[dim], unit=unit, row_major=row_major)
+        if found is None:
+            return None
+        steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]
+        return [*steps, ("collective-permute", names, round(size * found.moved))] if found.moved else steps
 
     def scatters_over(self, axes: tuple[str, ...]) -> bool:
         """Whether the target makes reduce-scatters over these axes at all."""

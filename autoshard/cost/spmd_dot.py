@@ -35,14 +35,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce of `elements` elements over `axes`, within each group `outer`.
+    """An all-reduce over `axes`, within each group `outer`.
 
     `axes` has one entry per all-reduce that XLA writes, in its order: it reduces along one dim at a time. `kept`: per
-    dim of the result, the axes along which each device then goes on with a slice.
+    dim of the result, the axes along which each device then goes on with a slice. `made`: the shape that is summed.
     """
 
     axes: tuple[Dim, ...]
-    elements: int
+    made: Shape
     kept: tuple[Dim, ...] = ()
     outer: Dim = ()
 
@@ -530,7 +530,7 @@ class DotPartitioner:
         return tuple(out)
 
     def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: tuple[Dim, ...] = (), outer: Dim = ()) -> None:
-        self.result.steps.append(Sum(axes, math.prod(made), kept, outer))
+        self.result.steps.append(Sum(axes, made, kept, outer))
 
     def _moved(self, side: Side, want: Tiling, outer: Dim) -> Side:
         if want != side.tiling:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autoshard.cost.spmd_reshard import Step
@@ -90,6 +90,8 @@ class IndexPartitioner:
         self.result = result
         self.is_gather = op.kind == "gather"
         types = [owner.graph.type_of(value) for value in op.operands]
+        if owner.target == "tpu" and bytes_of(types[1].dtype) == 8:
+            types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
         dims = index_dims(op.kind, op.attrs, types[0].shape, types[1].shape, window)
@@ -349,8 +351,11 @@ class IndexPartitioner:
         if before == after:
             return
         cut = self.owner.cuts.cut(array.shape, before, after, outer)
-        if outcome.summed is not None and self.owner.scatters(outcome.summed[0], cut, outcome.summed[1]):
-            outcome.own[-1] = ("reduce-scatter", *outcome.own[-1][1:])
+        if outcome.summed is not None:
+            axes, ordered = outcome.summed
+            outcome.own[-1:] = self.owner.scattered(axes, outcome.own[-1][2], cut, ordered, self.is_gather) or (
+                outcome.own[-1],
+            )
         steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
         if steps:
             outcome.own.extend(steps)

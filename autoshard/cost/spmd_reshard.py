@@ -12,6 +12,7 @@ from autoshard.cost.collectives import CollectiveKind
 from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import Emitted, axis_names, reshard_tiles
+from autoshard.cost.tiles_tpu import gathers_as_sum
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import bytes_of
 
@@ -68,7 +69,15 @@ class Resharder:
         if known is None:
             known = self._known[key] = self._steps(shape, source, target, outer)
         item = bytes_of(dtype)
-        return tuple((kind, axes, elements * item) for kind, axes, elements in known)
+        steps = tuple((kind, axes, elements * item) for kind, axes, elements in known)
+        return steps if self.target != "tpu" else tuple(self._gathered(shape, item, step) for step in steps)
+
+    def _gathered(self, shape: Shape, item: int, step: Step) -> Step:
+        kind, axes, size = step
+        part = size // (item * self.devices(axes))
+        if kind != "all-gather" or not gathers_as_sum(shape, part, size, axes, self.subaxes.mesh):
+            return step
+        return "all-reduce", axes, size
 
     def destination(
         self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()

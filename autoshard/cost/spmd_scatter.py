@@ -88,7 +88,7 @@ def _cut(
     grid = np.arange(math.prod(sizes)).reshape(sizes).transpose([*outer, *inner]).reshape(-1, len(found.places))
     places = np.empty((math.prod(sizes), found.places.shape[1]), dtype=found.places.dtype)
     places[grid] = found.places
-    return Cut(found.factors, places)
+    return replace(found, places=places)
 
 
 def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
@@ -141,5 +141,6 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             continue
         if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
             continue
-        scattered = replace(last, kind="reduce-scatter")
-        runs[op.id] = replace(runs[op.id], collectives=(*first, scattered))
+        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), op.kind == "gather")
+        scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
+        runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))

@@ -1,0 +1,131 @@
+"""Which collectives a TPU's compiler turns into others: arrays lie in tiles of 8 x 128, and it moves whole tiles.
+
+All measured by compiling single collectives (libtpu 0.0.51, v5e and v5p); `tests/cost/test_tiles_tpu.py` has the cases.
+
+- An all-reduce of which each device goes on with a slice is a reduce-scatter only if the slices are whole tiles, after
+  padding that makes the array at most half as large again. Slices that were padded are moved into place by permutes.
+- An all-gather of a vector whose parts are no multiples of 128 is an all-reduce of zeros with each part in its place.
+  So is one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims of four or
+  more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autoshard.cost.device import load_device
+from autoshard.cost.layout import layout
+from autoshard.mesh import Mesh
+
+Shape = tuple[int, ...]
+
+LANES, ROWS = 128, 8
+MOST_PADDING = 1.5
+"""Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
+LATENCY_BOUND = 16 * 2**20
+"""Bytes of a gathered array up to which 64 chips or more reduce instead: 16.0 MiB are, 16.5 MiB are not."""
+MANY = 64
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A reduce-scatter.
+
+    Attributes:
+        padded: elements that it sums, over those of the array.
+        moved: elements that permutes bring into place afterwards, over those of the array.
+    """
+
+    padded: float = 1.0
+    moved: float = 0.0
+
+
+def minor_dims(shape: Shape) -> tuple[int, int]:
+    """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two."""
+    best = None
+    for lane in reversed(range(len(shape))):
+        for row in reversed(range(len(shape))):
+            if lane == row:
+                continue
+            size = math.prod(shape) // (shape[lane] * shape[row]) * _up(shape[lane], LANES) * _rows(shape[row])
+            if best is None or size < best[0]:
+                best = size, lane, row
+    assert best is not None
+    return best[1:]
+
+
+def scattered(shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bool = False) -> Scattered | None:
+    """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
+
+    Args:
+        unit: tiles of which each slice is a multiple (`scatter_unit`); half as many rows of tiles.
+        row_major: whether the array's maker lays it out so, as gathers do; else it lies as the slices do.
+
+    Returns:
+        None where it stays an all-reduce.
+    """
+    if sum(size > 1 for size in shape) < 2 or shape[dim] % ways:
+        return None
+    dim = sum(size > 1 for size in shape[:dim])
+    shape = tuple(size for size in shape if size > 1)
+    part = tuple(size // ways if at == dim else size for at, size in enumerate(shape))
+    lane, row = (len(shape) - 1, len(shape) - 2) if row_major else minor_dims(part)
+    if shape[row] <= ROWS // 2:
+        return None
+    if dim == lane:
+        return Scattered() if part[lane] % LANES == 0 else None
+    across = -(-part[lane] // LANES)
+    major = math.prod(size for at, size in enumerate(part) if at not in (lane, row))
+    if dim != row:
+        tiles = major * -(-part[row] // ROWS) * across
+        return _padded(tiles, _up(tiles, unit), ways)
+    if major > 1:
+        return _padded(part[row], _up(part[row], ROWS), ways)
+    rows = unit // math.gcd(unit, across)
+    return _padded(part[row], _up(part[row], ROWS * max(rows, unit // 2)), ways)
+
+
+def _padded(size: int, padded: int, ways: int) -> Scattered | None:
+    padding = padded / size
+    return Scattered(padding, (padding - 1) * (ways - 1) / ways) if padding <= MOST_PADDING else None
+
+
+def scatter_unit(axes: tuple[str, ...], mesh: Mesh) -> int:
+    """Tiles of which the slices of a reduce-scatter over `axes` are multiples: four over a square, else two."""
+    device = load_device(mesh.device)
+    if device.links[0].topology != "torus":
+        return 2
+    over = [dim for dim in layout(mesh, device) if any(axis in axes and size > 1 for axis, size in dim.parts)]
+    return 4 if len(over) == 2 and over[0].size == over[1].size else 2
+
+
+def gathers_as_sum(shape: Shape, part: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether an all-gather over `axes` is an all-reduce.
+
+    Args:
+        shape: of the whole array.
+        part: elements that each device has before.
+        size: bytes of the result.
+    """
+    if sum(extent > 1 for extent in shape) < 2 and part % LANES:
+        return True
+    if mesh.size < MANY or not set(mesh.axis_names) <= {*axes, *(a for a in mesh.axis_names if mesh.axis_size(a) == 1)}:
+        return False
+    device = load_device(mesh.device)
+    inner = device.links[0]
+    if inner.topology != "torus":
+        return False
+    dims = [dim for dim in layout(mesh, device) if dim.size > 1]
+    if any(dim.link is not inner for dim in dims):
+        return False
+    return size <= LATENCY_BOUND or (len(dims) > 2 and min(dim.size for dim in dims) >= 4)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _rows(size: int) -> int:
+    """Rows with padding: tiles of 1, 2, 4 or 8."""
+    return 1 << (size - 1).bit_length() if 0 < size < ROWS else _up(size, ROWS)

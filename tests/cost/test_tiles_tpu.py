@@ -1,0 +1,172 @@
+"""Which sums a TPU scatters and which gathers it makes sums: single collectives as libtpu 0.0.51 compiled them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoshard.capture.program import AtenOp, TensorType
+from autoshard.cost.spmd import partition
+from autoshard.cost.tiles_tpu import Scattered, gathers_as_sum, minor_dims, scatter_unit, scattered
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.graph.propagate import propagate
+from autoshard.mesh import Mesh
+from tests.graph.helpers import graph_from_text
+
+MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
+BOTH = ("data", "model")
+
+# (shape, dim) of sums over 8 chips of a v5e 2x4.
+SCATTERED = [
+    *(((2048, 64), 0), ((2048, 4, 64), 0), ((2048, 8, 128), 0), ((64, 256), 0), ((256, 64), 0), ((128, 128), 0)),
+    *(((64, 136), 0), ((128, 64), 0), ((128, 96), 0), ((128, 16), 0), ((8192, 8), 0), ((8192, 5), 0), ((8192, 13), 0)),
+    *(((256, 512), 1), ((1024, 64), 1), ((1024, 128), 1), ((8, 1024), 1), ((12, 4096), 1), ((1000, 256), 1)),
+    *(((16, 8, 256), 0), ((8, 8, 256), 0), ((8, 16, 128), 0), ((16, 16, 64), 0), ((16, 8, 100), 0)),
+    *(((64, 3, 128), 0), ((64, 5, 100), 0), ((5, 64, 128), 1)),
+    *(((64, 3, 7, 7), 0), ((64, 64, 3, 3), 0), ((64, 64, 3, 3), 1), ((512, 256, 1, 1), 0), ((2048, 64, 128), 1)),
+]
+REDUCED = [
+    *(((1024,), 0), ((16384,), 0), ((1048576,), 0), ((8192, 1), 0), ((1, 8192), 1), ((8192, 2), 0), ((8192, 4), 0)),
+    *(((512, 13), 0), ((512, 13, 1), 0), ((2048, 4, 128), 0), ((2048, 2, 128), 0), ((2048, 16, 128), 1)),
+    *(((64, 128), 0), ((64, 64), 0), ((32, 1024), 0), ((16, 128), 0), ((40, 128), 0), ((128, 8), 0), ((64, 16), 0)),
+    *(((64, 384), 0), ((64, 640), 0)),
+    *(((72, 256), 0), ((80, 256), 0), ((24, 256), 0), ((8, 1024), 0), ((4, 2048), 1), ((3, 4096), 1)),
+    *(((8192, 8), 1), ((5000, 64), 0), ((8, 8, 128), 0), ((16, 5, 64), 0), ((16, 5, 128), 0), ((16, 12, 128), 0)),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim"), SCATTERED)
+def test_slices_of_whole_tiles_are_scattered(shape, dim):
+    assert scattered(shape, dim, 8) == Scattered()
+
+
+@pytest.mark.parametrize(("shape", "dim"), REDUCED)
+def test_other_slices_are_reduced(shape, dim):
+    assert scattered(shape, dim, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways", "summed", "moved"),
+    [
+        ((96, 256), 8, 131072, 28672),
+        ((136, 256), 8, 196608, 50176),
+        ((1000, 256), 8, 1048576, 21504),
+        ((192, 128), 8, 131072, 28672),
+        ((320, 128), 8, 196608, 28672),
+        ((96, 384), 8, 196608, 43008),
+        ((24, 8, 128), 8, 131072, 28672),
+        ((24, 8, 384), 8, 327680, 28672),
+        ((48, 256), 4, 65536, 12288),
+        ((24, 512), 2, 65536, 8192),
+    ],
+)
+def test_slices_that_are_padded_are_moved_into_place(shape, ways, summed, moved):
+    found = scattered(shape, 0, ways)
+    assert found is not None
+    size = 4 * math.prod(shape)
+    assert (round(found.padded * size), round(found.moved * size)) == (summed, moved)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "summed"),
+    [
+        ((96, 256), 0, 131072),
+        ((48, 256), 0, 65536),
+        ((192, 128), 0, 131072),
+        ((96, 128), 0, 65536),
+        ((12, 8, 128), 0, 65536),
+        ((16, 8, 128), 0, 65536),
+        ((3, 32, 128), 1, 49152),
+        ((8, 512), 1, 16384),
+        ((64, 128), 0, None),
+        ((32, 256), 0, None),
+        ((32, 512), 0, None),
+        ((32, 768), 0, None),
+        ((32, 384), 0, None),
+        ((160, 128), 0, None),
+        ((20, 8, 128), 0, None),
+    ],
+)
+def test_a_square_of_chips_scatters_multiples_of_four_tiles(shape, dim, summed):
+    square = Mesh((2, 2), BOTH, device="tpu-v5e")
+    assert (scatter_unit(BOTH, square), scatter_unit(("model",), square), scatter_unit(BOTH, MESH)) == (4, 2, 2)
+    found = scattered(shape, dim, 4, unit=4)
+    assert (None if found is None else round(found.padded * 4 * math.prod(shape))) == summed
+
+
+def test_what_a_gather_made_lies_with_its_rows_along_the_lanes():
+    assert scattered((2048, 4, 64), 0, 8) == Scattered()  # 2048 along the lanes
+    assert scattered((2048, 4, 64), 0, 8, row_major=True) is None
+    assert (minor_dims((256, 4, 64)), minor_dims((8, 3, 7, 7)), minor_dims((2, 5, 64))) == ((0, 2), (3, 0), (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "reduced"),
+    [
+        ((512,), (2, 4), True),
+        ((12000,), (2, 4), True),
+        ((1, 256), (2, 4), True),
+        ((1024,), (2, 4), False),
+        ((512, 1), (2, 4), True),
+        ((8, 64), (2, 4), False),
+        ((13, 512), (2, 4), False),
+        ((4096, 1024), (4, 8), False),
+        ((4096, 1024), (8, 8), True),  # 16 MiB
+        ((4096, 1056), (8, 8), False),
+        ((4096, 1024), (16, 16), True),
+    ],
+)
+def test_gathers_of_parts_of_lanes_and_small_ones_of_many_chips_are_sums(shape, mesh, reduced):
+    size = 4
+    for extent in shape:
+        size *= extent
+    lies_on = Mesh(mesh, BOTH, device="tpu-v5e")
+    assert gathers_as_sum(shape, size // 4 // lies_on.size, size, BOTH, lies_on) == reduced
+
+
+def test_a_gather_over_a_large_torus_of_three_dims_is_a_sum():
+    cube = Mesh((4, 4, 4), ("a", "b", "c"), device="tpu-v5p")
+    assert gathers_as_sum((800, 65536), 800 * 1024, 800 * 65536 * 4, ("a", "b", "c"), cube)
+    assert not gathers_as_sum((800, 65536), 800 * 16384, 800 * 65536 * 4, ("a",), cube)
+
+
+LOOKUP = """module {{
+func.func public @main(%t: tensor<{V}x64xf32>, %i: tensor<2048x{BAG}xi64>) -> tensor<2048x64xf32> {{
+%g = "stablehlo.gather"(%t, %i) <{{dimension_numbers = #stablehlo.gather<offset_dims = [2], collapsed_slice_dims = [0],
+  start_index_map = [0], index_vector_dim = 2>, indices_are_sorted = false, slice_sizes = array<i64: 1, 64>}}>
+  : (tensor<{V}x64xf32>, tensor<2048x{BAG}xi64>) -> tensor<2048x{BAG}x64xf32> loc("op0")
+%m = stablehlo.custom_call @Sharding(%g) {{mhlo.sharding = "{{replicated}}"}}
+  : (tensor<2048x{BAG}x64xf32>) -> tensor<2048x{BAG}x64xf32> loc("op0.out0")
+%z = stablehlo.constant dense<0.0> : tensor<f32> loc("op1")
+%r = stablehlo.reduce(%m init: %z) applies stablehlo.add across dimensions = [1]
+  : (tensor<2048x{BAG}x64xf32>, tensor<f32>) -> tensor<2048x64xf32> loc("op1")
+%n = stablehlo.custom_call @Sharding(%r) {{mhlo.sharding = "{{replicated}}"}}
+  : (tensor<2048x64xf32>) -> tensor<2048x64xf32> loc("op1.out0")
+return %n : tensor<2048x64xf32> }} }}"""
+
+
+@pytest.mark.parametrize(("bag", "kind"), [(4, "all-reduce"), (8, "reduce-scatter")])
+def test_a_lookup_of_bags_in_a_split_table_gathers_half_of_each_index_and_sums(bag, kind):
+    # DLRM on v5e 2x4: a reduce-scatter was predicted of what compiles to an all-reduce, and indices of eight bytes.
+    ops = [TensorType((2048, bag, 64), "f32"), TensorType((2048, 64), "f32")]
+    graph = graph_from_text(
+        LOOKUP.format(V=100_000, BAG=bag),
+        ops=[
+            AtenOp(k, name, "", "forward", (made,))
+            for k, (name, made) in enumerate(zip(("index", "sum"), ops, strict=True))
+        ],
+    )
+    table, indices = graph.arguments
+    pins = {
+        Value(table): (BOTH, ()),
+        Value(indices): (BOTH, ()),
+        graph.aten_outputs[0, 0]: (BOTH, (), ()),
+        graph.aten_outputs[1, 0]: (BOTH, ()),
+    }
+    said = partition(graph, propagate(graph, Annotations(pins), MESH), "tpu").collectives
+    assert [(one.kind, one.bytes) for one in said] == [
+        ("all-gather", 2048 * bag * 4),
+        (kind, 2048 * bag * 64 * 4),
+    ]
