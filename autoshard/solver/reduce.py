@@ -1,7 +1,7 @@
 """Exact reductions of a `Network`: each keeps the optimum, and `Network.expand` leads back.
 
 arc consistency    strategies and pairs that no finite choice contains go (also those that alone overflow a memory row)
-memory rows        a row that cannot overflow, or that a neighbouring row implies, goes
+memory rows        a row that cannot overflow, or that another row implies, goes
 contraction        a node whose strategy follows from a neighbour's (a tie, in general a function) joins that neighbour
 dominance          a strategy goes when another costs no more whatever the neighbours do, and uses no more at any time
 modular edges      a matrix that is a row vector plus a column vector becomes node costs
@@ -22,6 +22,10 @@ from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Array
 
 ROUNDS = 20
+ROWS_KEPT = 0.98
+"""Memory rows are looked through again while more than the rest of them go."""
+HUB = 16
+"""A node with more neighbours joins only a node with as many."""
 COMPARED = 400
 """A node whose strategies some neighbour tells apart into more classes is not searched for dominated ones."""
 MODULAR_ROUNDING = 1e-14
@@ -70,26 +74,46 @@ def tighten_rows(net: Network) -> None:
 
 
 def drop_rows(net: Network) -> None:
-    """Drop rows that cannot overflow or that follow from a neighbour."""
+    """Drop rows that cannot overflow, or that earlier or later rows imply.
+
+    Row s follows from row r < s when its room is larger by at least as much as usage can rise from r to s, which the
+    sum of what it can rise by at each row between bounds; and the other way round.
+    """
     while len(net.room):
         count = len(net.room)
-        most = np.zeros(count + 1)
-        starts, ends = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
-        for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
-            for (first, last), amount in terms.items():
-                high = net.memo.get(("max",), (amount,), _largest)
-                most[first] += high
-                most[last] -= high
-                starts[first] += 1
-                ends[last] += 1
-        free = np.cumsum(most)[:-1] <= net.room + net.slack
-        # live(r) is part of live(r + 1) when nothing ends between them; then r + 1 implies r unless r has less room.
-        by_next = np.append((ends[1:count] == 0) & (net.room[:-1] >= net.room[1:]), False)
-        by_last = np.append(False, (starts[1:count] == 0) & (net.room[1:] >= net.room[:-1]) & ~by_next[:-1])
-        keep = ~(free | by_next | by_last)
-        if keep.all():
+        net.keep_rows(_most_used(net) > net.room + net.slack)
+        least = np.minimum.accumulate(net.room - np.cumsum(_rises(net)))
+        net.keep_rows(np.append(True, least[1:] < least[:-1])[: len(least)])
+        least = np.minimum.accumulate((net.room + np.cumsum(_rises(net, backward=True)))[::-1])[::-1]
+        net.keep_rows(np.append(least[:-1] < least[1:], True)[: len(least)])
+        if len(net.room) > ROWS_KEPT * count:
             break
-        net.keep_rows(keep)
+
+
+def _most_used(net: Network) -> Array:
+    """Per memory row the sum of the largest amounts."""
+    change = np.zeros(len(net.room) + 1)
+    for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
+        for (first, last), amount in terms.items():
+            high = net.memo.get(("max",), (amount,), _largest)
+            change[first] += high
+            change[last] -= high
+    used: Array = np.cumsum(change)[:-1]
+    return used
+
+
+def _rises(net: Network, *, backward: bool = False) -> Array:
+    """Per memory row how much more it can use than the row before it (`backward`: how much less)."""
+    sign = -1.0 if backward else 1.0
+    rise = np.zeros(len(net.room) + 1)
+    for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
+        changes: dict[int, Array] = {}
+        for (first, last), amount in terms.items():
+            changes[first] = changes[first] + amount if first in changes else amount
+            changes[last] = changes[last] - amount if last in changes else -amount
+        for row, change in changes.items():
+            rise[row] += float((sign * change).max())
+    return rise[:-1]
 
 
 def _forbid_overflowing(net: Network) -> None:
@@ -149,6 +173,16 @@ def arc_consistency(net: Network) -> None:
             net.restrict(i, np.flatnonzero(mask))
 
 
+def settle(net: Network, node: int) -> None:
+    """Give the edges of a node with one strategy to its neighbours: it stands alone then."""
+    for v, matrix in list(net.adj[node].items()):
+        terms = net.take_pair_terms(node, v)
+        net.cut(node, v)
+        net.add_node_cost(v, matrix[0])
+        for span, amount in terms:
+            net.add_node_term(v, span, net.memo.intern(amount[0]))
+
+
 def contract_functions(net: Network) -> None:
     """Merge every node whose strategy is fixed by a neighbour's into that neighbour. Expects arc consistency."""
 
@@ -160,6 +194,9 @@ def contract_functions(net: Network) -> None:
             return np.asarray(mask.argmax(axis=1))
         return np.zeros(matrix.shape[0], np.int64) if mask is None else None
 
+    for node in net.alive:
+        if net.size(node) == 1 and net.adj[node]:
+            settle(net, node)
     queue = dict.fromkeys(net.alive)
     while queue:
         u = next(iter(queue))
@@ -171,11 +208,19 @@ def contract_functions(net: Network) -> None:
                 continue
             matrix = net.adj[u][v]
             follow = net.memo.get(("functional",), (matrix,), functional)
-            if follow is not None:
-                touched = list(net.adj[v])
-                net.contract(v, u, follow)
-                queue[u] = None
-                queue.update(dict.fromkeys(w for w in touched if net.cost[w] is not None))
+            if follow is None:
+                continue
+            gone, kept = v, u
+            if len(net.adj[v]) > max(HUB, len(net.adj[u])):  # moving a hub is dear: rather the other way round
+                back = net.memo.get(("functional",), (net.adj[v][u],), functional)
+                if back is None:
+                    continue
+                gone, kept, follow = u, v, back
+            touched = list(net.adj[gone])
+            net.contract(gone, kept, follow)
+            queue.update(dict.fromkeys(w for w in (kept, *touched) if net.cost[w] is not None))
+            if gone == u:
+                break
 
 
 # --- dominance -------------------------------------------------------------------------------------------------------

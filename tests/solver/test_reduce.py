@@ -10,6 +10,7 @@ from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import ImpossibleError, Network
+from autoshard.solver.problem import Problem, Usage
 from tests.solver.random_problems import best_by_enumeration, best_of_network, random_problem
 
 seeds = st.integers(0, 2**32 - 1)
@@ -111,3 +112,22 @@ def test_rows_that_cannot_overflow_go():
         assert len(net.room) == 0
         assert not any(net.node_terms)
         assert not net.edge_terms
+
+
+def test_rows_far_apart_imply_each_other():
+    # A lasting tensor and ten short ones: of the rows of the short ones only that of the largest can bind.
+    short = [Usage(i + 1, 2 * i, 2 * i + 1, np.array([0.0, float(i + 1)])) for i in range(10)]
+    lasting = Usage(0, 0, 20, np.array([0.0, 8.0]))
+    problem = Problem([np.zeros(2)] * 11, node_usages=[lasting, *short], limit=17.0)
+    net = Network.of(problem)
+    assert len(net.room) > 10
+    reductions.drop_rows(net)
+    assert net.times.tolist() == [18]
+
+
+def test_a_hub_with_one_strategy_gives_its_edges_to_its_neighbours():
+    matrix = np.array([[3.0, 4.0]])
+    net = Network.of(Problem([np.zeros(1), np.zeros(2), np.zeros(2)], [(0, 1), (0, 2)], [matrix, matrix]))
+    reductions.settle(net, 0)
+    assert net.adj == [{}, {}, {}]
+    assert [net.costs(i).tolist() for i in net.alive] == [[0.0], [3.0, 4.0], [3.0, 4.0]]
