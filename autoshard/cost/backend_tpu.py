@@ -3,7 +3,7 @@
 Everything elementwise runs inside the kernels that read it, however often that is: products take in their operands'
 makers and what their result goes through, so what is kept between forward and backward pass are results of products,
 gathers, sums and collectives. A value that products alone read is kept in bf16, the precision they run in.
-All-reduces do not work in place; collectives are combined up to 120 MiB.
+All-reduces work in place in device memory, not on chip; collectives are combined up to 120 MiB.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.rewrite_tpu import scattered_onto
+from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
+from autoshard.cost.tpu_layout import row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
@@ -110,29 +111,6 @@ def _elements(array: Array) -> int:
     return math.prod(array.shape) if array.shape is not None else array.bytes
 
 
-def tiled(shape: tuple[int, ...]) -> int:
-    """Elements of an array in tiles of 8 x 128, its dims laid out as to pad least."""
-    if not shape:
-        return 1
-    if len(shape) == 1:
-        return -(-shape[0] // 128) * 128
-    total = math.prod(shape)
-    best = None
-    for lane, across in enumerate(shape):
-        for row, along in enumerate(shape):
-            if lane != row and across and along:
-                size = total // (across * along) * (-(-across // 128) * 128) * (-(-along // 8) * 8)
-                best = size if best is None or size < best else best
-    return best or 0
-
-
-def row_major(shape: tuple[int, ...]) -> int:
-    """Elements of an array in tiles of 8 x 128 whose last dim is the innermost."""
-    if len(shape) < 2:
-        return tiled(shape)
-    return math.prod(shape[:-2]) * (-(-shape[-2] // 8) * 8) * (-(-shape[-1] // 128) * 128)
-
-
 class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
@@ -147,7 +125,7 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`."""
-        return scattered_onto(program)
+        return scattered_by_rows(scattered_onto(program))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -180,17 +158,17 @@ class TpuBackend(Backend):
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first; what needs nothing but arguments right before what reads it.
 
-        The latency hiding scheduler keeps for the end what no collective waits for: last of all reductions of
-        gradients and updates, so gradients that are not reduced yet are in memory together.
+        The latency hiding scheduler keeps for the end what no collective waits for, so gradients that are
+        not reduced yet are in memory together; and what nothing waits for, such as updates, comes last of all.
         """
         lazy = {number for number, makers in enumerate(deps.makers) if not makers and deps.users[number]}
-        awaited = _awaited(kernels, deps)
+        phases = _phases(kernels, deps)
         order: list[int] = []
         done: set[int] = set()
-        for last in (False, True):
-            now = [n for n in range(len(kernels)) if n not in lazy and (n not in awaited) == last]
+        for current in range(3):
+            now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == current]
             rest = [kernels[number] for number in now]
-            for place in greedy(rest, dependencies(rest), program.arrays):
+            for place in greedy(rest, dependencies(rest), program.arrays, updates=True):
                 number = now[place]
                 for maker in deps.makers[number]:
                     if maker in lazy and maker not in done:
@@ -271,7 +249,9 @@ class TpuBackend(Backend):
                 near = known and (held not in beside or (array in kernel.reads and position in beside[held]))
                 total += 0 if near or kernel.kind in STILL else size
             moved.append(total)
-        heap = packed([(*lives[place].span, lives[place].bytes) for place in off if place < len(uses)])
+        spans = {array: lives[place].span for place, array in enumerate(uses) if place in off}
+        _reduce_in_place(spans, live, kernels, program)
+        heap = packed([(*span, live.sizes[array]) for array, span in spans.items()])
         return Placement(heap + COPIES_BYTES, tuple(moved))
 
     def _worth(self, array: int, sizes: Mapping[int, int], gains: Mapping[int, float]) -> float:
@@ -306,6 +286,20 @@ class TpuBackend(Backend):
         return size / self.device.memory_bandwidth - kernel.flops / self.device.peak_flops("bf16")
 
 
+def _reduce_in_place(
+    spans: dict[int, tuple[int, int]], live: Liveness, kernels: Sequence[Kernel], program: Lowered
+) -> None:
+    """An all-reduce's result takes over its operand's buffer where both are in device memory: one span for the two."""
+    for kernel in kernels:
+        for number in kernel.steps if kernel.kind == "all-reduce" else ():
+            step = program.steps[number]
+            before, after = (live.buffers.get(array) for array in (step.reads[0], step.writes[0]))
+            if before is None or after is None or before not in spans or after not in spans:
+                continue
+            if spans[before][1] == spans[after][0] and live.sizes[before] == live.sizes[after]:
+                spans[after] = (spans.pop(before)[0], spans[after][1])
+
+
 def _and_gain(before: float | None, gain: float) -> float:
     """The seconds that uses of one value save together: a kernel that is not bound by memory adds nothing."""
     if before is None:
@@ -313,10 +307,26 @@ def _and_gain(before: float | None, gain: float) -> float:
     return before + gain if before > 0 and gain > 0 else max(before, gain)
 
 
-def _awaited(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
-    """Kernels that a collective waits for."""
+def _phases(kernels: Sequence[Kernel], deps: Dependencies) -> list[int]:
+    """Per kernel when it runs: 0 products that a collective waits for, and what they need; 2 updates, 1 the rest.
+
+    Updates that an all-reduce is the last step to run with it: the scheduler takes an all-reduce as soon as it may. A
+    reduce-scatter is part of a kernel like any other.
+    """
+    awaited = _before(deps, [number for number, kernel in enumerate(kernels) if kernel.kind in COLLECTIVES])
+    products = [number for number in awaited if kernels[number].flops or kernels[number].kind == "reduce"]
+    first = {*products, *_before(deps, products)}
+    reduced = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-reduce"}
+    return [
+        0 if number in first else 1 if users or not reduced.isdisjoint(deps.makers[number]) else 2
+        for number, users in enumerate(deps.users)
+    ]
+
+
+def _before(deps: Dependencies, todo: list[int]) -> set[int]:
+    """Kernels that one of `todo` waits for."""
     found: set[int] = set()
-    todo = [number for number, kernel in enumerate(kernels) if kernel.kind in COLLECTIVES]
+    todo = list(todo)
     while todo:
         for maker in deps.waits[todo.pop()]:
             if maker not in found:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autoshard.cost.lowered import Lowered, Step
 from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.tpu_layout import row_major, tiled
 
 
 def _constant(program: Lowered, scatter: Step) -> bool:
@@ -48,3 +50,49 @@ def scattered_onto(program: Lowered) -> Lowered:
         elif number not in gone:
             rewriter.emit(step)
     return rewriter.result()
+
+
+def scattered_by_rows(program: Lowered) -> Lowered:
+    """Rows are scattered into an array whose last dim is the innermost, which is copied to the layout that pads less.
+
+    The rows of a narrow table take 128 numbers each while they are scattered.
+    """
+    narrow = {number for number, step in enumerate(program.steps) if _narrow(program, step)}
+    if not narrow:
+        return program
+    fills = {program.arrays[program.steps[number].reads[0]].maker for number in narrow}
+    fills = {fill for fill in fills if fill >= 0 and _fill(program, fill)}
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number in fills:
+            rewriter.instead[step.writes[0]] = _by_rows(rewriter, step.writes[0])
+            rewriter.emit(replace(step, writes=(rewriter.instead[step.writes[0]],)))
+        elif number in narrow:
+            onto, made = step.reads[0], _by_rows(rewriter, step.writes[0])
+            if program.arrays[onto].maker not in fills:
+                onto = _by_rows(rewriter, step.writes[0])
+                rewriter.emit(Step("copy", step.op, (step.reads[0],), (onto,)))
+            rewriter.emit(replace(step, reads=(onto, *step.reads[1:]), writes=(made,)))
+            rewriter.emit(Step("copy", step.op, (made,), step.writes))
+        else:
+            rewriter.emit(step)
+    return rewriter.result()
+
+
+def _narrow(program: Lowered, step: Step) -> bool:
+    if step.kind != "scatter" or len(step.writes) != 1:
+        return False
+    shape = program.arrays[step.writes[0]].shape
+    return shape is not None and row_major(shape) > tiled(shape)
+
+
+def _fill(program: Lowered, number: int) -> bool:
+    """Whether a step makes an array of one constant that one scatter alone reads."""
+    array = program.arrays[program.steps[number].writes[0]]
+    return len(array.readers) == 1 and _constant(program, program.steps[array.readers[0]])
+
+
+def _by_rows(rewriter: Rewriter, like: int) -> int:
+    """A new array like one that `like` names, its last dim the innermost."""
+    shape = rewriter.arrays[like].shape or ()
+    return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))

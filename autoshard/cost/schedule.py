@@ -202,8 +202,12 @@ def _depth_first(
     return order
 
 
-def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array]) -> list[int]:
-    """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users."""
+def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array], updates: bool = False) -> list[int]:
+    """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
+
+    Args:
+        updates: whether results that take over an argument's buffer add nothing.
+    """
     left = dict.fromkeys((array for kernel in kernels for array in kernel.writes), 0)
     for kernel in kernels:
         for array in kernel.reads:
@@ -216,7 +220,10 @@ def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array
         for array in kernel.reads:
             if array in readers:
                 readers[array].append(number)
-    made = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
+    made = [
+        sum(arrays[array].bytes for array in kernel.writes if not (updates and arrays[array].donated))
+        for kernel in kernels
+    ]
     scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
 
     def priority(number: int) -> tuple[float, float]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.backend_tpu import TpuBackend, _and_gain, tiled
+from autoshard.cost.backend_tpu import TpuBackend, _and_gain
 from autoshard.cost.device import load_device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.rewrite_tpu import scattered_onto
+from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
 from autoshard.cost.schedule import dependencies
+from autoshard.cost.tpu_layout import tiled
 
 
 def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
@@ -60,10 +62,61 @@ def test_what_no_collective_waits_for_runs_last() -> None:
     for array in (updated, first_sum):
         arrays[array].returned = True
     program = Lowered(arrays, steps, [updated, first_sum], None)  # type: ignore[arg-type]
-    kernels = [Kernel((number,), one.reads, one.writes, one.kind, number) for number, one in enumerate(steps)]
+    order = ordered(program)
+    assert order.index(first) < order.index(last_sum)
+
+
+def ordered(program: Lowered) -> list[int]:
+    """The arrays that kernels of one step each make, in the order in which a TPU runs them."""
+    kernels = [Kernel((number,), one.reads, one.writes, one.kind, number) for number, one in enumerate(program.steps)]
     order = TpuBackend(load_device("tpu-v5e")).order(kernels, dependencies(kernels), program)
-    names = [kernels[number].writes[0] for number in order]
-    assert names.index(first) < names.index(last_sum)
+    return [kernels[number].writes[0] for number in order]
+
+
+@pytest.mark.parametrize(("summed", "waits"), [("all-reduce", False), ("transpose", True)])
+def test_an_update_runs_right_after_its_all_reduce_and_others_at_the_end(summed: str, waits: bool) -> None:
+    steps: list[Step] = []
+    arrays = arguments(2)
+    scattered = [step(steps, arrays, "scatter", (0, 1)) for _ in range(2)]
+    sums = [step(steps, arrays, summed, (one,)) for one in scattered]
+    updates = [step(steps, arrays, "subtract", (1, one)) for one in sums]
+    for array in updates:
+        arrays[array].returned = arrays[array].donated = True
+    order = ordered(Lowered(arrays, steps, updates, None))  # type: ignore[arg-type]
+    assert (sorted(order[-2:]) == updates) == waits
+
+
+def test_rows_of_a_narrow_table_are_padded_while_they_are_scattered() -> None:
+    def sizes(columns: int, constant: bool) -> list[tuple[str, int]]:
+        steps: list[Step] = []
+        arrays = arguments(3)
+        arrays[2].shape, arrays[2].bytes = (1024, columns), 4096 * columns
+        onto = step(steps, arrays, "broadcast_in_dim", (), 1024 * columns) if constant else 2
+        table = step(steps, arrays, "scatter", (onto, 0, 1), 1024 * columns)
+        for array in (onto, table):
+            arrays[array].shape = (1024, columns)
+        arrays[table].returned = True
+        found = scattered_by_rows(Lowered(arrays, steps, [table], None))  # type: ignore[arg-type]
+        return [(one.kind, found.arrays[one.writes[0]].bytes) for one in found.steps]
+
+    rows, table = 4 * 1024 * 128, 4 * 1024 * 8
+    assert sizes(8, True) == [("broadcast_in_dim", rows), ("scatter", rows), ("copy", table)]
+    assert sizes(8, False) == [("copy", rows), ("scatter", rows), ("copy", table)]
+    assert sizes(128, True) == [("broadcast_in_dim", rows), ("scatter", rows)]
+
+
+def test_an_all_reduce_takes_over_a_buffer_in_device_memory() -> None:
+    """Of 200 MB, which is too large for on-chip memory: one buffer; two of 40 MB would fit there."""
+    steps: list[Step] = []
+    arrays = arguments(1)
+    size = 50 * 2**20
+    value = step(steps, arrays, "dot_general", (0, 0), size)
+    value = step(steps, arrays, "all-reduce", (value,), size)
+    arrays[step(steps, arrays, "reduce", (value,), 128)].returned = True
+    backend = TpuBackend(load_device("tpu-v5e"))
+    compiled = backend.compile(Lowered(arrays, steps, [len(arrays) - 1], None))  # type: ignore[arg-type]
+    assert compiled.live.peak == 8 * size
+    assert 4 * size <= compiled.temporary_bytes < 5 * size
 
 
 def test_the_heap_fills_gaps_and_keeps_those_that_are_too_small() -> None:
