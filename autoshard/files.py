@@ -1,14 +1,25 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and where autoshard keeps what it need not work out twice."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from autoshard.errors import FileError
+
+
+def cache_dir() -> Path:
+    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory (XDG)."""
+    if "AUTOSHARD_CACHE" in os.environ:
+        return Path(os.environ["AUTOSHARD_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or (
+        Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
+    )
+    return Path(base) / "autoshard"
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -21,10 +21,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.collectives import Collective, CollectiveKind, coefficients
+from autoshard.cost.collectives import Collective, coefficients
 from autoshard.cost.device import Device, Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import axis_names, reshard_tiles
+from autoshard.cost.step_tables import Step, step_table
 from autoshard.mesh import Mesh, Spec
 
 Array = npt.NDArray[np.float64]
@@ -34,21 +35,6 @@ Places = tuple[tuple[int, ...], ...]
 
 Fit = tuple[int, ...] | None
 """Per dim its size where the devices do not divide it, else 0; None: all are divided."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One collective of a reshard, for tensors of all sizes with one `Fit`.
-
-    Attributes:
-        kind: XLA's name.
-        axes: as in `Collective.axes`; a collective over a part of an axis names it `model[2/4]`, as verification does.
-        share: its bytes per device as a part of the whole tensor's (see `Collective.bytes`).
-    """
-
-    kind: CollectiveKind
-    axes: tuple[str, ...]
-    share: Fraction
 
 
 @dataclass(frozen=True)
@@ -143,20 +129,15 @@ def _affine_matrix(
 
 def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
     """(alpha, beta) of the direct reshards between all of `specs`."""
-    alphas, betas = np.zeros((2, len(specs), len(specs)))
     axes, places, sizes = _numbered(mesh)
     numbered = [_places(spec, places) for spec in specs]
-    known: dict[tuple[Places, Places, Shape], tuple[float, float]] = {}
-    for i, src in enumerate(numbered):
-        for j, dst in enumerate(numbered):
-            if i == j:
-                continue
-            pair = _active(src, dst, mesh.size, fit)
-            cost = known.get(pair)
-            if cost is None:
-                cost = known[pair] = _cost(_steps(*pair, sizes, axes, device.target).steps, mesh, device)
-            alphas[i, j], betas[i, j] = cost
-    return alphas, betas
+
+    def steps(i: int, j: int) -> tuple[Step, ...]:
+        return _steps(*_active(numbered[i], numbered[j], mesh.size, fit), sizes, axes, device.target).steps
+
+    table = step_table((numbered, mesh.size, fit, sizes, axes, device.target), len(specs), steps)
+    costs = np.array([_cost(way, mesh, device) for way in table.ways])
+    return costs[table.index, 0], costs[table.index, 1]
 
 
 def specs_over(rank: int, axes: Sequence[str], dims: Iterable[int] | None = None) -> list[Spec]:

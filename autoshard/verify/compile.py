@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoshard import files
 from autoshard.errors import AutoshardError
 from autoshard.verify.targets import Target, parse_target
 
@@ -88,16 +89,6 @@ class Compiled:
             return source.read()
 
 
-def default_cache_dir() -> Path:
-    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory (XDG)."""
-    if "AUTOSHARD_CACHE" in os.environ:
-        return Path(os.environ["AUTOSHARD_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or (
-        Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
-    )
-    return Path(base) / "autoshard"
-
-
 def compile_module(
     stablehlo: bytes,
     target: Target | str,
@@ -116,7 +107,7 @@ def compile_module(
         donate: argument index -> index of the result that takes over its buffer.
         order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
             `cost/layout.py`); default partition i on device i.
-        cache_dir: where compiled programs are kept; default `default_cache_dir()`.
+        cache_dir: where compiled programs are kept; default `files.cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 
     Raises:
@@ -127,7 +118,7 @@ def compile_module(
     versions = target.packages()
     donate = dict(sorted((donate or {}).items()))
     moved = [] if order is None or target.family == "cpu" or list(order) == sorted(order) else list(order)
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    root = Path(cache_dir) if cache_dir is not None else files.cache_dir()
     entry = root / "compiled" / _key(stablehlo, target, donate, moved, versions)
     cached = (entry / "result.json").exists()
     if not cached:

@@ -9,12 +9,13 @@ import pytest
 
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
+from autoshard.files import cache_dir
 from autoshard.graph.annotations import Annotations
 from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
 from autoshard.verify import compile as compiling
 from autoshard.verify.collectives import compiled_collectives, normalise
-from autoshard.verify.compile import CompileError, compile_module, default_cache_dir
+from autoshard.verify.compile import CompileError, compile_module
 from autoshard.verify.judge import judge
 from autoshard.verify.targets import TargetError, parse_target
 from autoshard.verify.work import compiled_work
@@ -173,11 +174,11 @@ def test_a_program_is_compiled_once_for_each_target_donation_and_flags(fake_work
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "here"))
-    assert default_cache_dir() == tmp_path / "here"
+    assert cache_dir() == tmp_path / "here"
     monkeypatch.delenv("AUTOSHARD_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     if sys.platform != "darwin":
-        assert default_cache_dir() == tmp_path / "xdg" / "autoshard"
+        assert cache_dir() == tmp_path / "xdg" / "autoshard"
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path):
