@@ -5,8 +5,9 @@ One `Backend` per target family, in a module of its own; `backend_of` finds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Fusion, Kernel
@@ -18,7 +19,7 @@ from autoshard.cost.schedule import (
     dependencies,
     liveness,
 )
-from autoshard.cost.traffic import kernel_bytes
+from autoshard.cost.traffic import touched
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Placement:
 
     Attributes:
         bytes: of device memory for temporaries, gaps included.
-        moved: per kernel, in order, the bytes of device memory that it reads and writes.
+        touched: per kernel, in order, array -> the bytes of it that it reads and writes in device memory.
     """
 
     bytes: int
-    moved: tuple[int, ...] = field(repr=False)
+    touched: tuple[Mapping[int, int], ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,16 @@ class Compiled:
         return sum(kernel.flops for kernel in self.kernels)
 
     @property
-    def moved(self) -> tuple[int, ...]:
-        """Per kernel the bytes of device memory that it reads and writes; none for collectives."""
+    def touched(self) -> tuple[Mapping[int, int], ...]:
+        """Per kernel, array -> the bytes of it that it reads and writes in device memory; none for collectives."""
         if self.placement is not None:
-            return self.placement.moved
-        return tuple(kernel_bytes(kernel, self.program) for kernel in self.kernels)
+            return self.placement.touched
+        return tuple(touched(kernel, self.program) for kernel in self.kernels)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of device memory that one device's kernels read and write; collectives left out."""
-        return sum(self.moved)
+        return sum(size for kernel in self.touched for size in kernel.values())
 
     @property
     def temporary_bytes(self) -> int:
@@ -86,6 +87,11 @@ class Backend:
 
     alignment = 64
     """Bytes to which buffers are rounded up."""
+
+    combined_up_to: ClassVar[Mapping[str, float]] = {}
+    """Kinds of collectives of which independent ones run as one, and up to how many bytes of results."""
+    copies_of_combined: ClassVar[Mapping[str, int]] = {}
+    """How often what is combined is read or written in memory beside what the collective itself does."""
 
     def __init__(self, device: Device) -> None:
         """For one device kind."""

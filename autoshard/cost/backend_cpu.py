@@ -10,7 +10,8 @@ which they become ready (`BFScheduler`), so every weight is gathered at the star
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
 
 from autoshard.cost.backend import Backend
 from autoshard.cost.kernels import Fusion, Kernel
@@ -101,6 +102,8 @@ class CpuFusion(Fusion):
 
 class CpuBackend(Backend):
     """XLA's CPU compiler."""
+
+    combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": math.inf}
 
     def rewrite(self, program: Lowered) -> Lowered:
         """No reduce-scatters; gathers along inner dims, all-to-alls and products with copies."""

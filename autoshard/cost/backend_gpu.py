@@ -12,8 +12,9 @@ lowest peak is taken (`DefaultMemoryScheduler`); the latency hiding scheduler is
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 from autoshard.cost.backend import Backend
 from autoshard.cost.compute import dtype_bytes, roofline_seconds
@@ -78,6 +79,8 @@ class GpuBackend(Backend):
     """XLA's GPU compiler."""
 
     alignment = 128
+    combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, THRESHOLD)
+    copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
     def rewrite(self, program: Lowered) -> Lowered:
         """Products with vectors as sums, outer products as loops; other products cut along their contraction."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
@@ -115,6 +116,7 @@ class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
     alignment = 512
+    combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": THRESHOLD}
 
     def buffer_bytes(self, array: Array) -> int:
         """Bytes of an array's buffer: in tiles."""
@@ -242,13 +244,14 @@ class TpuBackend(Backend):
         beside = {array: off[place] for place, array in enumerate((*uses, *read)) if place in off}
         moved = []
         for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
-            total = 0
+            far_off = {}
             for array, size in sizes.items():
                 held = live.buffers.get(array, array)
                 known = held in uses or (held in read and position > read[held][1])
                 near = known and (held not in beside or (array in kernel.reads and position in beside[held]))
-                total += 0 if near or kernel.kind in STILL else size
-            moved.append(total)
+                if not near and kernel.kind not in STILL:
+                    far_off[array] = size
+            moved.append(far_off)
         spans = {array: lives[place].span for place, array in enumerate(uses) if place in off}
         _reduce_in_place(spans, live, kernels, program)
         heap = packed([(*span, live.sizes[array]) for array, span in spans.items()])

@@ -78,6 +78,7 @@ class Step:
         flops: of contractions, on one device.
         collective: what is moved, of collectives.
         dim: of an all-gather or reduce-scatter the dim that it runs along, where it is one.
+        values: of graph ops, the values that `reads` hold the parts of.
     """
 
     kind: str
@@ -87,6 +88,7 @@ class Step:
     flops: float = 0.0
     collective: Collective | None = None
     dim: int | None = None
+    values: tuple[Value, ...] = ()
 
 
 @dataclass(slots=True)
@@ -240,7 +242,8 @@ class _Lowering:
             made.append(array)
         share = self.partitioned.runs[op.id].share
         flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS else 0.0
-        self._step(op.kind, op.id, [array for array in reads if array is not None], made, flops)
+        held = tuple(value for value, array in zip(op.operands, reads, strict=True) if array is not None)
+        self._step(op.kind, op.id, [array for array in reads if array is not None], made, flops, values=held)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)

@@ -16,13 +16,13 @@ def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
     """Roofline of every kernel, in order; 0 for collectives."""
     steps, arrays = compiled.program.steps, compiled.program.arrays
     found = []
-    for kernel, moved in zip(compiled.kernels, compiled.moved, strict=True):
+    for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
         if kernel.kind in COLLECTIVES:
             found.append(0.0)
             continue
         products = [steps[number] for number in kernel.steps if steps[number].flops]
         dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
-        found.append(roofline_seconds(kernel.flops, moved, dtype, device))
+        found.append(roofline_seconds(kernel.flops, sum(touched.values()), dtype, device))
     return found
 
 

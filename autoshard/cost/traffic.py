@@ -9,31 +9,32 @@ PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
 """Kinds that read of their first operand only what they take."""
 
 
-def kernel_bytes(kernel: Kernel, program: Lowered) -> int:
-    """Bytes that one kernel reads and writes; collectives move theirs over links, and count nothing here."""
-    if kernel.kind in COLLECTIVES:
-        return 0
+def touched(kernel: Kernel, program: Lowered) -> dict[int, int]:
+    """Array -> bytes of it that one kernel reads and writes; collectives move theirs over links: nothing here."""
+    if kernel.kind in COLLECTIVES or kernel.kind == "end":
+        return {}
     arrays, steps = program.arrays, program.steps
-    read: dict[int, int] = dict.fromkeys(kernel.reads, 0)
+    if not kernel.steps:  # copies that a combination needs
+        return {array: 2 * arrays[array].bytes for array in kernel.writes}
+    found: dict[int, int] = dict.fromkeys(kernel.reads, 0)
     for number in kernel.steps:
         step = steps[number]
         for place, array in enumerate(step.reads):
-            if array not in read:
+            if array not in found:
                 continue
             whole = arrays[array].bytes
             if step.kind in PARTIAL and place == 0:
-                read[array] += sum(arrays[made].bytes for made in step.writes)
+                found[array] += sum(arrays[made].bytes for made in step.writes)
             elif step.kind == "scatter" and place == 0:
                 continue  # updated in place
             else:
-                read[array] = whole
-    total = sum(min(amount, arrays[array].bytes) for array, amount in read.items())
-    if kernel.kind == "end":  # of a collective
-        return 0
-    if not kernel.steps:  # copies that a combination needs
-        written = sum(arrays[array].bytes for array in kernel.writes)
-        return 2 * written
+                found[array] = whole
+    for array, size in found.items():
+        found[array] = min(size, arrays[array].bytes)
     if kernel.kind == "scatter":
         updates = steps[kernel.steps[-1]].reads[-1]
-        return total + 2 * arrays[updates].bytes
-    return total + sum(arrays[array].bytes for array in kernel.writes)
+        found[updates] = found.get(updates, 0) + 2 * arrays[updates].bytes
+        return found
+    for array in kernel.writes:
+        found[array] = found.get(array, 0) + arrays[array].bytes
+    return found

@@ -9,26 +9,27 @@ other sharding, from which readers take it as it is or slice it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.collectives import seconds
-from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops, roofline_seconds
+from autoshard.cost.compute import CONTRACTIONS, dtype_bytes
 from autoshard.cost.device import Device
 from autoshard.cost.hops import hops_between, path_matrix
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.cost.spmd import Partitioner
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import INDEXED, Group, Groups, fusion_groups, is_view
+from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules import rule_for
 from autoshard.graph.tiling import Subaxes
-from autoshard.mesh import Mesh, Spec, format_spec, replicated
+from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.solver.prices import Prices
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.strategies import (
     Partial,
@@ -145,6 +146,17 @@ def formulate(
     return _Builder(graph, mesh, device, hints or {}).build(memory)
 
 
+class _Key(NamedTuple):
+    """Groups of one key have the same strategies at the same costs."""
+
+    signature: tuple[object, ...]
+    scatter: bool
+    defer: bool
+    sums: Sum | None
+    returned: tuple[bool, ...]
+    last: bool
+
+
 class _Builder:
     def __init__(self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec]) -> None:
         self.graph, self.mesh, self.device, self.hints = graph, mesh, device, hints
@@ -159,8 +171,7 @@ class _Builder:
         self.made: dict[Value, tuple[int, Specs]] = {}  # value -> node that makes it, shardings handed to consumers
         self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
-        outputs = zip(graph.program.outputs, graph.outputs, strict=True)
-        self.returned = {value for output, value in outputs if output.updates is None}
+        self.prices = Prices(graph, self.groups, mesh, device)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
@@ -217,12 +228,9 @@ class _Builder:
     def _groups(self) -> list[Strategies]:
         found = []
         scatterable = self._scatterable()
-        for group in self.groups.groups:
-            scatter = all(value in scatterable for value in group.outputs)
-            defer = any(value in self.deferrable for value in group.outputs)
-            sums = self.sums.get(group.id)
-            returned = tuple(value in self.returned for value in group.outputs)
-            key = (signature(group, self.groups, self.graph), scatter, defer, sums, returned)
+        keys = [self._key(group, scatterable) for group in self.groups.groups]
+        self.prices.average(keys)
+        for group, key in zip(self.groups.groups, keys, strict=True):
             if key not in self._by_shape:
                 ways = strategies(
                     group,
@@ -230,19 +238,29 @@ class _Builder:
                     self.graph,
                     self.mesh,
                     rule_for,
-                    scatter=scatter,
-                    defer=defer,
-                    sums=sums,
+                    scatter=key.scatter,
+                    defer=key.defer,
+                    sums=key.sums,
                     merged=self.device.target != "cpu",
                     priced=self.partitioner.alone,
                 )
-                self._by_shape[key] = (ways, self._group_costs(group, ways))
+                self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
             ways, costs = self._by_shape[key]
             found.append(ways)
             node = self._node(costs, self._name(group))
             for value, specs in zip(group.outputs, ways.outputs, strict=True):
                 self.made[value] = (node, specs)
         return found
+
+    def _key(self, group: Group, scatterable: Container[Value]) -> _Key:
+        return _Key(
+            signature(group, self.groups, self.graph),
+            all(value in scatterable for value in group.outputs),
+            any(value in self.deferrable for value in group.outputs),
+            self.sums.get(group.id),
+            tuple(value in self.prices.returned for value in group.outputs),
+            self.prices.last[group.id],
+        )
 
     def _scatterable(self) -> frozenset[Value]:
         """Values of which a scattered copy can be written: somebody reads it, or takes it as an argument's update.
@@ -266,46 +284,6 @@ class _Builder:
             if len(group.ops) > 1
             else (f"{op.module or 'step'}: {op.kind}")
         )
-
-    def _group_costs(self, group: Group, ways: Strategies) -> Matrix:
-        """Seconds of a group under each strategy: roofline of its work, plus its partial results' collectives."""
-        graph, mesh = self.graph, self.mesh
-        if is_view(group, graph):
-            return np.zeros(len(ways))
-        flops = np.array([op_flops(graph.ops[op_id], graph) for op_id in group.ops])
-        dtype = graph.type_of(group.inputs[0]).dtype if group.inputs else "f32"
-        costs = np.zeros(len(ways))
-        moved = np.zeros(len(ways))
-        for value, specs in zip(group.outputs, ways.pinned, strict=True):
-            moved += self._bytes(value, specs.choices)[specs.index]
-        taken = moved.copy()
-        head = graph.ops[group.ops[0]]
-        for value, specs in zip(group.inputs, ways.inputs, strict=True):
-            read = self._bytes(value, specs.choices)[specs.index]
-            indexed = head.kind in INDEXED and value == head.operands[0]
-            moved += np.minimum(read, taken) if indexed else read
-        worked = (flops / ways.flop_ways).sum(axis=1)
-        for index in range(len(ways)):
-            costs[index] = roofline_seconds(worked[index], moved[index], dtype, self.device) + sum(
-                seconds(c.kind, c.axes, c.bytes, mesh, self.device) * c.count for c in ways.collectives[index]
-            )
-        for value, specs in zip(group.outputs, ways.outputs, strict=True):
-            if value in self.returned:
-                costs += self._return_costs(value, specs)
-        return costs
-
-    def _return_costs(self, value: Value, specs: Specs) -> Matrix:
-        """Seconds to gather a result whose parts are uneven: a program does not return such parts."""
-        kind = self.graph.type_of(value)
-        choices = [plain(spec) for spec in specs.choices]
-        uneven = [
-            any(size % self.mesh.ways(axes) for size, axes in zip(kind.shape, spec, strict=True)) for spec in choices
-        ]
-        if not any(uneven):
-            return np.zeros(len(specs.index))
-        whole = [replicated(len(kind.shape))]
-        moved = reshard_matrix(kind.shape, dtype_bytes(kind.dtype), choices, whole, self.mesh, self.device)[0]
-        return np.asarray(np.where(uneven, moved[:, 0], 0.0)[specs.index])
 
     def _bytes(self, value: Value, specs: Sequence[Sharded]) -> Matrix:
         kind, mesh = self.graph.type_of(value), self.mesh

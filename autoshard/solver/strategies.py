@@ -122,7 +122,7 @@ class Strategies:
 
         A partial term of a sum that is reduce-scattered is read scattered.
         """
-        return _spec(self.shape.value_dims[position], self.assignments[strategy])
+        return spec_of(self.shape.value_dims[position], self.assignments[strategy])
 
 
 class _Union:
@@ -363,7 +363,7 @@ def strategies(
     item = [dtype_bytes(graph.type_of(value).dtype) for value in local]
     rows: list[_Row] = []
     for assignment in assignments(shape, mesh):
-        specs = [_spec(dims, assignment) for dims in shape.value_dims]
+        specs = [spec_of(dims, assignment) for dims in shape.value_dims]
         collectives: list[Collective] = []
         partial: tuple[str, ...] = ()  # in the order of the devices in the all-reduce's groups
         value = len(group.inputs)
@@ -495,10 +495,11 @@ def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) 
     specs: dict[Value, Spec] = {}
     for op_id in group.ops:
         for result in range(len(graph.ops[op_id].results)):
-            specs[Value(op_id, result)] = _spec(strategies.shape.value_dims[index], assignment)
+            specs[Value(op_id, result)] = spec_of(strategies.shape.value_dims[index], assignment)
             index += 1
     return specs
 
 
-def _spec(dims: DimFactors, assignment: Assignment) -> Spec:
+def spec_of(dims: DimFactors, assignment: Assignment) -> Spec:
+    """The sharding of a value whose dims have these factors."""
     return tuple(tuple(axis for factor in dim for axis in assignment[factor]) for dim in dims)

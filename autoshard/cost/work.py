@@ -1,0 +1,160 @@
+"""What the target's compiler makes of each fusion group, before it is known how anything is split.
+
+The solver decides groups, and the compiler runs kernels: a group may be part of a product's kernel, several kernels, or
+run in each of its readers; on a TPU much of what is read and written never leaves the chip. Here the backend's model
+compiles the program once, whole, for a device that is as large as the mesh (memory on chip, bandwidth and rates: what
+every device has when all is split), and its kernels' work is told apart by group and value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autoshard.cost.backend import Compiled, backend_of
+from autoshard.cost.compute import dtype_bytes, roofline_seconds
+from autoshard.cost.device import Device
+from autoshard.cost.kernels import Kernel
+from autoshard.cost.lowered import Lowered, Step, lower
+from autoshard.cost.spmd import partition
+from autoshard.cost.traffic import PARTIAL
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import Groups
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import propagate
+from autoshard.mesh import Mesh
+
+Weights = Mapping[Value, float]
+"""Value -> how often as many bytes as its part has are read or written."""
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """The kernels of a group.
+
+    Attributes:
+        with_products: traffic of kernels that hold products of this group: such a kernel takes the longer of both.
+        alone: all other traffic.
+        launches: kernels that end in this group.
+    """
+
+    with_products: Weights = field(default_factory=dict)
+    alone: Weights = field(default_factory=dict)
+    launches: float = 0.0
+
+
+def group_work(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> tuple[GroupWork, ...]:
+    """The work of every group of `groups`, in their order."""
+    whole = replicated_program(graph, mesh, device)
+    return work_of(backend_of(larger(device, mesh.size)).compile(whole), graph, groups, device)
+
+
+def larger(device: Device, ways: int) -> Device:
+    """A device that has as much of everything as `ways` devices."""
+    return replace(
+        device,
+        on_chip_bytes=device.on_chip_bytes * ways,
+        multiprocessors=device.multiprocessors * ways,
+        memory_bandwidth=device.memory_bandwidth * ways,
+        flops={dtype: rate * ways for dtype, rate in device.flops.items()},
+    )
+
+
+def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
+    """A device's program when nothing is split."""
+    shardings = propagate(graph, Annotations({}), mesh)
+    partitioned = partition(graph, shardings, device.target)
+    return lower(graph, shardings, partitioned, barriers=device.target != "cpu", ordered=device.target == "tpu")
+
+
+def work_of(compiled: Compiled, graph: Graph, groups: Groups, device: Device) -> tuple[GroupWork, ...]:
+    """The kernels of a program of which nothing is split, by group."""
+    return _Attribution(compiled, graph, groups, device).run()
+
+
+class _Attribution:
+    def __init__(self, compiled: Compiled, graph: Graph, groups: Groups, device: Device) -> None:
+        self.compiled, self.graph, self.groups, self.device = compiled, graph, groups, device
+        self.program = compiled.program
+        self.products: list[dict[Value, float]] = [{} for _ in groups.groups]
+        self.alone: list[dict[Value, float]] = [{} for _ in groups.groups]
+        self.launches = [0.0] * len(groups.groups)
+        self.origin: dict[int, Value] = {}
+        for step in self.program.steps:
+            results = graph.ops[step.op].results
+            named = step.kind == graph.ops[step.op].kind and len(step.writes) == len(results)
+            for place, array in enumerate(step.writes):
+                known = next((self._read(step, i) for i in range(len(step.reads))), None)
+                made = Value(step.op, place if named else 0)
+                self.origin[array] = made if named or known is None else known
+
+    def run(self) -> tuple[GroupWork, ...]:
+        for kernel, touched in zip(self.compiled.kernels, self.compiled.touched, strict=True):
+            if kernel.steps:
+                self._kernel(kernel, touched)
+        parts = zip(self.products, self.alone, self.launches, strict=True)
+        return tuple(GroupWork(*each) for each in parts)
+
+    def _kernel(self, kernel: Kernel, touched: Mapping[int, int]) -> None:
+        steps = self.program.steps
+        found: dict[int, Counter[Value]] = {}
+        left = dict(touched)
+        for number in kernel.steps:
+            step = steps[number]
+            group = self.groups.of.get(step.op)
+            if group is None:
+                continue
+            mine = found.setdefault(group, Counter())
+            for place, array in enumerate(step.reads):
+                if array in left and array not in kernel.writes:
+                    partial = step.kind in PARTIAL and place == 0
+                    value = Value(step.op) if partial else self._read(step, place)
+                    mine[self._local(value, step)] += left.pop(array)
+            for array in step.writes:
+                if array in left:
+                    mine[self._local(self.origin[array], step)] += left.pop(array)
+        if touched or kernel.flops:
+            root = self.groups.of.get(steps[kernel.steps[-1]].op)
+            if root is not None:
+                self.launches[root] += 1
+        self._share(kernel, found)
+
+    def _share(self, kernel: Kernel, found: Mapping[int, Counter[Value]]) -> None:
+        """Traffic beside a product counts as far as the kernel takes longer for it."""
+        steps = self.program.steps
+        head = next((steps[number] for number in kernel.steps if steps[number].flops), None)
+        owner = None if head is None else self.groups.of.get(head.op)
+        scale = 1.0
+        if head is not None and owner is not None:
+            dtype = self.program.arrays[head.reads[0]].dtype if head.reads else "f32"
+            work = roofline_seconds(kernel.flops, 0.0, dtype, self.device, kernels=0)
+            own = self._seconds(found.get(owner, Counter()))
+            beside = sum(self._seconds(each) for group, each in found.items() if group != owner)
+            if beside:
+                scale = (max(work, own + beside) - max(work, own)) / beside
+        for group, each in found.items():
+            into = self.products[group] if group == owner else self.alone[group]
+            for value, size in each.items():
+                kind = self.graph.type_of(value)
+                total = math.prod(kind.shape) * dtype_bytes(kind.dtype)
+                if total:
+                    into[value] = into.get(value, 0.0) + (1.0 if group == owner else scale) * size / total
+
+    def _seconds(self, sizes: Counter[Value]) -> float:
+        return roofline_seconds(0.0, sum(sizes.values()), "f32", self.device, kernels=0)
+
+    def _read(self, step: Step, place: int) -> Value:
+        if len(step.values) == len(step.reads):
+            return step.values[place]
+        return self.origin.get(step.reads[place], Value(step.op))
+
+    def _local(self, value: Value, step: Step) -> Value:
+        """`value` where the step's group knows its sharding, else the step's result."""
+        group = self.groups.of.get(step.op)
+        if group is None:
+            return Value(step.op)
+        mine = self.groups.groups[group]
+        known = self.groups.of.get(value.op) == group or value in mine.inputs
+        return value if known else Value(step.op)
