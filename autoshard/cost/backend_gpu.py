@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -89,7 +90,7 @@ class GpuBackend(Backend):
             product = _product(program, step) if step.kind == "dot_general" else None
             if product is not None and min(product.m, product.n, product.k) == 1:
                 kind = "multiply" if product.k == 1 else "reduce"
-                rewriter.emit(Step(kind, step.op, step.reads, step.writes))
+                rewriter.emit(replace(step, kind=kind, flops=0.0))
                 continue
             parts, padded = (1, 0) if product is None else self._split(product)
             if product is None or parts == 1:
@@ -99,10 +100,12 @@ class GpuBackend(Backend):
             for place, array in enumerate(reads):
                 if padded != product.k:
                     reads[place] = rewriter.array(array, bytes=program.arrays[array].bytes * padded // product.k)
-                    rewriter.emit(Step("pad", step.op, (array,), (reads[place],)))
+                    rewriter.emit(
+                        Step("pad", step.op, (array,), (reads[place],), values=step.values[place : place + 1])
+                    )
             out = program.arrays[step.writes[0]]
             cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
-            rewriter.emit(Step(step.kind, step.op, tuple(reads), (cut,), step.flops))
+            rewriter.emit(replace(step, reads=tuple(reads), writes=(cut,)))
             rewriter.emit(Step(PARTS, step.op, (cut,), step.writes))
         return rewriter.result()
 

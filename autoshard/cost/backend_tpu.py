@@ -279,8 +279,16 @@ class TpuBackend(Backend):
         most = sum(sizes.values()) if kernel.kind in INDEXED else None
         for array in kernel.reads:
             size = self.buffer_bytes(program.arrays[array])
-            sizes[array] = size if most is None else min(size, most)
+            taken = self._slices(array, kernel, program) if most is None else most
+            sizes[array] = size if taken is None else min(size, taken)
         return sizes
+
+    def _slices(self, array: int, kernel: Kernel, program: Lowered) -> int | None:
+        """Bytes of the parts that a device takes of an array, where a kernel reads nothing else of it."""
+        readers = [step for number in kernel.steps if array in (step := program.steps[number]).reads]
+        if not readers or any(step.kind != SLICE for step in readers):
+            return None
+        return sum(self.buffer_bytes(program.arrays[made]) for step in readers for made in step.writes)
 
     def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
         """Seconds that a kernel takes longer than its products do; negative where they take longer."""

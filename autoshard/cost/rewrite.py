@@ -89,7 +89,8 @@ def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]
         shape = rewriter.arrays[source].shape
         turned = None if shape is None or len(shape) != len(dims) else tuple(shape[dim] for dim in dims)
         rewriter.turned[key] = rewriter.array(source, shape=turned)
-        rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[key],)))
+        values = step.values[place : place + 1]
+        rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[key],), values=values))
     return rewriter.turned[key]
 
 

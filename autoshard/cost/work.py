@@ -2,22 +2,25 @@
 
 The solver decides groups, and the compiler runs kernels: a group may be part of a product's kernel, several kernels, or
 run in each of its readers; on a TPU much of what is read and written never leaves the chip. Here the backend's model
-compiles the program once, whole, for a device that is as large as the mesh (memory on chip, bandwidth and rates: what
-every device has when all is split), and its kernels' work is told apart by group and value.
+compiles the program whole, for a device that is as large as the mesh (memory on chip, bandwidth and rates: what every
+device has when all is split), and its kernels' work is told apart by group and value.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autoshard.cost.backend import Compiled, backend_of
-from autoshard.cost.compute import dtype_bytes, roofline_seconds
+from autoshard.cost.collectives import Collective
+from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Lowered, Step, lower
+from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.spmd import partition
 from autoshard.cost.traffic import PARTIAL
 from autoshard.graph.annotations import Annotations
@@ -45,10 +48,72 @@ class GroupWork:
     launches: float = 0.0
 
 
-def group_work(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> tuple[GroupWork, ...]:
-    """The work of every group of `groups`, in their order."""
-    whole = replicated_program(graph, mesh, device)
-    return work_of(backend_of(larger(device, mesh.size)).compile(whole), graph, groups, device)
+@dataclass(frozen=True)
+class Works:
+    """The work of every group of a program, in their order.
+
+    Attributes:
+        kept: where sums stay on a device.
+        summed: where all are taken over many devices: that ends a kernel. Gradients of parameters are in both.
+    """
+
+    kept: tuple[GroupWork, ...]
+    summed: tuple[GroupWork, ...]
+
+
+def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dict[int, Works]:
+    """The work of every group by how many devices the program is split over: each finds as much more room on chip.
+
+    One device, where that makes a difference, and all of the mesh.
+    """
+    program = replicated_program(graph, mesh, device)
+    last = last_products(graph, groups)
+    gradients = {op for group, own in zip(groups.groups, last, strict=True) if own for op in group.ops}
+    variants = [
+        summed(program, partial(_ends, kinds, gradients, graph)) for kinds in (frozenset[str](), frozenset({"reduce"}))
+    ]
+    found = {}
+    for ways in {1, mesh.size} if device.on_chip_bytes else {mesh.size}:
+        backend = backend_of(larger(device, ways))
+        found[ways] = Works(*(work_of(backend.compile(each), graph, groups, device) for each in variants))
+    return found
+
+
+def _ends(kinds: Set[str], gradients: Set[int], graph: Graph, step: Step) -> bool:
+    if step.op not in gradients or not step.flops:
+        return step.kind in kinds
+    return step.flops > 2 * math.prod(graph.ops[step.op].results[0].shape)  # outer products sum nothing
+
+
+def summed(program: Lowered, chosen: Callable[[Step], bool]) -> Lowered:
+    """`program` with all-reduces of what the chosen steps make."""
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        rewriter.emit(step)
+        if len(step.writes) == 1 and chosen(step):
+            whole = rewriter.array(step.writes[0])
+            size = rewriter.arrays[whole].bytes
+            collective = Collective("all-reduce", ("all",), size, op=step.op)
+            rewriter.emit(Step("all-reduce", step.op, step.writes, (whole,), collective=collective))
+            rewriter.instead[step.writes[0]] = whole
+    return rewriter.result()
+
+
+def last_products(graph: Graph, groups: Groups) -> list[bool]:
+    """Per group whether no product is made from what it makes: gradients of parameters, and what follows on them."""
+    readers: Mapping[int, set[int]] = {group.id: set() for group in groups.groups}
+    for group in groups.groups:
+        for value in group.inputs:
+            maker = groups.of.get(value.op)
+            if maker is not None:
+                readers[maker].add(group.id)
+    found = [True] * len(groups.groups)
+    for group in reversed(groups.groups):
+        found[group.id] = all(
+            found[reader] and not any(graph.ops[op].kind in CONTRACTIONS for op in groups.groups[reader].ops)
+            for reader in readers[group.id]
+        )
+    return found
 
 
 def larger(device: Device, ways: int) -> Device:

@@ -337,10 +337,11 @@ class _Builder:
         same = np.array([True] * len(specs.choices) + [False] * len(others))
         held = Specs(specs.choices + others, np.arange(len(same), dtype=np.int32))
         copy = self._node(np.zeros(len(same)), f"copy of {self.names[node]}")
-        item = self._moved_as(value, [reader for reader, _ in uses])
-        key = ("into", self.graph.type_of(value), item, specs.choices, others)
+        readers = [reader for reader, _ in uses]
+        item, sliced = self._moved_as(value, readers), self._cut_out(readers)
+        key = ("into", self.graph.type_of(value), item, sliced, specs.choices, others)
         if key not in self._matrices:
-            into = self._choice_matrix(value, specs.choices, held.choices, item).copy()
+            into = self._choice_matrix(value, specs.choices, held.choices, item, sliced).copy()
             kept = len(specs.choices)
             into[:, :kept] = np.where(np.eye(kept, dtype=bool), 0.0, np.inf)
             for row, spec in enumerate(specs.choices):  # a copy that is the value itself is not a copy
@@ -350,10 +351,10 @@ class _Builder:
             self._matrices[key] = into
         self._edge(node, copy, self._expand(key, self._matrices[key], specs, held))
         for reader, wanted in uses:
-            item = self._moved_as(value, [reader])
-            out_key = ("out", self.graph.type_of(value), item, specs.choices, others, wanted.choices)
+            item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
+            out_key = ("out", self.graph.type_of(value), item, sliced, specs.choices, others, wanted.choices)
             if out_key not in self._matrices:
-                out = self._choice_matrix(value, held.choices, wanted.choices, item).copy()
+                out = self._choice_matrix(value, held.choices, wanted.choices, item, sliced).copy()
                 kept = len(specs.choices)
                 for row, spec in enumerate(others):
                     for column, other in enumerate(wanted.choices):
@@ -367,6 +368,10 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
+    def _cut_out(self, readers: Sequence[int]) -> bool:
+        """Whether a slice of a value is a kernel of its own: products of a library take none in, loops and TPUs do."""
+        return self.device.target != "tpu" and any(node in self.contractions for node in readers)
+
     def _moved_as(self, value: Value, readers: Sequence[int]) -> int:
         """Bytes of an element while it is resharded for these nodes: a TPU rounds what contractions alone will read."""
         kind = self.graph.type_of(value)
@@ -375,11 +380,11 @@ class _Builder:
         return 2 if rounds else dtype_bytes(kind.dtype)
 
     def _choice_matrix(
-        self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int
+        self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int, sliced: bool
     ) -> Matrix:
         kind = self.graph.type_of(value)
         copied = self._copied(value)
-        key = ("reshard", kind, item, copied, sources, wanted)
+        key = ("reshard", kind, item, copied, sliced, sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -388,14 +393,20 @@ class _Builder:
             matrix = np.array([[0.0 if left == right else np.inf for right in wanted] for left in sources])
             if rows and columns:
                 ends = (kind.shape, item, rows, columns, self.mesh, self.device)
-                matrix[np.ix_(*whole)] = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
+                found = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
+                if sliced:
+                    differs = np.array([[row != column for column in columns] for row in rows])
+                    made = self.prices.copy_seconds(kind, columns)
+                    found = found + np.where(differs & (found == 0.0), made[None, :], 0.0)
+                matrix[np.ix_(*whole)] = found
             self._matrices[key] = matrix
         return self._matrices[key]
 
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
-        item = self._moved_as(value, [reader])
-        matrix = self._choice_matrix(value, sources.choices, wanted.choices, item)
-        key = ("reshard", self.graph.type_of(value), item, self._copied(value), sources.choices, wanted.choices)
+        item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
+        matrix = self._choice_matrix(value, sources.choices, wanted.choices, item, sliced)
+        kind, copied = self.graph.type_of(value), self._copied(value)
+        key = ("reshard", kind, item, copied, sliced, sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:

@@ -13,12 +13,13 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.capture.program import TensorType
 from autoshard.cost.backend import backend_of
 from autoshard.cost.collectives import Collective, coefficients
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import reshard_matrix
-from autoshard.cost.work import GroupWork, Weights, group_work
+from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, replicated
@@ -31,11 +32,11 @@ class Prices:
     """What the groups of one graph cost on a mesh."""
 
     def __init__(self, graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> None:
-        """Compiles the whole program once."""
+        """Compiles the whole program."""
         self.graph, self.groups, self.mesh, self.device = graph, groups, mesh, device
         self.backend = backend_of(device)
-        self.works = group_work(graph, groups, mesh, device)
-        self.last = _last_products(graph, groups)
+        self.works = group_works(graph, groups, mesh, device)
+        self.last = last_products(graph, groups)
         self.sums = sum(self.last) or 1
         outputs = zip(graph.program.outputs, graph.outputs, strict=True)
         self.returned = {value for output, value in outputs if output.updates is None}
@@ -45,14 +46,21 @@ class Prices:
         members: dict[Hashable, list[int]] = {}
         for group, key in enumerate(keys):
             members.setdefault(key, []).append(group)
-        works = list(self.works)
-        for alike in members.values():
-            if len(alike) > 1:
-                for group, work in zip(alike, self._averaged(alike), strict=True):
-                    works[group] = work
-        self.works = tuple(works)
+        classes = list(members.values())
+        self.works = {
+            ways: Works(self._averages(works.kept, classes), self._averages(works.summed, classes))
+            for ways, works in self.works.items()
+        }
 
-    def _averaged(self, alike: Sequence[int]) -> list[GroupWork]:
+    def _averages(self, works: Sequence[GroupWork], classes: Sequence[Sequence[int]]) -> tuple[GroupWork, ...]:
+        found = list(works)
+        for alike in classes:
+            if len(alike) > 1:
+                for group, work in zip(alike, self._averaged(works, alike), strict=True):
+                    found[group] = work
+        return tuple(found)
+
+    def _averaged(self, works: Sequence[GroupWork], alike: Sequence[int]) -> list[GroupWork]:
         locals_ = [self._locals(self.groups.groups[group]) for group in alike]
 
         def mean(weights: Sequence[Weights]) -> list[dict[Value, float]]:
@@ -63,9 +71,9 @@ class Prices:
                 for values in locals_
             ]
 
-        launches = sum(self.works[group].launches for group in alike) / len(alike)
-        within = mean([self.works[group].with_products for group in alike])
-        alone = mean([self.works[group].alone for group in alike])
+        launches = sum(works[group].launches for group in alike) / len(alike)
+        within = mean([works[group].with_products for group in alike])
+        alone = mean([works[group].alone for group in alike])
         return [GroupWork(*parts, launches) for parts in zip(within, alone, strict=True)]
 
     def _locals(self, group: Group) -> list[Value]:
@@ -74,17 +82,25 @@ class Prices:
 
     def group_costs(self, group: Group, ways: Strategies) -> Matrix:
         """Seconds of a group under each strategy."""
-        work = self.works[group.id]
-        costs = np.full(len(ways), work.launches * self.device.kernel_overhead)
-        rate = self.device.memory_bandwidth * self.device.achievable_memory
-        beside = self._traffic(group, ways, work.with_products) / rate
-        costs += np.maximum(self._products(group, ways), beside) + self._traffic(group, ways, work.alone) / rate
+        costs = self._kernels(group, ways, {many: works.kept[group.id] for many, works in self.works.items()})
+        if len(group.ops) > 1 and any(ways.collectives):
+            over_devices = np.array([bool(each) for each in ways.collectives])
+            summed = {many: works.summed[group.id] for many, works in self.works.items()}
+            costs = np.where(over_devices, self._kernels(group, ways, summed), costs)
         for index, collectives in enumerate(ways.collectives):
-            costs[index] += sum(self._collective(each, self.last[group.id]) for each in collectives)
+            costs[index] += sum(self.collective_seconds(each, group) for each in collectives)
         for value, specs in zip(group.outputs, ways.outputs, strict=True):
             if value in self.returned:
                 costs += self._return_costs(value, specs)
         return costs
+
+    def _kernels(self, group: Group, ways: Strategies, works: Mapping[int, GroupWork]) -> Matrix:
+        """Seconds of a group's kernels; `works` by how many devices its program is split over."""
+        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        beside = self._traffic(group, ways, {many: work.with_products for many, work in works.items()}) / rate
+        alone = self._traffic(group, ways, {many: work.alone for many, work in works.items()}) / rate
+        launched = works[self.mesh.size].launches * self.device.kernel_overhead
+        return np.asarray(np.maximum(self._products(group, ways), beside) + alone + launched)
 
     def _products(self, group: Group, ways: Strategies) -> Matrix:
         seconds = np.zeros(len(ways))
@@ -96,40 +112,53 @@ class Prices:
                 seconds += op_flops(op, self.graph) / ways.flop_ways[:, place] / rate
         return seconds
 
-    def _traffic(self, group: Group, ways: Strategies, weights: Weights) -> Matrix:
-        """Bytes of one device."""
+    def _traffic(self, group: Group, ways: Strategies, weights: Mapping[int, Weights]) -> Matrix:
+        """Bytes of one device. What is split less finds less of itself on chip: in between, by the logarithm."""
         total = np.zeros(len(ways))
-        if not weights:
+        if not any(weights.values()):
             return total
+        most = self.mesh.size
         for place, value in enumerate(self._locals(group)):
-            weight = weights.get(value, 0.0)
-            if not weight:
+            split = weights[most].get(value, 0.0)
+            whole = weights[1].get(value, 0.0) if 1 in weights else split
+            if not split and not whole:
                 continue
             kind = self.graph.type_of(value)
+            elements = math.prod(kind.shape)
             sizes: dict[Spec, float] = {}
             dims = ways.shape.value_dims[place]
-            item = weight * dtype_bytes(kind.dtype)
             for index, assignment in enumerate(ways.assignments):
                 spec = spec_of(dims, assignment)
                 if spec not in sizes:
-                    sizes[spec] = item * math.prod(self.mesh.shard_shape(kind.shape, spec))
+                    part = math.prod(self.mesh.shard_shape(kind.shape, spec))
+                    near = math.log(elements / part) / math.log(most) if most > 1 and part else 1.0
+                    weight = whole + (split - whole) * min(1.0, max(0.0, near))
+                    sizes[spec] = weight * part * dtype_bytes(kind.dtype)
                 total[index] += sizes[spec]
         return total
 
-    def _collective(self, each: Collective, last: bool) -> float:
+    def collective_seconds(self, each: Collective, group: Group) -> float:
+        """Seconds of a sum of a group's partial results, as it is combined with others."""
         start, per_byte = coefficients(each.kind, each.axes, self.mesh, self.device)
         seconds = start + per_byte * each.bytes
         limit = self.backend.combined_up_to.get(each.kind)
-        if last and limit is not None and self.sums > 1:
+        if self.last[group.id] and limit is not None and self.sums > 1:
             seconds -= start * (1 - self.part_of_start(each.bytes, limit, self.sums))
             rate = self.device.memory_bandwidth * self.device.achievable_memory
-            seconds += self.backend.copies_of_combined.get(each.kind, 0) * each.bytes / rate
+            copies = self.backend.copies_of_combined.get(each.kind, 0)
+            seconds += copies * each.bytes / rate + (self.device.kernel_overhead if copies else 0.0)
         return seconds * each.count
 
     @staticmethod
     def part_of_start(size: float, limit: float, count: int) -> float:
         """Of a collective of `size` bytes that runs with the rest of `count`, combined up to `limit` bytes."""
         return min(1.0, max(1 / count, size / limit))
+
+    def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
+        """Seconds of a kernel that writes and reads once a device's part of a tensor, under each of `specs`."""
+        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        sizes = [math.prod(self.mesh.shard_shape(kind.shape, spec)) * dtype_bytes(kind.dtype) for spec in specs]
+        return 2 * np.array(sizes, float) / rate + self.device.kernel_overhead
 
     def _return_costs(self, value: Value, specs: Specs) -> Matrix:
         """Seconds to gather a result whose parts are uneven: a program does not return such parts."""
@@ -143,20 +172,3 @@ class Prices:
         whole = [replicated(len(kind.shape))]
         moved = reshard_matrix(kind.shape, dtype_bytes(kind.dtype), choices, whole, self.mesh, self.device)[0]
         return np.asarray(np.where(uneven, moved[:, 0], 0.0)[specs.index])
-
-
-def _last_products(graph: Graph, groups: Groups) -> list[bool]:
-    """Per group whether no product is made from what it makes."""
-    readers: Mapping[int, set[int]] = {group.id: set() for group in groups.groups}
-    for group in groups.groups:
-        for value in group.inputs:
-            maker = groups.of.get(value.op)
-            if maker is not None:
-                readers[maker].add(group.id)
-    found = [True] * len(groups.groups)
-    for group in reversed(groups.groups):
-        found[group.id] = all(
-            found[reader] and not any(graph.ops[op].kind in CONTRACTIONS for op in groups.groups[reader].ops)
-            for reader in readers[group.id]
-        )
-    return found

@@ -1,0 +1,116 @@
+"""What groups cost in the solver follows the kernels that the target's compiler is predicted to make of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.cost.collectives import coefficients
+from autoshard.cost.device import load_device
+from autoshard.cost.predict import predict
+from autoshard.graph.groups import fusion_groups
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.formulate import formulate
+from autoshard.solver.guard import guarded
+from autoshard.solver.prices import Prices
+from autoshard.solver.solve import solve
+from tests.graph.helpers import graph_from_text
+
+KINDS = ["cpu", "h100", "tpu-v5e"]
+ROWS, WIDE = 65536, 1024
+
+
+def chain() -> str:
+    """A product, a softmax without its maximum, and a product."""
+    x, w, s = f"tensor<{ROWS}x{WIDE}xf32>", f"tensor<{WIDE}x{WIDE}xf32>", f"tensor<{ROWS}xf32>"
+    dot = f"contracting_dims = [1] x [0] : ({x}, {w}) -> {x}"
+    return f"""func.func @main(%x: {x}, %v: {w}, %w: {w}) -> {x} {{
+      %zero = stablehlo.constant dense<0.0> : tensor<f32>
+      %0 = stablehlo.dot_general %x, %v, {dot}
+      %1 = stablehlo.exponential %0 : {x}
+      %2 = stablehlo.reduce(%1 init: %zero) applies stablehlo.add across dimensions = [1]
+        : ({x}, tensor<f32>) -> {s}
+      %3 = stablehlo.broadcast_in_dim %2, dims = [0] : ({s}) -> {x}
+      %4 = stablehlo.divide %1, %3 : {x}
+      %5 = stablehlo.dot_general %4, %w, {dot}
+      return %5 : {x}
+    }}"""
+
+
+def annotatable(graph: Graph) -> Graph:
+    """Every op as an aten op of its own, whose result can be annotated."""
+    ops = tuple(op if op.kind in ("argument", "constant") else replace(op, aten=op.id) for op in graph.ops)
+    return replace(graph, ops=ops, aten_outputs={(op.id, 0): Value(op.id) for op in ops if op.aten is not None})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_objective_is_the_step_time_that_is_predicted(kind):
+    graph, mesh, device = (
+        annotatable(graph_from_text(chain())),
+        Mesh((2, 4), ("data", "model"), kind),
+        load_device(kind),
+    )
+    formulation = formulate(graph, mesh, device)
+    solution = solve(formulation.problem)
+    found = predict(graph, guarded(graph, formulation.annotations(solution.choice), mesh), mesh, device)
+    assert solution.objective == pytest.approx(found.step_time_s, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_choice_is_priced_near_what_is_predicted(kind):
+    """Whole groups on every axis that they can take: rows, columns, the contracted dim, nothing."""
+    graph, mesh, device = annotatable(graph_from_text(chain())), Mesh((8,), ("x",), kind), load_device(kind)
+    formulation = formulate(graph, mesh, device)
+    problem = formulation.problem
+    draw = np.random.default_rng(0)
+    ratios = []
+    for _ in range(40):
+        choice = [int(draw.integers(len(costs))) for costs in problem.node_costs]
+        priced = evaluate(problem, choice).objective
+        if math.isfinite(priced):
+            annotations = guarded(graph, formulation.annotations(choice), mesh)
+            ratios.append(priced / predict(graph, annotations, mesh, device).step_time_s)
+    assert len(ratios) > 10
+    assert 0.9 < float(np.median(ratios)) < 1.1
+
+
+def test_work_that_is_not_split_is_not_free_on_a_chip_that_could_hold_its_parts():
+    """8 devices hold 16 MB on chip between them, one device does not hold them all."""
+    graph, kind = graph_from_text(chain()), "tpu-v5e"
+    mesh, device = Mesh((8,), ("x",), kind), load_device(kind)
+    groups = fusion_groups(graph)
+    formulation = formulate(graph, mesh, device)
+    for group, ways in zip(groups.groups, formulation.strategies, strict=True):
+        whole = next(i for i, each in enumerate(ways.assignments) if not any(each))
+        costs = Prices(graph, groups, mesh, device).group_costs(group, ways)
+        split = min(cost for cost, sums in zip(costs, ways.collectives, strict=True) if not sums)
+        work = costs[whole] - device.kernel_overhead
+        assert work == 0 or work > 4 * (split - device.kernel_overhead)
+
+
+@pytest.mark.parametrize(("kind", "copied"), [("cpu", 0), ("h100", 4), ("tpu-v5e", 0)])
+def test_gradients_share_the_start_of_the_sum_that_they_are_combined_into(kind, copied):
+    kinds = ", ".join(f"%{name}: tensor<4096x256xf32>" for name in "xabcd")
+    dims = "contracting_dims = [0] x [0] : (tensor<4096x256xf32>, tensor<4096x256xf32>) -> tensor<256x256xf32>"
+    lines = "\n".join(f"%{i} = stablehlo.dot_general %x, %{name}, {dims}" for i, name in enumerate("abcd"))
+    made = ", ".join(["tensor<256x256xf32>"] * 4)
+    text = f"func.func @main({kinds}) -> ({made}) {{\n{lines}\nreturn %0, %1, %2, %3 : {made}\n}}"
+    graph, mesh, device = graph_from_text(text), Mesh((8,), ("x",), kind), load_device(kind)
+    formulation = formulate(graph, mesh, device)
+    groups = formulation.groups
+    prices = Prices(graph, groups, mesh, device)
+    ways = formulation.strategies[0]
+    summed = next(i for i, each in enumerate(ways.collectives) if each and each[0].kind == "all-reduce")
+    start, per_byte = coefficients("all-reduce", ("x",), mesh, device)
+    size = 256 * 256 * 4
+    copies = copied * size / (device.memory_bandwidth * device.achievable_memory)
+    launched = device.kernel_overhead if copied else 0.0
+    (sums,) = ways.collectives[summed]
+    assert prices.collective_seconds(sums, groups.groups[0]) == pytest.approx(
+        start / 4 + per_byte * size + copies + launched
+    )
