@@ -22,9 +22,10 @@ from autoshard.cost.device import Device
 from autoshard.cost.hops import hops_between, path_matrix
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.cost.spmd import Partitioner
+from autoshard.cost.spmd_scatter import MOVES
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
-from autoshard.graph.ops import Graph, Value
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules import rule_for
 from autoshard.graph.tiling import Subaxes
@@ -175,6 +176,7 @@ class _Builder:
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
+        self.first_group = 0  # node of the first group
         self._matrices: dict[tuple[object, ...], Matrix] = {}
         self._by_shape: dict[object, tuple[Strategies, Matrix]] = {}
 
@@ -227,6 +229,7 @@ class _Builder:
 
     def _groups(self) -> list[Strategies]:
         found = []
+        self.first_group = len(self.node_costs)
         scatterable = self._scatterable()
         keys = [self._key(group, scatterable) for group in self.groups.groups]
         self.prices.average(keys)
@@ -338,8 +341,11 @@ class _Builder:
         held = Specs(specs.choices + others, np.arange(len(same), dtype=np.int32))
         copy = self._node(np.zeros(len(same)), f"copy of {self.names[node]}")
         readers = [reader for reader, _ in uses]
+        if self._needs_nothing(value):  # its update reads it as it is kept
+            updates = [node for node in readers if self.prices.last[node - self.first_group]]
+            readers = [node for node in readers if node not in updates] or readers
         item, sliced = self._moved_as(value, readers), self._cut_out(readers)
-        key = ("into", self.graph.type_of(value), item, sliced, specs.choices, others)
+        key = ("into", self.graph.type_of(value), item, sliced, self._needs_nothing(value), specs.choices, others)
         if key not in self._matrices:
             into = self._choice_matrix(value, specs.choices, held.choices, item, sliced).copy()
             kept = len(specs.choices)
@@ -352,7 +358,8 @@ class _Builder:
         self._edge(node, copy, self._expand(key, self._matrices[key], specs, held))
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
-            out_key = ("out", self.graph.type_of(value), item, sliced, specs.choices, others, wanted.choices)
+            first = self._needs_nothing(value)
+            out_key = ("out", self.graph.type_of(value), item, sliced, first, specs.choices, others, wanted.choices)
             if out_key not in self._matrices:
                 out = self._choice_matrix(value, held.choices, wanted.choices, item, sliced).copy()
                 kept = len(specs.choices)
@@ -368,6 +375,10 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
+    def _needs_nothing(self, value: Value) -> bool:
+        """Whether gathers of a value can all be combined: a weight's."""
+        return self.graph.ops[value.op].kind == "argument"
+
     def _cut_out(self, readers: Sequence[int]) -> bool:
         """Whether a slice of a value is a kernel of its own: products of a library take none in, loops and TPUs do."""
         return self.device.target != "tpu" and any(node in self.contractions for node in readers)
@@ -375,16 +386,28 @@ class _Builder:
     def _moved_as(self, value: Value, readers: Sequence[int]) -> int:
         """Bytes of an element while it is resharded for these nodes: a TPU rounds what contractions alone will read."""
         kind = self.graph.type_of(value)
-        contracted = all(node in self.contractions for node in readers)
-        rounds = self.device.target == "tpu" and kind.dtype == "f32" and contracted
-        return 2 if rounds else dtype_bytes(kind.dtype)
+        if self.device.target != "tpu" or kind.dtype != "f32":
+            return dtype_bytes(kind.dtype)
+        own = {op for node in readers for op in self.groups.groups[node - self.first_group].ops}
+        uses = [op for op in self.partitioner.readers.get(value, ()) if op.id in own]
+        return 2 if uses and all(self._contracts(op) for op in uses) else dtype_bytes(kind.dtype)
+
+    def _contracts(self, op: Op, depth: int = 8) -> bool:
+        """Whether an op is a contraction, or moves what contractions alone read."""
+        if op.kind in CONTRACTIONS:
+            return True
+        made = Value(op.id)
+        if op.kind not in MOVES or not depth or made in self.partitioner.results:
+            return False
+        uses = self.partitioner.readers.get(made, ())
+        return bool(uses) and all(self._contracts(each, depth - 1) for each in uses)
 
     def _choice_matrix(
         self, value: Value, sources: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int, sliced: bool
     ) -> Matrix:
         kind = self.graph.type_of(value)
-        copied = self._copied(value)
-        key = ("reshard", kind, item, copied, sliced, sources, wanted)
+        copied, first = self._copied(value), self._needs_nothing(value)
+        key = ("reshard", kind, item, copied, sliced, first, sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -394,6 +417,8 @@ class _Builder:
             if rows and columns:
                 ends = (kind.shape, item, rows, columns, self.mesh, self.device)
                 found = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
+                if first:
+                    found = found - self.prices.shared_starts(kind, item, rows, columns)
                 if sliced:
                     differs = np.array([[row != column for column in columns] for row in rows])
                     made = self.prices.copy_seconds(kind, columns)
@@ -405,8 +430,8 @@ class _Builder:
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
         item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
         matrix = self._choice_matrix(value, sources.choices, wanted.choices, item, sliced)
-        kind, copied = self.graph.type_of(value), self._copied(value)
-        key = ("reshard", kind, item, copied, sliced, sources.choices, wanted.choices)
+        kind, copied, first = self.graph.type_of(value), self._copied(value), self._needs_nothing(value)
+        key = ("reshard", kind, item, copied, sliced, first, sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:

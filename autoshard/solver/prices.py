@@ -18,7 +18,7 @@ from autoshard.cost.backend import backend_of
 from autoshard.cost.collectives import Collective, coefficients
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
 from autoshard.cost.device import Device
-from autoshard.cost.reshard import reshard_matrix
+from autoshard.cost.reshard import fit_of, reshard_matrix, reshard_steps
 from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.ops import Graph, Value
@@ -38,6 +38,7 @@ class Prices:
         self.works = group_works(graph, groups, mesh, device)
         self.last = last_products(graph, groups)
         self.sums = sum(self.last) or 1
+        self.weights = sum(argument.role == "parameter" for argument in graph.program.arguments)
         outputs = zip(graph.program.outputs, graph.outputs, strict=True)
         self.returned = {value for output, value in outputs if output.updates is None}
 
@@ -153,6 +154,26 @@ class Prices:
     def part_of_start(size: float, limit: float, count: int) -> float:
         """Of a collective of `size` bytes that runs with the rest of `count`, combined up to `limit` bytes."""
         return min(1.0, max(1 / count, size / limit))
+
+    def shared_starts(self, kind: TensorType, item: int, rows: Sequence[Spec], columns: Sequence[Spec]) -> Matrix:
+        """Seconds that gathers of a weight from `rows` to `columns` start sooner for being combined with others.
+
+        Args:
+            item: bytes of an element.
+        """
+        saved = np.zeros((len(rows), len(columns)))
+        limit = self.backend.combined_up_to.get("all-gather")
+        if limit is None or self.weights < 2:
+            return saved
+        total, fit = math.prod(kind.shape) * item, fit_of(kind.shape, self.mesh)
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns):
+                steps = reshard_steps(row, column, self.mesh, self.device.target, fit).steps
+                if len(steps) == 1 and steps[0].kind == "all-gather":
+                    start, _ = coefficients("all-gather", steps[0].axes, self.mesh, self.device)
+                    part = self.part_of_start(float(steps[0].share) * total, limit, self.weights)
+                    saved[i, j] = start * (1 - part)
+        return saved
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
         """Seconds of a kernel that writes and reads once a device's part of a tensor, under each of `specs`."""

@@ -114,3 +114,52 @@ def test_gradients_share_the_start_of_the_sum_that_they_are_combined_into(kind, 
     assert prices.collective_seconds(sums, groups.groups[0]) == pytest.approx(
         start / 4 + per_byte * size + copies + launched
     )
+
+
+def weights(count: int) -> Graph:
+    """A chain of products with as many weights."""
+    x, w = "tensor<512x256xf32>", "tensor<256x256xf32>"
+    given = ", ".join(f"%w{i}: {w}" for i in range(count))
+    dot = f"contracting_dims = [1] x [0] : ({x}, {w}) -> {x}"
+    lines = [f"%{i} = stablehlo.dot_general %{'x' if i == 0 else i - 1}, %w{i}, {dot}" for i in range(count)]
+    body = "\n".join([*lines, f"return %{count - 1} : {x}"])
+    text = f"func.func @main(%x: {x}, {given}) -> {x} {{\n{body}\n}}"
+    return annotatable(graph_from_text(text, roles=["input", *["parameter"] * count]))
+
+
+def gather_cost(graph: Graph, mesh: Mesh) -> float:
+    """What the problem charges for gathering the last weight, whose rows are split."""
+    formulation = formulate(graph, mesh, load_device(mesh.device))
+    value = formulation.argument_values[-1]
+    node = len(formulation.argument_values) - 1
+    row = next(i for i, spec in enumerate(formulation.argument_specs[node].choices) if spec == (("x",), ()))
+    reader = formulation.groups.groups[-1]
+    ways = formulation.strategies[-1]
+    column = next(i for i in range(len(ways)) if not any(ways.assignments[i]))
+    assert reader.inputs[1] == value
+    edges = zip(formulation.problem.edges, formulation.problem.edge_costs, strict=True)
+    return next(float(costs[row, column]) for (tail, _), costs in edges if tail == node)
+
+
+@pytest.mark.parametrize(("kind", "combines"), [("cpu", False), ("h100", True), ("tpu-v5e", False)])
+def test_gathers_of_weights_start_together_where_the_compiler_combines_them(kind, combines):
+    mesh, device = Mesh((8,), ("x",), kind), load_device(kind)
+    size = 256 * 256 * (2 if kind == "tpu-v5e" else 4)  # a TPU rounds what it gathers for a product
+    start, per_byte = coefficients("all-gather", ("x",), mesh, device)
+    assert gather_cost(weights(1), mesh) == pytest.approx(start + per_byte * size)
+    together = start / 4 if combines else start
+    assert gather_cost(weights(4), mesh) == pytest.approx(together + per_byte * size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_before_a_product_is_a_kernel_of_its_own_but_on_a_tpu(kind):
+    graph = weights(1)
+    mesh, device = Mesh((8,), ("x",), kind), load_device(kind)
+    formulation = formulate(graph, mesh, device)
+    ways = formulation.strategies[0]
+    column = next(i for i in range(len(ways)) if ways.inputs[0][i] == (("x",), ()))
+    whole = formulation.argument_specs[0].choices.index(((), ()))
+    costs = formulation.problem.edge_costs[formulation.problem.edges.index((0, 2))]
+    part = 512 * 256 * 4 / 8 / (device.memory_bandwidth * device.achievable_memory)
+    cut = 0.0 if kind == "tpu-v5e" else 2 * part + device.kernel_overhead
+    assert costs[whole, column] == pytest.approx(cut)
