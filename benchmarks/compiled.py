@@ -66,8 +66,12 @@ def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
 def measured(graph: Graph, mesh_text: str, target_text: str, name: str) -> Row:
     """Compile one plan for one target; figures of the prediction and of the compiled program."""
     mesh = Mesh.parse(mesh_text, device=target_text.partition(":")[0])
+    return measured_plan(graph, annotations(name, graph, mesh), mesh, target_text)
+
+
+def measured_plan(graph: Graph, chosen: Annotations, mesh: Mesh, target_text: str) -> Row:
+    """`measured`, of annotations at hand."""
     target = parse_target(target_text, mesh.size)
-    chosen = annotations(name, graph, mesh)
     report, compiled = compare_compiled(graph, chosen, mesh, target, annotate(graph.program, graph, chosen, mesh))
     return report.as_dict() | {"compile_s": round(compiled.seconds, 1)}
 
