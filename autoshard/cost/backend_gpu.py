@@ -24,6 +24,7 @@ from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.rewrite_conv import cudnn_convolution, folded_kernels
 from autoshard.cost.schedule import (
     Dependencies,
     combined,
@@ -84,9 +85,16 @@ class GpuBackend(Backend):
     copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
     def rewrite(self, program: Lowered) -> Lowered:
-        """Products with vectors as sums, outer products as loops; other products cut along their contraction."""
+        """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
         rewriter = Rewriter(program)
-        for step in program.steps:
+        folded = folded_kernels(program)
+        for number, step in enumerate(program.steps):
+            if number in folded:
+                rewriter.instead[step.writes[0]] = rewriter.instead.get(step.reads[0], step.reads[0])
+                continue
+            if step.kind == "convolution":
+                cudnn_convolution(rewriter, step, program.graph.ops[step.op])
+                continue
             product = _product(program, step) if step.kind == "dot_general" else None
             if product is not None and min(product.m, product.n, product.k) == 1:
                 kind = "multiply" if product.k == 1 else "reduce"

@@ -1,11 +1,11 @@
-"""Rewrites of convolutions and of pooling's gradients that XLA's CPU compiler does before it fuses."""
+"""Rewrites of convolutions, and of pooling's gradients, that XLA's CPU and GPU compilers do before they fuse."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import Array, Step
+from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.rewrite import Rewriter, transposed
 from autoshard.graph.ops import Op
 
@@ -35,6 +35,84 @@ def canonical_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
     canonical = rewriter.array(step.writes[0], shape=shape)
     rewriter.emit(replace(step, reads=tuple(reads), writes=(canonical,)))
     rewriter.emit(Step("transpose", step.op, (canonical,), step.writes))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What stands behind the kernel that a convolution reads.
+
+    Attributes:
+        source: the array to read instead: behind reversals and transposes, but gathered.
+        shape: of that, in the order in which the kernel lies in memory.
+        dims: per dim of the kernel, the dim of `shape` that it is.
+        turned: whether it is reversed: the convolution makes an input's gradient.
+        folded: numbers of the steps that reverse and transpose it.
+    """
+
+    source: int
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    turned: bool
+    folded: tuple[int, ...]
+
+
+def kernel_of(program: Lowered, step: Step) -> Kernel | None:
+    """The kernel of a convolution; None where it cannot be told."""
+    shape = program.arrays[step.reads[1]].shape if len(step.reads) == 2 else None
+    if shape is None or len(shape) != len(program.graph.ops[step.op].attrs["rhs"]):
+        return None
+    array, source, dims, turned = step.reads[1], step.reads[1], tuple(range(len(shape))), False
+    folded = []
+    while (number := program.arrays[array].maker) >= 0:
+        maker = program.steps[number]
+        order = program.graph.ops[maker.op].attrs.get("permutation", ())
+        if maker.kind == "transpose" and len(order) == len(dims):
+            dims = tuple(order[dim] for dim in dims)
+        elif maker.kind == "reverse":
+            turned = not turned
+        elif maker.kind != "all-gather":
+            break
+        if maker.kind != "all-gather":
+            folded.append(number)
+            source = maker.reads[0] if source == array else source
+        array = maker.reads[0]
+    whole = [0] * len(dims)
+    for dim, size in zip(dims, shape, strict=True):
+        whole[dim] = size
+    return Kernel(source, tuple(whole), dims, turned, tuple(folded))
+
+
+def folded_kernels(program: Lowered) -> set[int]:
+    """Steps that reverse or transpose the kernel of one convolution, and nothing else."""
+    found: set[int] = set()
+    for step in program.steps:
+        kernel = kernel_of(program, step) if step.kind == "convolution" else None
+        for number in kernel.folded if kernel is not None else ():
+            made = program.arrays[program.steps[number].writes[0]]
+            if len(made.readers) == 1 and not made.returned:
+                found.add(number)
+    return found
+
+
+def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
+    """cuDNN reads kernels as (out features, spatial, in features), for the gradient of an input as they were.
+
+    One that lies in another order is copied, once for both passes. That a gradient reads its kernel transposed and
+    reversed is part of the convolution.
+    """
+    kernel = kernel_of(rewriter.source, step)
+    if kernel is None:
+        rewriter.emit(step)
+        return
+    out, within, *spatial = (kernel.dims[dim] for dim in op.attrs["rhs"])
+    order = (within, *spatial, out) if kernel.turned else (out, *spatial, within)
+    source = rewriter.instead.get(kernel.source, kernel.source)
+    if _moves(kernel.shape, order):
+        if (source, order) not in rewriter.turned:
+            rewriter.turned[source, order] = rewriter.array(source)
+            rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[source, order],)))
+        source = rewriter.turned[source, order]
+    rewriter.emit(replace(step, reads=(step.reads[0], source)))
 
 
 def _moves(shape: tuple[int, ...] | None, order: tuple[int, ...]) -> bool:
