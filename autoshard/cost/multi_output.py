@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.schedule import ancestors, dependencies, in_order
 
@@ -23,7 +25,7 @@ def merged_outputs(
 class _Merger:
     def __init__(self, kernels: list[Kernel]) -> None:
         self.kernels = kernels
-        self.before = ancestors(kernels)
+        self.before = _Ancestors(kernels)
         self.makers = dependencies(kernels).makers
         self.members = [[number] for number in range(len(kernels))]
         self.into = list(range(len(kernels)))
@@ -46,25 +48,18 @@ class _Merger:
 
     def _free(self, one: int, other: int) -> bool:
         """Whether neither needs the other but for results that it reads directly."""
-        first = sum(1 << number for number in self.members[one])
-        second = sum(1 << number for number in self.members[other])
-        if any(self.before[number] & second for number in self.members[one]):
+        first, second = self.members[one], self.members[other]
+        if self.before.any(first, second):
             return False
-        both = {*self.members[one], *self.members[other]}
-        between = {maker for number in self.members[other] for maker in self.makers[number]} - both
-        return not any(self.before[maker] & first for maker in between)
+        between = {maker for number in second for maker in self.makers[number]} - {*first, *second}
+        return not self.before.any(sorted(between), first)
 
     def _join(self, one: int, other: int) -> None:
         self.members[one] += self.members[other]
-        self.members[other] = []
-        bits = members = 0
-        for number in self.members[one]:
+        for number in self.members[other]:
             self.into[number] = one
-            members |= 1 << number
-            bits |= self.before[number]
-        for number, found in enumerate(self.before):
-            if found & members:
-                self.before[number] = found | bits
+        self.members[other] = []
+        self.before.join(self.members[one])
 
     def _merged(self, parts: Sequence[int]) -> Kernel:
         if len(parts) == 1:
@@ -82,3 +77,39 @@ class _Merger:
             sum(kernel.flops for kernel in one),
             frozenset().union(*(kernel.displaced for kernel in one)),
         )
+
+
+class _Ancestors:
+    """Which kernels each kernel waits for, itself included: one bit each, 64 of them in a word.
+
+    Words come first, so that asking all kernels for the same few bits reads memory in order.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        width = -(-len(kernels) // 64)
+        rows = b"".join(found.to_bytes(8 * width, "little") for found in ancestors(kernels))
+        self.words = np.frombuffer(rows, dtype="<u8").reshape(len(kernels), width).T.copy()
+
+    def any(self, these: Sequence[int], those: Sequence[int]) -> bool:
+        """Whether one of `these` waits for one of `those`."""
+        numbers = np.array(these, dtype=np.intp)
+        return any(bool((self.words[word, numbers] & bits).any()) for word, bits in _masks(those).items())
+
+    def join(self, members: Sequence[int]) -> None:
+        """From now on what waits for one of `members` waits for all that any of them waits for."""
+        some = np.zeros(self.words.shape[1], dtype=bool)
+        every = np.ones_like(some)
+        for word, bits in _masks(members).items():
+            found = self.words[word] & bits
+            some |= found != 0
+            every &= found == bits
+        rows = np.flatnonzero(some & ~every)  # who waits for every one has all of this already
+        self.words[:, rows] |= np.bitwise_or.reduce(self.words[:, members], axis=1)[:, None]
+
+
+def _masks(numbers: Sequence[int]) -> dict[int, np.uint64]:
+    """Word -> the bits in it."""
+    found: dict[int, int] = {}
+    for number in numbers:
+        found[number // 64] = found.get(number // 64, 0) | 1 << number % 64
+    return {word: np.uint64(bits) for word, bits in found.items()}
