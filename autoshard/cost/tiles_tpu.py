@@ -23,6 +23,8 @@ Shape = tuple[int, ...]
 LANES, ROWS = 128, 8
 MOST_PADDING = 1.5
 """Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
+LONGEST = 150
+"""Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
 LATENCY_BOUND = 16 * 2**20
 """Bytes of a gathered array up to which 64 chips or more reduce instead: 16.0 MiB are, 16.5 MiB are not."""
 MANY = 64
@@ -80,6 +82,8 @@ def scattered(shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bo
     if dim != row:
         tiles = major * -(-part[row] // ROWS) * across
         return _padded(tiles, _up(tiles, unit), ways)
+    if _largest_prime(across) > LONGEST:
+        return None
     if major > 1:
         return _padded(part[row], _up(part[row], ROWS), ways)
     rows = unit // math.gcd(unit, across)
@@ -120,6 +124,17 @@ def gathers_as_sum(shape: Shape, part: int, size: int, axes: tuple[str, ...], me
     if any(dim.link is not inner for dim in dims):
         return False
     return size <= LATENCY_BOUND or (len(dims) > 2 and min(dim.size for dim in dims) >= 4)
+
+
+def _largest_prime(size: int) -> int:
+    factor, largest = 2, 1
+    while factor * factor <= size:
+        if size % factor == 0:
+            size //= factor
+            largest = factor
+        else:
+            factor += 1
+    return max(largest, size)
 
 
 def _up(size: int, to: int) -> int:
