@@ -179,19 +179,22 @@ class Reader:
         self.places = slices.places(mesh, module.num_partitions)
         self.started: set[tuple[str, str, int | None]] = set()
 
-    def visit(self, name: str, count: int, fused_in: str, scatter: bool, label: str) -> Iterator[CompiledCollective]:
+    def visit(
+        self, name: str, count: int, fused_in: str, scatter: bool, label: str, loops: tuple[str, ...] = ()
+    ) -> Iterator[CompiledCollective]:
         """Collectives of a computation that runs `count` times.
 
         Args:
             fused_in: for the inside of a fusion, the computation that the fusion stands in.
             scatter: inside a reduce-scatter fusion.
             label: what an instruction without metadata belongs to.
+            loops: the computations that the loops around it stand in: what they started may go on inside.
         """
         computation = self.module.computations.get(name)
         if computation is None:
             return
         for instruction in computation.instructions.values():
-            yield from self.at(computation, instruction, count, fused_in, scatter, label)
+            yield from self.at(computation, instruction, count, fused_in, scatter, label, loops)
 
     def at(
         self,
@@ -201,13 +204,14 @@ class Reader:
         fused_in: str = "",
         scatter: bool = False,
         label: str = "",
+        loops: tuple[str, ...] = (),
     ) -> Iterator[CompiledCollective]:
         """Collectives of one instruction and of what it calls; see `visit`."""
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
         own_label = instruction.op_name or label
         if kind in KINDS:
-            if not scatter and (fused_in, kind, instruction.channel) in self.started:
+            if not scatter and any((outer, kind, instruction.channel) in self.started for outer in (fused_in, *loops)):
                 return
             for collective in self.read(computation, instruction, kind, count, own_label):
                 yield replace(collective, kind="reduce-scatter") if scatter else collective
@@ -223,7 +227,8 @@ class Reader:
         elif opcode == "while":
             trips = self.module.trip_count(instruction)
             for body in instruction.called:
-                yield from self.visit(body, count * (1 if trips is None else trips), "", scatter, own_label)
+                times = count * (1 if trips is None else trips)
+                yield from self.visit(body, times, "", scatter, own_label, (*loops, computation.name))
         elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
             # TPU fuses the start, the middle and the end of an async collective with other work: count it at its start.
             # Channels alone do not tell: combined collectives share one.
@@ -233,7 +238,7 @@ class Reader:
             inside = fused_in or (computation.name if opcode == "fusion" else "")
             for called in instruction.called:
                 in_scatter = scatter or called.startswith("all-reduce-scatter")
-                for collective in self.visit(called, count, "" if end else inside, in_scatter, own_label):
+                for collective in self.visit(called, count, "" if end else inside, in_scatter, own_label, loops):
                     if end is not None:
                         self.started.add((inside, collective.kind, end[1]))
                     yield collective

@@ -61,6 +61,38 @@ def test_tpu_fuses_parts_of_one_async_collective_with_other_work():
     assert len(channels) == 4, "two weights forwards, two backwards, each printed up to three times"
 
 
+def test_tpu_gathers_that_go_on_inside_a_loop_count_once():
+    def fused(name, call):
+        return f"""
+%{name} (w.{name}: f32[64,32]) -> f32[256,32] {{
+  %w.{name} = f32[64,32]{{1,0}} parameter(0)
+  %all.{name} = f32[256,32]{{1,0}} all-gather(%w.{name}), channel_id=7, replica_groups=[2,4]<=[8], dimensions={{0}}
+  {call}
+}}
+"""
+
+    start, done = (
+        f'ROOT %c.{end} = f32[256,32] custom-call(%all.{name}), custom_call_target="AsyncCollective{end}"'
+        for name, end in (("start", "Start"), ("done", "Done"))
+    )
+    loop = """
+%body (b: f32[64,32]) -> f32[64,32] {
+  %b = f32[64,32]{1,0} parameter(0)
+  %more = f32[256,32] fusion(%b), kind=kCustom, calls=%middle
+  ROOT %same = f32[64,32]{1,0} copy(%b)
+}
+
+%until (u: f32[64,32]) -> pred[] {
+  ROOT %u = f32[64,32]{1,0} parameter(0)
+}
+"""
+    more = fused("start", start) + fused("middle", "ROOT %neg = f32[256,32] negate(%all.middle)") + fused("done", done)
+    body = """  %a = f32[256,32] fusion(%p), kind=kCustom, calls=%start
+  %l = f32[64,32] while(%p), condition=%until, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %z = f32[256,32] fusion(%p), kind=kCustom, calls=%done"""
+    assert read(body, "tpu", more + loop) == [("all-gather", ("model",), 32768, 1)]
+
+
 def test_tpu_reduce_scatters_that_share_a_channel_are_two():
     more = """
 %all-reduce-scatter (w: f32[64,32]) -> f32[8,32] {
