@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from autoshard.cost import spmd_expanded, spmd_reorder, spmd_shape, tiles_tpu
@@ -29,6 +30,7 @@ from autoshard.cost.spmd_dot import Move as Resharded
 from autoshard.cost.spmd_gather import KeptGathers
 from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
+from autoshard.cost.spmd_looped import Loop
 from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.cost.spmd_scatter import MOVES, Cuts, Dim, scatter_later
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
@@ -289,6 +291,8 @@ class Partitioner:
         results = tuple(self.shardings.made[Value(op.id, r)] for r in range(len(op.results)))
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
+        if self.target == "tpu" and op.kind == "dot_general":
+            key = (key, self._alone(op))
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
@@ -461,7 +465,8 @@ class Partitioner:
         if op.kind == "convolution":
             partitioner: DotPartitioner = ConvolutionPartitioner(dims, self.subaxes, op.attrs, out.shape)
         else:
-            partitioner = DotPartitioner(dims, self.subaxes)
+            hides = partial(self._hides, op) if self.target == "tpu" else None
+            partitioner = DotPartitioner(dims, self.subaxes, hides, self._alone(op))
         plan = partitioner.plan(
             (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
         )
@@ -473,6 +478,14 @@ class Partitioner:
                 kind = lhs if step.place == 0 else rhs
                 steps = tuple(self.permutes(step.moved, step.tiling, kind.dtype))
                 moves.append((step.place, (step.key, None, step.tiling), steps))
+            elif isinstance(step, Loop):
+                kind = out if step.place == 2 else (lhs, rhs)[step.place]
+                width = 2 if step.place < 2 and kind.dtype == "f32" else bytes_of(kind.dtype)
+                sent: Step = ("collective-permute", self.resharder.names(step.axes), step.elements * width)
+                if step.place == 2:
+                    own.append(sent)
+                else:
+                    moves.append((step.place, (step.outer, step.source, self.nothing(kind.shape)), (sent,)))
             elif isinstance(step, Sum):
                 cut = None
                 if any(step.kept):
@@ -494,6 +507,17 @@ class Partitioner:
                 moves.append((step.place, (step.outer, step.source, end), steps))
         whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
         return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted, order)
+
+    def _alone(self, op: Op) -> tuple[bool, ...]:
+        """Per operand whether no other contraction reads it."""
+        return tuple(
+            sum(reader.kind in CONTRACTIONS for reader in self.readers.get(value, ())) == 1 for value in op.operands
+        )
+
+    def _hides(self, op: Op, macs: int, elements: int, axes: Dim) -> bool:
+        """See `tiles_tpu.hides`."""
+        size = elements * bytes_of(op.results[0].dtype)
+        return tiles_tpu.hides(2 * macs, size, self.resharder.names(axes), self.subaxes.mesh)
 
     def sums(self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None) -> list[Step]:
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.

@@ -54,11 +54,11 @@ class ConvolutionPartitioner(DotPartitioner):
         """
         d, count = self.dims, self.subaxes.ways(devices)
         free = ((b[2] for b in d.batch), (m[1] for m in d.left), (n[1] for n in d.right))
-        whole = any(self._ways(out, dims) == count for dims in free)
+        whole = any(self.ways(out, dims) == count for dims in free)
         if self.groups == 1 and (whole or not d.spatial):
             return super()._default(lhs, rhs, shape, out, devices, outer, create)
         lhs, rhs = (self._moved(side, _whole(side.tiling), outer) for side in (lhs, rhs))
-        return self._reshard_result(shape, _whole(out), out, outer, self._make(lhs, rhs, create))
+        return self._reshard_result(shape, _whole(out), out, outer, self.make(lhs, rhs, create))
 
     def _expected_other(self, place: int, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
         """An operand that fits no group is gathered whole; without spatial dims, as in any contraction."""
@@ -268,11 +268,12 @@ class ConvolutionPartitioner(DotPartitioner):
         """The local convolution, whose result has the spatial extents of `local`."""
         before = dict(self.sliding)
         self.sliding = {o: local[o] for o in before}
-        made = self._make(lhs, rhs, create)
+        made = self.make(lhs, rhs, create)
         self.sliding = before
         return made
 
-    def _leaf(self, left: Shape, right: Shape) -> Shape:
+    def leaf(self, left: Shape, right: Shape) -> Shape:
+        """The local convolution; returns its result's shape."""
         d = self.whole
         out = [1] * len(self.out)
         for a, b, o in d.batch:

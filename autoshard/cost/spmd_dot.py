@@ -5,7 +5,8 @@ devices are grouped by dims that operands and result split alike (batch dims, th
 dims), and the contraction within a group is partitioned in the same way, until every dim is split by all devices of
 the group or by none. First without moving any operand, then with.
 
-Windowed (looped) einsums, which XLA's defaults keep for operands of hundreds of megabytes, are not modelled.
+On TPU a gather or a reduce-scatter around a contraction that takes long enough becomes a loop of permutes beside parts
+of it (*windowed einsum*, `spmd_looped.py`); XLA's defaults for GPU keep that for operands of hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from autoshard.cost.spmd_halo import Moved
+from autoshard.cost.spmd_looped import Hides, Loop, looped
 from autoshard.graph.contraction import Dims
 from autoshard.graph.tiling import Subaxes, Tiling
 
@@ -62,7 +64,7 @@ class Halo:
     key: Hashable
 
 
-Step = Move | Sum | Halo
+Step = Move | Sum | Halo | Loop
 
 
 @dataclass
@@ -96,9 +98,18 @@ Create = Callable[[Shape, Shape], Shape]
 class DotPartitioner:
     """Plans one contraction; `plan` is the entry."""
 
-    def __init__(self, dims: Dims, subaxes: Subaxes) -> None:
-        """For one contraction over the mesh of `subaxes`."""
+    def __init__(
+        self, dims: Dims, subaxes: Subaxes, hides: Hides | None = None, alone: tuple[bool, ...] = (False, False)
+    ) -> None:
+        """For one contraction over the mesh of `subaxes`.
+
+        Args:
+            hides: when the compiler writes windowed einsums; None where it writes none.
+            alone: whether each operand is gathered for nothing else.
+        """
         self.dims = dims
+        self.hides = hides
+        self.alone = alone
         self.subaxes = subaxes
         self.result = DotPlan()
 
@@ -107,7 +118,7 @@ class DotPartitioner:
     ) -> DotPlan:
         """The steps for operands given as (shape, tiling, bytes of an element), and a result (shape, tiling)."""
         everything = tuple(range(len(self.subaxes.sizes)))
-        made = self._dot(Side(0, *lhs), Side(1, *rhs), out[0], out[1], everything, (), self._leaf)
+        made = self._dot(Side(0, *lhs), Side(1, *rhs), out[0], out[1], everything, (), self.leaf)
         if made is None:
             raise AssertionError("PartitionDot always finds a way")
         return self.result
@@ -136,7 +147,7 @@ class DotPartitioner:
         """Reshard both operands to what the result asks of them."""
         lhs = self._moved(lhs, self._asked(0, lhs, out), outer)
         rhs = self._moved(rhs, self._asked(1, rhs, out), outer)
-        return self._make(lhs, rhs, create)
+        return self.make(lhs, rhs, create)
 
     def _try(
         self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
@@ -163,40 +174,43 @@ class DotPartitioner:
             return None
         d = self.dims
         count = self.subaxes.ways(devices)
-        ways = self._ways
+        ways = self.ways
         lhs_batch, rhs_batch = ways(lhs.tiling, (b[0] for b in d.batch)), ways(rhs.tiling, (b[1] for b in d.batch))
         out_batch = ways(out, (b[2] for b in d.batch))
         lhs_k, rhs_k = ways(lhs.tiling, (k[0] for k in d.contract)), ways(rhs.tiling, (k[1] for k in d.contract))
         lhs_free, rhs_free = ways(lhs.tiling, (m[0] for m in d.left)), ways(rhs.tiling, (n[0] for n in d.right))
         out_left, out_right = ways(out, (m[1] for m in d.left)), ways(out, (n[1] for n in d.right))
         if lhs_batch == rhs_batch == count and self._lhs_as_rhs(lhs, rhs) == rhs.tiling:
-            made = self._make(lhs, rhs, create)
-            return self._reshard_result(shape, self._operand_as_out(0, lhs, len(out)), out, outer, made)
+            made = self.make(lhs, rhs, create)
+            return self._reshard_result(shape, self.operand_as_out(0, lhs, len(out)), out, outer, made)
         for may_reduce in (False, True):
             for side, other, batch in ((lhs, rhs, lhs_batch), (rhs, lhs, rhs_batch)):
-                if not (batch == out_batch == count and self._operand_as_out(side.place, side, len(out)) == out):
+                if not (batch == out_batch == count and self.operand_as_out(side.place, side, len(out)) == out):
                     continue
                 want = self._lhs_as_rhs(lhs, rhs) if side is lhs else self._rhs_as_lhs(lhs, rhs)
                 if may_reduce or self._is_cheap(other.tiling, want):
                     other = self._moved(other, want, outer)
-                    return self._make(*((side, other) if side is lhs else (other, side)), create)
+                    return self.make(*((side, other) if side is lhs else (other, side)), create)
+        loop = looped(self, lhs, rhs, shape, out, devices, outer) if create == self.leaf else None
+        if loop is not None:
+            return loop
         if lhs_k == rhs_k == count and not any(out):
             if math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width:
                 lhs = self._moved(lhs, self._rhs_as_lhs(lhs, rhs), outer)
             else:
                 rhs = self._moved(rhs, self._lhs_as_rhs(lhs, rhs), outer)
-            made = self._make(lhs, rhs, create)
+            made = self.make(lhs, rhs, create)
             axes = tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]])
             self._sum(axes, made, out, outer)
             return self._sliced(shape, out)
-        if lhs_free == out_left == count and self._operand_as_out(0, lhs, len(out)) == out:
-            return self._make(lhs, self._moved(rhs, _nothing(rhs), outer), create)
-        if rhs_free == out_right == count and self._operand_as_out(1, rhs, len(out)) == out:
-            return self._make(self._moved(lhs, _nothing(lhs), outer), rhs, create)
+        if lhs_free == out_left == count and self.operand_as_out(0, lhs, len(out)) == out:
+            return self.make(lhs, self._moved(rhs, _nothing(rhs), outer), create)
+        if rhs_free == out_right == count and self.operand_as_out(1, rhs, len(out)) == out:
+            return self.make(self._moved(lhs, _nothing(lhs), outer), rhs, create)
         if move and count in (out_batch, out_left, out_right):
             lhs = self._moved(lhs, self._asked(0, lhs, out), outer)
             rhs = self._moved(rhs, self._asked(1, rhs, out), outer)
-            return self._make(lhs, rhs, create)
+            return self.make(lhs, rhs, create)
         if any(out):
             return None
         out_size = math.prod(shape)
@@ -206,7 +220,7 @@ class DotPartitioner:
             rhs = self._moved(rhs, self._lhs_as_rhs(lhs, rhs), outer)
         else:
             return None
-        made = self._make(lhs, rhs, create)
+        made = self.make(lhs, rhs, create)
         self._sum(tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]]), made)
         return made
 
@@ -216,8 +230,8 @@ class DotPartitioner:
         d = self.dims
         lhs_dims, rhs_dims = tuple(b[0] for b in d.batch), tuple(b[1] for b in d.batch)
         out_dims = tuple(b[2] for b in d.batch)
-        out_batch = self._ways(out, out_dims)
-        if out_batch == 1 or out_batch not in (self._ways(lhs.tiling, lhs_dims), self._ways(rhs.tiling, rhs_dims)):
+        out_batch = self.ways(out, out_dims)
+        if out_batch == 1 or out_batch not in (self.ways(lhs.tiling, lhs_dims), self.ways(rhs.tiling, rhs_dims)):
             return None
         ways = self.subaxes.ways
         same = all(ways(lhs.tiling[a]) == ways(rhs.tiling[b]) for a, b, _ in d.batch)
@@ -272,8 +286,8 @@ class DotPartitioner:
             if total % have:
                 return None
             ratio = total // have
-            free_ways, contract_ways = self._ways(side.tiling, free), self._ways(side.tiling, contract)
-            other_contract = self._ways(other.tiling, (k[1 - mine] for k in d.contract))
+            free_ways, contract_ways = self.ways(side.tiling, free), self.ways(side.tiling, contract)
+            other_contract = self.ways(other.tiling, (k[1 - mine] for k in d.contract))
             if idle > 1 and idle % ratio == 0:
                 pass
             elif ratio == free_ways and (ratio != contract_ways or contract_ways == other_contract):
@@ -297,8 +311,8 @@ class DotPartitioner:
         """Group by dims that one operand and the result split alike; the other operand is whole in each group."""
         d = self.dims
         ways = self.subaxes.ways
-        lhs_ways, out_left = self._ways(lhs.tiling, (m[0] for m in d.left)), self._ways(out, (m[1] for m in d.left))
-        rhs_ways, out_right = self._ways(rhs.tiling, (n[0] for n in d.right)), self._ways(out, (n[1] for n in d.right))
+        lhs_ways, out_left = self.ways(lhs.tiling, (m[0] for m in d.left)), self.ways(out, (m[1] for m in d.left))
+        rhs_ways, out_right = self.ways(rhs.tiling, (n[0] for n in d.right)), self.ways(out, (n[1] for n in d.right))
         may_left, may_right = lhs_ways == out_left > 1, rhs_ways == out_right > 1
         if may_left or may_right:
             left = may_left and (not may_right or lhs_ways * self._shard_bytes(rhs) < rhs_ways * self._shard_bytes(lhs))
@@ -376,8 +390,8 @@ class DotPartitioner:
         mine = 1 if left else 0
         contract = tuple(k[mine] for k in d.contract)
         free = tuple(n[0] for n in (d.right if left else d.left))
-        contract_ways, free_ways = self._ways(other.tiling, contract), self._ways(other.tiling, free)
-        side_contract = self._ways(side.tiling, (k[1 - mine] for k in d.contract))
+        contract_ways, free_ways = self.ways(other.tiling, contract), self.ways(other.tiling, free)
+        side_contract = self.ways(side.tiling, (k[1 - mine] for k in d.contract))
         may_contract = contract_ways == count and free_ways == out_other
         may_free = free_ways == count and side_contract == contract_ways
         out_bytes = math.prod(self.subaxes.shard(shape, out)) * side.width
@@ -406,8 +420,8 @@ class DotPartitioner:
     ) -> Shape | None:
         d = self.dims
         ways = self.subaxes.ways
-        lhs_ways = self._ways(lhs.tiling, (k[0] for k in d.contract))
-        rhs_ways = self._ways(rhs.tiling, (k[1] for k in d.contract))
+        lhs_ways = self.ways(lhs.tiling, (k[0] for k in d.contract))
+        rhs_ways = self.ways(rhs.tiling, (k[1] for k in d.contract))
         if lhs_ways == rhs_ways > 1:
             found = self._contract_on(d.contract, lhs, rhs, shape, out, devices, outer, create, strict)
             if found is not None:
@@ -485,7 +499,7 @@ class DotPartitioner:
             lhs_rest, rhs_rest = _dropped(lhs.tiling, group), _dropped(rhs.tiling, group)
             side = lhs if any(lhs_rest) and not any(rhs_rest) else rhs if any(rhs_rest) and not any(lhs_rest) else None
             if side is not None:
-                carried = self._operand_as_out(side.place, side, len(out))
+                carried = self.operand_as_out(side.place, side, len(out))
                 if any(carried) and subaxes.refines(shape, out, carried):
                     out = carried
                     idle = _without(devices, _flat(out))
@@ -502,7 +516,7 @@ class DotPartitioner:
             tuple(n[1] for n in self.dims.right),
             tuple(b[2] for b in self.dims.batch),
         ):
-            if self._ways(out, dims) == count:
+            if self.ways(out, dims) == count:
                 made_as = self._with_group(out, dims, group, devices)
                 return made_as, _dropped(made_as, group), tuple(dim for dim in dims if made_as[dim]), ()
         nothing: Tiling = ((),) * len(out)
@@ -510,10 +524,11 @@ class DotPartitioner:
 
     # ---- leaves ------------------------------------------------------------------------------------------------
 
-    def _make(self, lhs: Side, rhs: Side, create: Create) -> Shape:
+    def make(self, lhs: Side, rhs: Side, create: Create) -> Shape:
+        """The shape that `create` makes of the parts of one device."""
         return create(self.subaxes.shard(lhs.shape, lhs.tiling), self.subaxes.shard(rhs.shape, rhs.tiling))
 
-    def _leaf(self, left: Shape, right: Shape) -> Shape:
+    def leaf(self, left: Shape, right: Shape) -> Shape:
         """The local contraction; returns its result's shape."""
         d = self.dims
         out = [0] * (len(d.batch) + len(d.left) + len(d.right))
@@ -560,7 +575,8 @@ class DotPartitioner:
             asked[mine] = out[o]
         return tuple(asked)
 
-    def _operand_as_out(self, place: int, side: Side, rank: int) -> Tiling:
+    def operand_as_out(self, place: int, side: Side, rank: int) -> Tiling:
+        """The result split as an operand is."""
         found: list[Dim] = [()] * rank
         for b in self.dims.batch:
             found[b[2]] = side.tiling[b[place]]
@@ -582,7 +598,8 @@ class DotPartitioner:
 
     # ---- device groups -----------------------------------------------------------------------------------------
 
-    def _ways(self, tiling: Tiling, dims: Iterable[int]) -> int:
+    def ways(self, tiling: Tiling, dims: Iterable[int]) -> int:
+        """Parts into which some dims are cut together."""
         return math.prod(self.subaxes.ways(tiling[dim]) for dim in dims)
 
     def _partial(self, tiling: Tiling, devices: Dim) -> bool:

@@ -25,6 +25,8 @@ MOST_PADDING = 1.5
 """Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
 LONGEST = 150
 """Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
+LINK_SHARE = 0.95
+"""Of a link's datasheet bandwidth: windowed einsums are chosen on v5e for 8,448 contracted elements, not for 8,192."""
 LATENCY_BOUND = 16 * 2**20
 """Bytes of a gathered array up to which 64 chips or more reduce instead: 16.0 MiB are, 16.5 MiB are not."""
 MANY = 64
@@ -102,6 +104,24 @@ def scatter_unit(axes: tuple[str, ...], mesh: Mesh) -> int:
         return 2
     over = [dim for dim in layout(mesh, device) if any(axis in axes and size > 1 for axis, size in dim.parts)]
     return 4 if len(over) == 2 and over[0].size == over[1].size else 2
+
+
+def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether a contraction of so many FLOPs hides the permutes of a windowed einsum over `axes`.
+
+    XLA compares the longer of the two, and two more permutes, with a contraction and a collective of `size` bytes one
+    after the other (`disable_windowed_einsum` in dot_handler.cc). A collective over a square uses the links of both
+    dims, a loop those of one.
+    """
+    device = load_device(mesh.device)
+    link = device.links[0]
+    if link.topology != "torus":
+        return False
+    ways = mesh.ways({axis.partition("[")[0] for axis in axes})
+    computing = flops / device.peak_flops("bf16")
+    permuting = size / (2 * LINK_SHARE * link.bandwidth)
+    moving = permuting / (2 if scatter_unit(axes, mesh) == 4 else 1)
+    return max(computing, permuting) + 2 * permuting / ways < computing + moving
 
 
 def gathers_as_sum(shape: Shape, part: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:

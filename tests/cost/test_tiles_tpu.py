@@ -171,3 +171,54 @@ def test_a_lookup_of_bags_in_a_split_table_gathers_half_of_each_index_and_sums(b
         ("all-gather", 2048 * bag * 4),
         (kind, 2048 * bag * 64 * 4),
     ]
+
+
+DOT = """module {{
+func.func public @main(%a: tensor<{M}x{K}xf32>, %b: tensor<{K}x{N}xf32>) -> tensor<{M}x{N}xf32> {{
+%r = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0]
+  : (tensor<{M}x{K}xf32>, tensor<{K}x{N}xf32>) -> tensor<{M}x{N}xf32> loc("op0")
+%m = stablehlo.custom_call @Sharding(%r) {{mhlo.sharding = "{{replicated}}"}}
+  : (tensor<{M}x{N}xf32>) -> tensor<{M}x{N}xf32> loc("op0.out0")
+return %m : tensor<{M}x{N}xf32> }} }}"""
+
+
+def product(m, k, n, lhs, rhs, device="tpu-v5e", shape=(2, 4)):
+    """(kind, bytes) of a product whose result is split along its rows over all chips."""
+    mesh = Mesh(shape, ("data", "model", "more")[: len(shape)], device=device)
+    axes = mesh.axis_names
+    text = DOT.format(M=m, K=k, N=n)
+    graph = graph_from_text(text, ops=[AtenOp(0, "mm", "", "forward", (TensorType((m, n), "f32"),))])
+    split = {0: (axes, ()), 1: ((), axes)}
+    pins = {Value(at): split[dim] for at, dim in zip(graph.arguments, (lhs, rhs), strict=True)}
+    pins[graph.aten_outputs[0, 0]] = split[0]
+    found = partition(graph, propagate(graph, Annotations(pins), mesh), "tpu").collectives
+    return [(one.kind, one.bytes) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("k", "device", "shape", "kind"),
+    [
+        (8192, "tpu-v5e", (2, 4), "reduce-scatter"),
+        (8448, "tpu-v5e", (2, 4), "collective-permute"),
+        (49152, "tpu-v5e", (2, 4), "collective-permute"),
+        (24576, "tpu-v5e", (2, 2), "reduce-scatter"),
+        (8192, "tpu-v5p", (2, 2, 2), "all-reduce"),
+        (10240, "tpu-v5p", (2, 2, 2), "collective-permute"),
+        (16384, "tpu-v6e", (2, 4), "reduce-scatter"),
+        (24576, "tpu-v6e", (2, 4), "collective-permute"),
+    ],
+)
+def test_long_sums_that_are_scattered_are_loops_of_permutes(k, device, shape, kind):
+    # The gradient of hidden states behind a language model's head (Llama under FSDP, GPT-2 with a split table).
+    chips = math.prod(shape)
+    size = 1024 * 1024 * 4 if kind != "collective-permute" else 1024 * 1024 * 4 * (chips + 1) // chips
+    assert product(1024, k, 1024, 1, 0, device, shape) == [(kind, size)]
+
+
+@pytest.mark.parametrize(("rows", "gathered"), [(8192, True), (8704, False), (65536, False)])
+@pytest.mark.parametrize("rhs", [0, 1])
+def test_a_weight_of_many_rows_goes_round_the_ring(rows, gathered, rhs):
+    size = 768 * 4096 * 2  # rounded to bf16
+    assert product(rows, 768, 4096, 0, rhs) == [
+        ("all-gather", size) if gathered else ("collective-permute", size * 9 // 8)
+    ]
