@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 		{ echo "autoshard needs Python 3.11 or later, $(PYTHON) is older; pass PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## plan GPT-2 for a TPU slice, hold it against hand-made plans, verify it, train under it
