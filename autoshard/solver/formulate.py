@@ -375,6 +375,13 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
+    def _follows(self, value: Value) -> bool:
+        """Whether propagation makes a value as its reader wants it: a convolution's that no annotation can hold.
+
+        The partitioner gathers more than a reshard would for results that do not follow from the operands.
+        """
+        return self.graph.ops[value.op].kind == "convolution" and not self._copied(value)
+
     def _needs_nothing(self, value: Value) -> bool:
         """Whether gathers of a value can all be combined: a weight's."""
         return self.graph.ops[value.op].kind == "argument"
@@ -407,7 +414,7 @@ class _Builder:
     ) -> Matrix:
         kind = self.graph.type_of(value)
         copied, first = self._copied(value), self._needs_nothing(value)
-        key = ("reshard", kind, item, copied, sliced, first, sources, wanted)
+        key = ("reshard", kind, item, copied, sliced, first, self._follows(value), sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -417,6 +424,8 @@ class _Builder:
             if rows and columns:
                 ends = (kind.shape, item, rows, columns, self.mesh, self.device)
                 found = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
+                if self._follows(value):
+                    found = np.array([[0.0 if row == column else np.inf for column in columns] for row in rows])
                 if first:
                     found = found - self.prices.shared_starts(kind, item, rows, columns)
                 if sliced:
@@ -431,7 +440,8 @@ class _Builder:
         item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
         matrix = self._choice_matrix(value, sources.choices, wanted.choices, item, sliced)
         kind, copied, first = self.graph.type_of(value), self._copied(value), self._needs_nothing(value)
-        key = ("reshard", kind, item, copied, sliced, first, sources.choices, wanted.choices)
+        follows = self._follows(value)
+        key = ("reshard", kind, item, copied, sliced, first, follows, sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:
