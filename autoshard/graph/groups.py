@@ -1,7 +1,7 @@
 """Fusion groups: the ops that XLA would run as one kernel, fixed before solving.
 
 A group is decided as one: inside it nothing is resharded, and only what crosses its boundary is read and written in
-memory. Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims).
+memory. Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient).
 
 An op joins the group of its first reader when no other reader could come between the two, which keeps the graph of
 groups acyclic: ids are in program order, and a reader whose id is beyond the group's last op cannot lead back to it.
@@ -82,6 +82,7 @@ def fusion_groups(graph: Graph) -> Groups:
         if op.id not in free:
             for value in op.operands:
                 readers[value.op].append(op.id)
+    updates = [_updates(op, graph) for op in graph.ops]
     root: dict[int, int] = {}  # op -> last op of its group
     for op in reversed(graph.ops):
         if op.kind == "argument" or op.id in free:
@@ -90,6 +91,8 @@ def fusion_groups(graph: Graph) -> Groups:
         if not readers[op.id] or not _fuses(op, graph):
             continue
         candidate = root[min(readers[op.id])]
+        if updates[candidate] and not updates[op.id]:
+            continue
         if _fuses(graph.ops[candidate], graph) and all(
             root[reader] == candidate or reader > candidate for reader in readers[op.id]
         ):
@@ -155,6 +158,11 @@ def is_view(group: Group, graph: Graph) -> bool:
 
 def _read_elsewhere(graph: Graph, value: Value, readers: list[int], of: Mapping[int, int], group: int) -> bool:
     return any(of[reader] != group and value in graph.ops[reader].operands for reader in readers)
+
+
+def _updates(op: Op, graph: Graph) -> bool:
+    """Whether an op is the optimizer's: gradients may be scattered before it reads them."""
+    return op.aten is not None and op.aten < len(graph.program.ops) and graph.program.ops[op.aten].phase == "optimizer"
 
 
 def _fuses(op: Op, graph: Graph) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoshard.capture.program import AtenOp
 from autoshard.cost.collectives import coefficients
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
@@ -163,3 +164,44 @@ def test_a_slice_before_a_product_is_a_kernel_of_its_own_but_on_a_tpu(kind):
     part = 512 * 256 * 4 / 8 / (device.memory_bandwidth * device.achievable_memory)
     cut = 0.0 if kind == "tpu-v5e" else 2 * part + device.kernel_overhead
     assert costs[whole, column] == pytest.approx(cut)
+
+
+def test_a_gradient_is_a_group_of_its_own_which_the_optimizer_may_read_scattered():
+    text = """func.func @main(%w: tensor<64xf32>, %g: tensor<512x64xf32>) -> tensor<64xf32> {
+      %zero = stablehlo.constant dense<0.0> : tensor<f32>
+      %0 = stablehlo.reduce(%g init: %zero) applies stablehlo.add across dimensions = [0]
+        : (tensor<512x64xf32>, tensor<f32>) -> tensor<64xf32>
+      %1 = stablehlo.subtract %w, %0 : tensor<64xf32>
+      return %1 : tensor<64xf32>
+    }"""
+    graph = graph_from_text(text, updates={0: 0})
+    aten = [AtenOp(i, "op", "", phase, (graph.ops[0].results[0],)) for i, phase in enumerate(["backward", "optimizer"])]
+    graph = replace(graph, program=replace(graph.program, ops=tuple(aten)))
+    reduce, subtract = (next(op.id for op in graph.ops if op.kind == kind) for kind in ("reduce", "subtract"))
+    assert len(fusion_groups(graph).groups) == 1
+    ops = tuple(replace(op, aten={reduce: 0, subtract: 1}.get(op.id)) for op in graph.ops)
+    graph = replace(graph, ops=ops, aten_outputs={(0, 0): Value(reduce), (1, 0): Value(subtract)})
+    assert [group.ops for group in fusion_groups(graph).groups] == [(reduce,), (subtract,)]
+    ways = formulate(graph, Mesh((8,), ("x",), "h100"), load_device("h100")).strategies[0]
+    assert any(each[:1] and each[0].kind == "reduce-scatter" for each in ways.collectives)
+
+
+def test_a_convolution_that_cannot_be_annotated_is_not_resharded_behind_it():
+    x, w = "tensor<8x16x8x8xf32>", "tensor<16x16x3x3xf32>"
+    text = f"""func.func @main(%x: {x}, %w: {w}) -> {x} {{
+      %0 = stablehlo.convolution(%x, %w) dim_numbers = [b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1],
+        window = {{stride = [1, 1], pad = [[1, 1], [1, 1]]}}
+        {{batch_group_count = 1 : i64, feature_group_count = 1 : i64}} : ({x}, {w}) -> {x}
+      %1 = stablehlo.tanh %0 : {x}
+      return %1 : {x}
+    }}"""
+    whole = annotatable(graph_from_text(text))
+    within = replace(whole, aten_outputs={key: value for key, value in whole.aten_outputs.items() if value.op != 2})
+    mesh = Mesh((8,), ("x",), "h100")
+    for graph, free in ((whole, True), (within, False)):
+        formulation = formulate(graph, mesh, load_device("h100"))
+        edge = formulation.problem.edges.index((2, 3))
+        made, read = formulation.strategies[0].outputs[0], formulation.strategies[1].inputs[0]
+        costs = formulation.problem.edge_costs[edge]
+        for (row, column), cost in np.ndenumerate(costs):
+            assert math.isfinite(cost) == (free or made[row] == read[column])
