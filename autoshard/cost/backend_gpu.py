@@ -138,6 +138,7 @@ class GpuBackend(Backend):
             return sum(program.arrays[array].bytes for array in kernel.writes)
 
         arrays = program.arrays
+        kernels = _cleared_together(kernels, arrays)
         kernels = merged_outputs(kernels, partial(self._alike, arrays), lambda array: arrays[array].bytes >= SMALL)
         for kernel in kernels:
             if kernel.kind == "all-reduce":
@@ -213,6 +214,24 @@ class GpuBackend(Backend):
             link = self.device.links[0]
             return self.device.collective_overhead + moved / link.bandwidth
         return roofline_seconds(kernel.flops, moved, "f32", self.device)
+
+
+def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Kernel]:
+    """Equal arrays of one constant are one instruction, of which each update in place gets a copy (`CopyFusion`)."""
+    alike: dict[Hashable, list[Kernel]] = {}
+    for kernel in kernels:
+        if kernel.kind == "broadcast_in_dim" and not kernel.reads and len(kernel.writes) == 1:
+            made = arrays[kernel.writes[0]]
+            alike.setdefault((made.shape, made.dtype, made.bytes), []).append(kernel)
+    merged = {id(kernel): parts for parts in alike.values() if len(parts) > 1 for kernel in parts}
+    found = []
+    for kernel in kernels:
+        parts = merged.get(id(kernel), [kernel])
+        if kernel is parts[0]:
+            steps = tuple(step for part in parts for step in part.steps)
+            writes = tuple(array for part in parts for array in part.writes)
+            found.append(kernel if len(parts) == 1 else Kernel(steps, (), writes, kernel.kind, kernel.place))
+    return found
 
 
 def _product(program: Lowered, step: Step) -> Product | None:
