@@ -160,23 +160,38 @@ class TpuBackend(Backend):
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first; what needs nothing but arguments right before what reads it.
 
-        The latency hiding scheduler keeps for the end what no collective waits for, so gradients that are
-        not reduced yet are in memory together; and what nothing waits for, such as updates, comes last of all.
+        The latency hiding scheduler keeps for the end what no collective waits for, so gradients that are not reduced
+        yet are in memory together; and what nothing waits for, such as updates, comes last of all. It runs earlier
+        where weights are gathered on the way, beside the gather.
         """
         lazy = {number for number, makers in enumerate(deps.makers) if not makers and deps.users[number]}
         phases = _phases(kernels, deps)
-        order: list[int] = []
-        done: set[int] = set()
+        sequence: list[list[int]] = []
         for current in range(3):
             now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == current]
             rest = [kernels[number] for number in now]
-            for place in greedy(rest, dependencies(rest), program.arrays, updates=True):
-                number = now[place]
+            sequence.append([now[n] for n in greedy(rest, dependencies(rest), program.arrays, updates=True)])
+        beside = _weight_gathers(kernels, deps)
+        late = [*sequence[1], *sequence[2]]
+        order: list[int] = []
+        done: set[int] = set()
+
+        def run(number: int) -> None:
+            if number not in done:
+                done.add(number)
                 for maker in deps.makers[number]:
-                    if maker in lazy and maker not in done:
-                        done.add(maker)
-                        order.append(maker)
+                    if maker in lazy:
+                        run(maker)
                 order.append(number)
+
+        for number in sequence[0]:
+            if not beside.isdisjoint((number, *(maker for maker in deps.makers[number] if maker not in done))):
+                for one in late:
+                    if one not in done and all(maker in done or maker in lazy for maker in deps.makers[one]):
+                        run(one)
+            run(number)
+        for number in late:
+            run(number)
         return order
 
     def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
@@ -332,6 +347,15 @@ def _phases(kernels: Sequence[Kernel], deps: Dependencies) -> list[int]:
         0 if number in first else 1 if users or not reduced.isdisjoint(deps.makers[number]) else 2
         for number, users in enumerate(deps.users)
     ]
+
+
+def _weight_gathers(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
+    """All-gathers of what no product comes before."""
+    computed: set[int] = set()  # kernels that are products or read what one makes
+    for number, makers in enumerate(deps.makers):
+        if kernels[number].flops or not computed.isdisjoint(makers):
+            computed.add(number)
+    return {n for n, kernel in enumerate(kernels) if kernel.kind == "all-gather" and n not in computed}
 
 
 def _before(deps: Dependencies, todo: list[int]) -> set[int]:

@@ -48,27 +48,33 @@ def test_a_use_that_is_not_bound_by_memory_adds_nothing() -> None:
     assert reduce(_and_gain, [-2.0, -1.0], None) == -1.0
 
 
-def test_what_no_collective_waits_for_runs_last() -> None:
-    """Two layers' gradients: that of the last layer is summed once that of the first is made."""
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_no_collective_waits_for_runs_last_or_beside_a_gather(gathers: bool) -> None:
+    """Two layers' gradients: that of the last layer is summed once that of the first is made, or beside a gather."""
     steps: list[Step] = []
     arrays = arguments(2)
-    backward = step(steps, arrays, "dot_general", (0, 1))
-    last = step(steps, arrays, "dot_general", (backward, 0))
+    saved = step(steps, arrays, "dot_general", (0, 0), 8192)
+    backward = step(steps, arrays, "dot_general", (saved, 1))
+    last = step(steps, arrays, "dot_general", (backward, saved))
     last_sum = step(steps, arrays, "reduce-scatter", (last,))
     updated = step(steps, arrays, "subtract", (1, last_sum))
     gathered = step(steps, arrays, "all-reduce", (backward,))
-    first = step(steps, arrays, "dot_general", (gathered, 1))
+    weight = step(steps, arrays, "all-gather", (1,)) if gathers else 1
+    first = step(steps, arrays, "dot_general", (gathered, weight))
     first_sum = step(steps, arrays, "reduce-scatter", (first,))
     for array in (updated, first_sum):
         arrays[array].returned = True
     program = Lowered(arrays, steps, [updated, first_sum], None)  # type: ignore[arg-type]
     order = ordered(program)
-    assert order.index(first) < order.index(last_sum)
+    assert (order.index(last_sum) < order.index(first)) == gathers
 
 
 def ordered(program: Lowered) -> list[int]:
     """The arrays that kernels of one step each make, in the order in which a TPU runs them."""
-    kernels = [Kernel((number,), one.reads, one.writes, one.kind, number) for number, one in enumerate(program.steps)]
+    kernels = [
+        Kernel((number,), one.reads, one.writes, one.kind, number, flops=float(one.kind == "dot_general"))
+        for number, one in enumerate(program.steps)
+    ]
     order = TpuBackend(load_device("tpu-v5e")).order(kernels, dependencies(kernels), program)
     return [kernels[number].writes[0] for number in order]
 
