@@ -2,8 +2,8 @@
 
 Relaxing row r with a multiplier lambda_r >= 0 adds lambda_r * usage to the costs and -lambda_r * room to the bound;
 what remains is pairwise, and TRW-S (Kolmogorov, PAMI 2006) bounds it by its local polytope. Both ascend together:
-a sweep of messages, a step of the multipliers along a smoothed subgradient (Polyak's length). The bound is valid at
-any time, for any messages and multipliers.
+a sweep of messages, a step of the multipliers (`multipliers.py`). The bound is valid at any time, for any messages and
+multipliers.
 
 The same state gives `fix`: a label or pair that provably costs more than a known choice is forbidden.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.solver.eliminate import merge_classes
+from autoshard.solver.multipliers import Ascent
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
@@ -26,8 +27,8 @@ LARGEST_MATRIX = 40_000
 """In larger matrices only whole strategies are forbidden: a mask of pairs would make each edge's matrix its own."""
 REPAIRS = 400
 """Moves of one repair at most: a choice that needs more is better rounded anew."""
-SMOOTHING, SHRINK, PATIENCE = 0.6, 0.7, 25
-"""Share of the old direction in a step; factor on the step length after this many steps without a better bound."""
+CHECKED = 100
+"""Sweeps after which the ascent ends unless they helped."""
 
 
 class Dual:
@@ -63,10 +64,10 @@ class Dual:
         self.message = np.zeros(int(self.moff[-1]))
         self.multipliers = np.zeros(len(self.room))
         self.x = np.zeros(n, np.int64)
+        self._share, self._picked = np.zeros(len(self.unary)), np.zeros(len(pairs), np.int64)
         self.bound = -math.inf
         self._best = (self.message.copy(), self.multipliers.copy())
-        self._direction = np.zeros(len(self.room))
-        self._length, self._stalled = 1.0, 0
+        self._ascent = Ascent()
 
     def _read_matrices(self) -> None:
         """Matrices by class into one pool, each distinct one once, except where memory terms make an edge's own."""
@@ -169,7 +170,8 @@ class Dual:
         paid = float(self.multipliers @ self.room)
         bound = -math.inf
         for backward in (False, True):
-            found = self._kernels.sweep(backward, graph, self.moff, self.message, self.x) - paid + self.net.offset
+            found = self._kernels.sweep(backward, graph, self.moff, self.message, self.x, self._share, self._picked)
+            found += self.net.offset - paid
             bound = max(bound, found)
         if bound > self.bound:
             self.bound = bound
@@ -179,42 +181,44 @@ class Dual:
     def ascend(self, sweeps: int, upper: float, *, deadline: float = math.inf, precision: float = 1e-7) -> None:
         """Raise the bound by up to `sweeps` sweeps; `upper` is the cost of a choice (infinite if none is known).
 
-        Ends early when `upper` is met or the bound rises by less than `precision` of the gap in `PATIENCE` sweeps.
+        Ends early when `upper` is met or the bound rises by less than `precision` of the gap in `CHECKED` sweeps.
         """
         checkpoint = self.bound
         for step in range(sweeps):
-            before = self.bound
             bound = self.sweep()
             if self.bound >= upper or time.perf_counter() > deadline:
                 break
             gap = upper - bound if math.isfinite(upper) else 0.02 * abs(bound)
             if len(self.room):
-                self._stalled = 0 if self.bound > before + 1e-3 * max(gap, 0.0) / PATIENCE else self._stalled + 1
-                if self._stalled >= PATIENCE:
-                    self._length *= SHRINK
-                    self._stalled = 0
-                    self.multipliers = self._best[1].copy()
-                    self._direction[:] = 0.0
-                self._step(gap)
-            if (step + 1) % (2 * PATIENCE) == 0:
+                self._step(gap, upper)
+            if (step + 1) % CHECKED == 0:
                 if self.bound - checkpoint < precision * max(abs(gap), 1e-12 * abs(bound)):
                     break
                 checkpoint = self.bound
-        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
+        self._restore()
 
-    def _step(self, gap: float) -> None:
-        over = self.usage() - self.room
-        over[(self.multipliers <= 0.0) & (over < 0.0)] = 0.0
-        self._direction = SMOOTHING * self._direction + (1.0 - SMOOTHING) * over
-        norm = float(self._direction @ self._direction)
-        if norm > 0.0:
-            step = self._length * 0.2 * max(gap, 0.0) / norm
-            self.multipliers = np.maximum(0.0, self.multipliers + step * self._direction)
+    def _step(self, gap: float, upper: float) -> None:
+        best_gap = upper - self.bound if math.isfinite(upper) else 0.02 * abs(self.bound)
+        if self._ascent.trial_over(self.bound, best_gap):
+            self._restore()
+        used = self.usage() if self._ascent.rounded else self.shared()
+        scale = max(abs(upper) if math.isfinite(upper) else abs(self.bound), best_gap)
+        self.multipliers = self._ascent.step(self.multipliers, used - self.room, max(gap, 1e-3 * best_gap), scale)
+
+    def _restore(self) -> None:
+        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
 
     # --- choices -----------------------------------------------------------------------------------------------------
     def usage(self) -> Array:
         """Usage per memory row of the rounded choice, in units of `self.unit`."""
         used: Array = self._kernels.usage_of(self.x, len(self.room), self._costs(), self.node_items, self.edge_items)
+        return used
+
+    def shared(self) -> Array:
+        """Usage per memory row that the bound of the latest pass implies, in units of `self.unit`."""
+        used: Array = self._kernels.usage_shared(
+            self._share, self._picked, len(self.room), self.noff, self.node_items, self.edge_items
+        )
         return used
 
     def prices(self, times: np.ndarray) -> Array:
@@ -285,7 +289,7 @@ class Dual:
 
     def _slacks(self, upper: float) -> tuple[np.ndarray, np.ndarray, Array, Array, float] | None:
         """(classes per edge, offsets of pairs, slack per label, slack per pair of classes, slack allowed)."""
-        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
+        self._restore()
         classes = np.diff(self.moff).reshape(-1, 2)
         poff = np.concatenate(([0], np.cumsum(classes[:, 0] * classes[:, 1]))).astype(np.int64)
         if poff[-1] > LARGEST_PAIRS:

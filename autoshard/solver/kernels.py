@@ -48,18 +48,22 @@ def _pair(e: int, a: int, b: int, width: I, koff: I, kind: I) -> int:
 
 
 @compiled
-def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I) -> float:
+def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I, share: F, picked: I) -> float:
     """One pass of TRW-S (Kolmogorov, PAMI 2006) in the order of nodes or against it; returns a valid bound.
 
     Reparametrised, the cost is sum_i theta_i + sum_e theta_e with theta_i = unary + messages and
     theta_e = pairwise - both messages. Each node gives the share gamma of theta_i to each later edge; the bound is the
-    sum of the minima of what nodes and edges then have, and holds for any messages. `x` becomes the rounded choice.
+    sum of the minima of what nodes and edges then have, and holds for any messages. The labels at which these minima
+    lie, `share` of each, and the pairs `picked[e]`, make a supergradient of it in the costs. `x` becomes the rounded
+    choice.
     """
     noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
     n = len(noff) - 1
     bound = 0.0
     widest = _widest(noff)
     theta, taste, out, given = np.empty(widest), np.empty(widest), np.empty(widest), np.empty(widest)
+    holder = np.empty(widest, np.int64)
+    share[:] = 0.0
     for step in range(n):
         i = n - 1 - step if backward else step
         k = noff[i + 1] - noff[i]
@@ -87,15 +91,18 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I) -> float:
                 base = eoff[e] + kind[koff[2 * e + 1] + x[high[e]]]
                 for a in range(k):
                     taste[a] += pairwise[base + kind[c + a] * width[e]]
-        best = 0
+        best = lowest = 0
         least = theta[0]
         for a in range(1, k):
             if taste[a] < taste[best]:
                 best = a
-            least = min(least, theta[a])
+            if theta[a] < least:
+                least = theta[a]
+                lowest = a
         x[i] = best
         gamma = 1.0 / max(1, later, first[i + 1] - first[i] - later)
         bound += (1.0 - later * gamma) * least
+        share[noff[i] + lowest] += 1.0 - later * gamma
         for q in range(first[i], first[i + 1]):
             e, s = edge[q], side[q]
             if (s == 0) == backward:
@@ -105,7 +112,9 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I) -> float:
             for a in range(mine):
                 given[a] = np.inf
             for a in range(k):
-                given[kind[c + a]] = min(given[kind[c + a]], gamma * theta[a])
+                if gamma * theta[a] < given[kind[c + a]]:
+                    given[kind[c + a]] = gamma * theta[a]
+                    holder[kind[c + a]] = a
             for a in range(mine):
                 given[a] -= message[m + a]
             base = eoff[e]
@@ -123,10 +132,18 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I) -> float:
                     for a in range(mine):
                         value = min(value, given[a] + pairwise[row + a])
                     out[b] = value
-            least = out[0]
-            for b in range(1, other):
-                least = min(least, out[b])
+            b = 0
+            for d in range(1, other):
+                if out[d] < out[b]:
+                    b = d
+            least = out[b]
             bound += least
+            at, row, a = (base + b, other, 0) if s == 0 else (base + b * mine, 1, 0)
+            for d in range(1, mine):
+                if given[d] + pairwise[at + d * row] < given[a] + pairwise[at + a * row]:
+                    a = d
+            share[noff[i] + holder[a]] += gamma
+            picked[e] = at + a * row - base
             for b in range(other):
                 message[o + b] = out[b] - least
     return bound
@@ -225,6 +242,26 @@ def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F
         if w != 0.0:
             for a in range(aoff[t + 1] - aoff[t]):
                 values[target[t] + a] += w * amount[aoff[t] + a]
+
+
+@compiled
+def usage_shared(share: F, picked: I, rows: int, noff: I, node_items: Any, edge_items: Any) -> F:
+    """Bytes per memory row of shares of labels and of the pairs `picked`: the supergradient of `sweep`'s bound."""
+    change = np.zeros(rows + 1)
+    ifirst, start, stop, aoff, amount = node_items
+    for i in range(len(noff) - 1):
+        for t in range(ifirst[i], ifirst[i + 1]):
+            u = 0.0
+            for a in range(aoff[t + 1] - aoff[t]):
+                u += share[noff[i] + a] * amount[aoff[t] + a]
+            change[start[t]] += u
+            change[stop[t]] -= u
+    ifirst, start, stop, aoff, amount = edge_items
+    for e in range(len(picked)):
+        for t in range(ifirst[e], ifirst[e + 1]):
+            change[start[t]] += amount[aoff[t] + picked[e]]
+            change[stop[t]] -= amount[aoff[t] + picked[e]]
+    return np.cumsum(change)[:-1]
 
 
 @compiled
