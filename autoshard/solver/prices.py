@@ -19,6 +19,7 @@ from autoshard.cost.collectives import Collective, coefficients
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import fit_of, reshard_matrix, reshard_steps
+from autoshard.cost.tpu_layout import row_major
 from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.ops import Graph, Value
@@ -125,16 +126,19 @@ class Prices:
             if not split and not whole:
                 continue
             kind = self.graph.type_of(value)
-            elements = math.prod(kind.shape)
+            scattered = self.device.target == "tpu" and self.graph.ops[value.op].kind == "scatter"
+            size_of = row_major if scattered else math.prod  # rows of a narrow table take 128 numbers each
+            most_of_it = size_of(kind.shape)
             sizes: dict[Spec, float] = {}
             dims = ways.shape.value_dims[place]
             for index, assignment in enumerate(ways.assignments):
                 spec = spec_of(dims, assignment)
                 if spec not in sizes:
-                    part = math.prod(self.mesh.shard_shape(kind.shape, spec))
-                    near = math.log(elements / part) / math.log(most) if most > 1 and part else 1.0
+                    part = size_of(self.mesh.shard_shape(kind.shape, spec))
+                    near = math.log(most_of_it / part) / math.log(most) if most > 1 and part else 1.0
                     weight = whole + (split - whole) * min(1.0, max(0.0, near))
-                    sizes[spec] = weight * part * dtype_bytes(kind.dtype)
+                    held = math.prod(kind.shape) * part / max(1, most_of_it)
+                    sizes[spec] = weight * held * dtype_bytes(kind.dtype)
                 total[index] += sizes[spec]
         return total
 
