@@ -500,9 +500,12 @@ class Partitioner:
                 own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
             else:
                 kind = lhs if step.place == 0 else rhs
-                # A TPU multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
-                dtype = "bf16" if self.target == "tpu" and kind.dtype == "f32" else kind.dtype
+                dtype = kind.dtype
                 steps = self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer)
+                if self.target == "tpu" and dtype == "f32" and all(each[0] != "all-reduce" for each in steps):
+                    # It multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
+                    dtype = "bf16"
+                    steps = tuple((name, axes, size // 2) for name, axes, size in steps)
                 end = self.resharder.destination(step.shape, dtype, step.source, step.target, step.outer)
                 moves.append((step.place, (step.outer, step.source, end), steps))
         whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
