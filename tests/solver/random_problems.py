@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 
 import numpy as np
+from hypothesis import settings
 
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Problem, Usage
+
+
+def examples(count: int) -> settings:
+    """`count` random problems; `AUTOSHARD_EXAMPLES=20` tries twenty times as many, others each time."""
+    more = int(os.environ.get("AUTOSHARD_EXAMPLES", "1"))
+    return settings(max_examples=more * count, deadline=None, derandomize=more == 1)
 
 
 def random_problem(seed: int, *, nodes: int = 6, strategies: int = 4, memory: bool | None = None) -> Problem:

@@ -3,18 +3,18 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.solve import solve
-from tests.solver.random_problems import random_problem
+from tests.solver.random_problems import examples, random_problem
 from tests.solver.transformer_like import transformer_like
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**32 - 1), st.randoms(use_true_random=False))
 def test_a_folded_choice_costs_and_uses_what_its_expansion_does(seed, random):
     problem = random_problem(seed, nodes=5)

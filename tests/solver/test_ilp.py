@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import ilp
@@ -10,14 +10,14 @@ from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Problem, Status, Usage
 from autoshard.solver.solve import solve
-from tests.solver.random_problems import best_by_enumeration, best_of_network, random_problem
+from tests.solver.random_problems import best_by_enumeration, best_of_network, examples, random_problem
 
 installed = pytest.mark.parametrize("backend", ilp.available())
 seeds = st.integers(0, 2**32 - 1)
 
 
 @installed
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seeds)
 def test_every_backend_finds_the_optimum(backend, seed):
     problem = random_problem(seed, nodes=5, strategies=4)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import iopddl
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.problem import Problem, Status
 from autoshard.solver.solve import solve
-from tests.solver.random_problems import best_by_enumeration, random_problem
+from tests.solver.random_problems import best_by_enumeration, examples, random_problem
 
 SHARED = Path(__file__).parents[3] / "shared" / "iopddl"
 EXAMPLE = {
@@ -37,7 +37,7 @@ def test_reads_the_format(tmp_path):
     assert (solution.choice, solution.objective, solution.status) == ((1, 0), 7.0, Status.OPTIMAL)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**32 - 1))
 def test_a_written_problem_has_the_same_optimum(tmp_path_factory, seed):
     problem = random_problem(seed)

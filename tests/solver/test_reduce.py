@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import reduce as reductions
@@ -11,7 +11,7 @@ from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Problem, Usage
-from tests.solver.random_problems import best_by_enumeration, best_of_network, random_problem
+from tests.solver.random_problems import best_by_enumeration, best_of_network, examples, random_problem
 
 seeds = st.integers(0, 2**32 - 1)
 STEPS = [
@@ -30,7 +30,7 @@ def contract(net: Network) -> None:
 
 
 @pytest.mark.parametrize("step", [*STEPS, contract], ids=lambda s: s.__name__)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(seeds)
 def test_each_reduction_keeps_the_optimum(step, seed):
     problem = random_problem(seed, nodes=5)
@@ -49,7 +49,7 @@ def test_each_reduction_keeps_the_optimum(step, seed):
         assert full.objective == pytest.approx(best, rel=1e-9, abs=1e-15)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seeds)
 def test_dynamic_programming_finds_the_optimum(seed):
     problem = random_problem(seed, memory=False)
@@ -72,7 +72,7 @@ def test_dynamic_programming_gives_up_when_tables_grow():
     assert exact_minimum(Network.of(problem), largest=1000) is None
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seeds, st.integers(1, 60))
 def test_the_dual_bound_holds_and_fixing_keeps_everything_cheaper(seed, sweeps):
     problem = random_problem(seed, nodes=5)

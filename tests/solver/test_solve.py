@@ -2,19 +2,19 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
 from autoshard.solver.solve import solve
-from tests.solver.random_problems import best_by_enumeration, least_peak_by_enumeration, random_problem
+from tests.solver.random_problems import best_by_enumeration, examples, least_peak_by_enumeration, random_problem
 from tests.solver.transformer_like import transformer_like
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(seeds)
 def test_equals_enumeration(seed):
     problem = random_problem(seed)
