@@ -171,18 +171,16 @@ def build(net: Network, *, cost_scale: float, whole: bool, overflow: float = 0.0
     cost[~allowed] = 0.0
     cost = np.floor(cost) if whole else cost
     cat: Any = np.concatenate
-    return Model(
-        cost,
-        allowed.astype(np.float64),
-        integers,
-        n,
-        cat(rows),
-        cat(columns),
-        cat(values),
-        cat(lower),
-        cat(upper),
-        first,
-    )
+    entries = _summed(cat(rows), cat(columns), cat(values), len(cost))
+    return Model(cost, allowed.astype(np.float64), integers, n, *entries, cat(lower), cat(upper), first)
+
+
+def _summed(row: np.ndarray, column: np.ndarray, value: Array, width: int) -> tuple[np.ndarray, np.ndarray, Array]:
+    """Each place of the matrix once: usages of one node may overlap in time, and PuLP keeps the last of two."""
+    places, number = np.unique(row * width + column, return_inverse=True)
+    total = np.zeros(len(places))
+    np.add.at(total, number, value)
+    return places // width, places % width, total
 
 
 def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, largest: float = math.inf) -> IlpResult:

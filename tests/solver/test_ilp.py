@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +63,16 @@ def test_scip_is_given_whole_pair_variables():
     assert best_of_network(net)[0] == 24.0
     result = ilp.solve_ilp(net, backend="scip", time_limit=10)
     assert result.bound == pytest.approx(24.0)
+
+
+def test_usages_of_one_node_that_overlap_in_time_add_up():
+    """PuLP kept the last of two entries in one place: this choice would use 8 of 6 bytes."""
+    problem = Problem(
+        [np.array([0.0, 1.0])], node_usages=[Usage(0, 0, 2, np.array([5.0, 1.0])), Usage(0, 1, 3, np.array([3.0, 1.0]))]
+    )
+    net = Network.of(replace(problem, limit=6.0))
+    for backend in ilp.available():
+        assert ilp.solve_ilp(net, backend=backend, time_limit=10).bound == pytest.approx(1.0)
 
 
 def test_the_solver_prints_nothing(capfd):
