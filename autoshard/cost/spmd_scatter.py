@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import Cut, first_cut
-from autoshard.graph.groups import unscaled
+from autoshard.graph.groups import ELEMENTWISE, unscaled
 from autoshard.graph.ops import Op, Value
 from autoshard.graph.tiling import Subaxes, Tiling
 
@@ -91,11 +91,26 @@ def _cut(
     return replace(found, places=places)
 
 
+def _slices_sooner(owner: Partitioner, op: Op) -> bool:
+    """Whether a TPU's compiler moves a slice of the result before the op: its other operands are broadcasts.
+
+    Its pad-slice mover (libtpu 0.0.51) does so with the sum of a product and a bias.
+    """
+    if owner.target != "tpu" or op.kind not in ELEMENTWISE:
+        return False
+    made_by = [owner.graph.ops[value.op].kind for value in op.operands]
+    return sum(kind != "broadcast_in_dim" for kind in made_by) == 1
+
+
 def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
     """An all-reduce whose every reader goes on with a slice is a reduce-scatter too."""
     readers: dict[Value, list[tuple[Op, int]]] = {}
     sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
-    moves = {op.id for op in owner.graph.ops if op.kind in MOVES or len(unscaled(owner.graph, Value(op.id))) > 1}
+    moves = {
+        op.id
+        for op in owner.graph.ops
+        if op.kind in MOVES or len(unscaled(owner.graph, Value(op.id))) > 1 or _slices_sooner(owner, op)
+    }
     for op in owner.graph.ops:
         for place, value in enumerate(op.operands):
             if sums[value.op] or value.op in moves:

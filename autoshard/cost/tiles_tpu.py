@@ -64,7 +64,8 @@ def scattered(shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bo
 
     Args:
         unit: tiles of which each slice is a multiple (`scatter_unit`); half as many rows of tiles.
-        row_major: whether the array's maker lays it out so, as gathers do; else it lies as the slices do.
+        row_major: whether the array's maker lays it out so, as gathers do, where whole lanes are sliced; else it lies
+            as the slices do.
 
     Returns:
         None where it stays an all-reduce.
@@ -74,7 +75,9 @@ def scattered(shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bo
     dim = sum(size > 1 for size in shape[:dim])
     shape = tuple(size for size in shape if size > 1)
     part = tuple(size // ways if at == dim else size for at, size in enumerate(shape))
-    lane, row = (len(shape) - 1, len(shape) - 2) if row_major else minor_dims(part)
+    lane, row = len(shape) - 1, len(shape) - 2
+    if not row_major or (dim == lane and part[lane] % LANES):
+        lane, row = minor_dims(part)
     if shape[row] <= ROWS // 2:
         return None
     if dim == lane:

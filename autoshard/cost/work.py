@@ -129,7 +129,7 @@ def larger(device: Device, ways: int) -> Device:
 
 def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
     """A device's program when nothing is split."""
-    shardings = propagate(graph, Annotations({}), mesh)
+    shardings = propagate(graph, Annotations({}), mesh, simplified=device.target == "tpu")
     partitioned = partition(graph, shardings, device.target)
     return lower(graph, shardings, partitioned, barriers=device.target != "cpu", ordered=device.target == "tpu")
 

@@ -10,12 +10,14 @@ sharding (XLA copies the annotation onto an operand that has none). Arguments ke
 argument has that argument's. What nothing reaches is replicated.
 
 A graph keeps one op per HLO instruction here, which is what the CPU compiler's propagation sees; the TPU and GPU
-compilers simplify the program first.
+compilers simplify the program first. Of what a TPU's does two things are followed (`simplified`): equal ops are one
+(`HloCSE`), so that all updates of parameters of one shape share the broadcast of a learning rate, and what follows from
+constants and iotas alone is made for each reader anew (`HloConstantSplitter` with split expressions).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,6 +32,14 @@ from autoshard.mesh import Mesh, Spec
 
 _FROM_FIRST = frozenset({"power", "reverse", "slice", "pad", "shift_left", "shift_right_arithmetic"})
 """Kinds whose sharding follows their first operand alone, at the first level (`PickRepresentativeOperand`)."""
+
+_EXPRESSIONS = ELEMENTWISE | {"broadcast_in_dim", "slice"}
+"""Kinds that make constant expressions of constant expressions (`HloConstantSplitter`)."""
+
+_MERGED = _EXPRESSIONS | {"iota", "reshape", "transpose", "dot_general", "gather", "pad", "concatenate", "reverse"}
+"""Kinds of which equal ops are merged: those that `Op.attrs` says everything about."""
+
+_COMMUTES = frozenset({"add", "multiply", "maximum", "minimum", "and", "or", "xor"})
 
 _LEVELS = (0, 1, 2, 3, 3)
 """Aggressiveness of each round; XLA runs the last one twice."""
@@ -62,6 +72,7 @@ class Shardings:
         copies: the annotated copies, in order.
         copied: their tilings.
         reads: (consumer op, value) -> the copy it reads; where there is none it reads the value as made.
+        own: (consumer op, value) -> the tiling of the constant expression that is made for this consumer.
     """
 
     subaxes: Subaxes = field(repr=False)
@@ -70,6 +81,7 @@ class Shardings:
     copied: tuple[Tiling, ...] = field(repr=False)
     reads: dict[tuple[int, Value], int] = field(repr=False)
     pins: dict[Value, int] = field(repr=False)
+    own: dict[tuple[int, Value], Tiling] = field(default_factory=dict, repr=False)
 
     def copy_read(self, consumer: int | None, value: Value) -> int | None:
         """Which copy of `value` an op reads (`None` as consumer: the program's result)."""
@@ -82,7 +94,10 @@ class Shardings:
     def read(self, consumer: int | None, value: Value) -> Tiling:
         """The tiling under which an op finds `value`, before the partitioner reshards it for the op."""
         copy = self.copy_read(consumer, value)
-        return self.made[value] if copy is None else self.copied[copy]
+        if copy is not None:
+            return self.copied[copy]
+        own = None if consumer is None else self.own.get((consumer, value))
+        return self.made[value] if own is None else own
 
     @cached_property
     def specs(self) -> dict[Value, Spec]:
@@ -90,16 +105,21 @@ class Shardings:
         return {value: self.subaxes.spec(self.read(None, value)) for value in self.made}
 
 
-def propagate(graph: Graph, annotations: Annotations, mesh: Mesh) -> Shardings:
-    """The sharding of every value of `graph` under `annotations` (see the module's docstring)."""
-    return _Propagation(graph, annotations, mesh).run()
+def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, *, simplified: bool = False) -> Shardings:
+    """The sharding of every value of `graph` under `annotations` (see the module's docstring).
+
+    Args:
+        simplified: whether the compiler simplifies the program first, as a TPU's does.
+    """
+    return _Propagation(graph, annotations, mesh, simplified).run()
 
 
 class _Propagation:
-    """Nodes are the results of ops (numbered op by op), then the copies."""
+    """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 
-    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
+    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, simplified: bool = False) -> None:
         self.graph = graph
+        self.simplified = simplified
         self.subaxes = Subaxes(mesh)
         self.transfers = Transfers(graph, self.subaxes)
         self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
@@ -110,7 +130,6 @@ class _Propagation:
         self.reads: dict[tuple[int, Value], int] = {}
         self.pins: dict[Value, int] = {}
         self._add_copies(annotations)
-        total = self.value_count + len(self.copies)
         self.folded = fold(graph)
         self.constants: dict[tuple[str, TensorType], int] = {}
         self.constant: set[int] = set()
@@ -119,7 +138,12 @@ class _Propagation:
         self.shape: list[tuple[int, ...]] = [result.shape for op in graph.ops for result in op.results]
         self.shape += [graph.type_of(copy.value).shape for copy in self.copies]
         self.operands: list[tuple[int, ...]] = []
+        self.merged: dict[Value, Value] = {}
+        self.expressions: set[int] = set()  # nodes that follow from constants and iotas alone
+        self.own: dict[tuple[int, Value], int] = {}
+        self.first_own: dict[int, int] = {}
         self._wire()
+        total = len(self.operands)
         self.order = self._post_order()
         self.users: list[list[int]] = [[] for _ in range(total)]
         for node in sorted(self.order):
@@ -166,14 +190,66 @@ class _Propagation:
                 self.copies.append(Copy(value, spec, self.pins.get(value), result=True))
 
     def _wire(self) -> None:
+        equal: dict[Hashable, int] = {}
         for op in self.graph.ops:
             nodes = [self._read(op.id, value) for value in op.operands]
             if len(op.results) == 1 and Value(op.id) in self.folded.splat:
                 nodes = []
             self.operands.extend([tuple(nodes)] * len(op.results))
+            if self.simplified:
+                self._merge(op, equal)
         for made in self.copies:
             source = self._node(made.value) if made.source is None else self.value_count + made.source
             self.operands.append((source,))
+        if self.simplified:
+            self._split_expressions()
+
+    def _merge(self, op: Op, equal: dict[Hashable, int]) -> None:
+        """Note which op before is equal to this one, and whether it follows from constants alone."""
+        first = self.first[op.id]
+        nodes = self.operands[first]
+        if op.kind in ("constant", "iota") or (Value(op.id) in self.folded.splat and len(op.results) == 1):
+            self.expressions.add(self._node(Value(op.id)))
+        elif op.kind in _EXPRESSIONS and nodes and self.expressions.issuperset(nodes):
+            self.expressions.add(first)
+        if op.kind not in _MERGED or self._node(Value(op.id)) != first:
+            return
+        key = (op.kind, op.results, tuple(op.attrs.items()), tuple(sorted(nodes)) if op.kind in _COMMUTES else nodes)
+        known = equal.setdefault(key, op.id)
+        if known != op.id:
+            self.merged[Value(op.id)] = Value(known)
+
+    def _split_expressions(self) -> None:
+        """Give every reader of a constant expression that is none itself one of its own."""
+        for op in self.graph.ops:
+            first = self.first[op.id]
+            if first in self.expressions or self.expressions.isdisjoint(self.operands[first]):
+                continue
+            made: dict[int, int] = {}
+            nodes = tuple(self._clone(node, made) for node in self.operands[first])
+            for value, node, before in zip(op.operands, nodes, self.operands[first], strict=True):
+                if node != before:
+                    self.own[op.id, value] = node
+                    self.first_own.setdefault(before, node)
+            self.operands[first : self.first[op.id + 1]] = [nodes] * len(op.results)
+        for copy in range(self.value_count, self.value_count + len(self.copies)):
+            (source,) = self.operands[copy]
+            self.operands[copy] = (self._clone(source, {}),)
+            self.first_own.setdefault(source, self.operands[copy][0])
+
+    def _clone(self, node: int, made: dict[int, int]) -> int:
+        """An expression once more, what it is made of too; other nodes as they are. `made`: what was cloned already."""
+        if node not in self.expressions or not self.shape[node]:
+            return node
+        if node not in made:
+            nodes = tuple(self._clone(operand, made) for operand in self.operands[node])
+            made[node] = len(self.operands)
+            self.operands.append(nodes)
+            self.op_of.append(self.op_of[node])
+            self.shape.append(self.shape[node])
+            if node in self.constant:
+                self.constant.add(made[node])
+        return made[node]
 
     def _read(self, op: int, value: Value) -> int:
         """The node that an op reads `value` from: its own copy, the pin, or the value (or what it is equal to)."""
@@ -188,6 +264,7 @@ class _Propagation:
         """The node of a value as its op makes it; equal constants share one."""
         if value in self.folded.same:
             return self._read(value.op, self.folded.same[value])
+        value = self.merged.get(value, value)
         node = self.first[value.op] + value.result
         number = self.folded.splat.get(value)
         if number is not None:
@@ -199,7 +276,7 @@ class _Propagation:
         users = self.users[node]
         if len(users) < 2:
             return len(users) == 1
-        if node >= self.value_count:
+        if self.op_of[node] is None:
             return False
         owners = {(owner.id if (owner := self.op_of[user]) is not None else -user) for user in users}
         return len(owners) == 1
@@ -244,7 +321,7 @@ class _Propagation:
             self.tiling[node] = self.subaxes.tiling(copy.spec)
             self.fixed[node] = 1
         for node in reversed(self.order):
-            if node >= self.value_count and not self.copies[node - self.value_count].result:
+            if self.op_of[node] is None and not self.copies[node - self.value_count].result:
                 (source,) = self.operands[node]
                 if self.tiling[source] is None and not self.fixed[source]:
                     self.tiling[source] = self.tiling[node]
@@ -258,10 +335,13 @@ class _Propagation:
         made = {}
         for op in self.graph.ops:
             for result, kind in enumerate(op.results):
-                tiling = self.tiling[self._node(Value(op.id, result))]
+                node = self._node(Value(op.id, result))
+                tiling = self.tiling[self.first_own.get(node, node)]
                 made[Value(op.id, result)] = ((),) * len(kind.shape) if tiling is None else tiling
-        copied = tuple(tiling for tiling in self.tiling[self.value_count :] if tiling is not None)
-        return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins)
+        end = self.value_count + len(self.copies)
+        copied = tuple(tiling for tiling in self.tiling[self.value_count : end] if tiling is not None)
+        own = {key: tiling for key, node in self.own.items() if (tiling := self.tiling[node]) is not None}
+        return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins, own)
 
     def _run_level(self, level: int) -> None:
         fixed = self.fixed

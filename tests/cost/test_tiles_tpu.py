@@ -228,3 +228,37 @@ def test_what_is_gathered_by_a_sum_is_not_rounded_before_it():
     # An MLP under FSDP on v5e 16x16: half the bytes were predicted.
     assert product(512, 4096, 1024, 0, 0, shape=(16, 16))[0] == ("all-reduce", 4096 * 1024 * 4)
     assert product(512, 4096, 1024, 0, 0)[0] == ("all-gather", 4096 * 1024 * 2)
+
+
+BIAS = """module {{
+func.func public @main(%a: tensor<512x256xf32>, %b: tensor<256x512xf32>, %c: tensor<512xf32>) -> tensor<512x512xf32> {{
+%0 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0]
+  : (tensor<512x256xf32>, tensor<256x512xf32>) -> tensor<512x512xf32> loc("op0")
+%1 = stablehlo.broadcast_in_dim %c, dims = [1] : (tensor<512xf32>) -> tensor<512x512xf32> loc("op1")
+%2 = stablehlo.{KIND} %0, %1 : tensor<512x512xf32> loc("op1")
+%3 = stablehlo.custom_call @Sharding(%2) {{mhlo.sharding = "{{replicated}}"}}
+  : (tensor<512x512xf32>) -> tensor<512x512xf32> loc("op1.out0")
+%4 = stablehlo.tanh %3 : tensor<512x512xf32> loc("op2")
+%5 = stablehlo.custom_call @Sharding(%4) {{mhlo.sharding = "{{replicated}}"}}
+  : (tensor<512x512xf32>) -> tensor<512x512xf32> loc("op2.out0")
+return %5 : tensor<512x512xf32> }} }}"""
+
+
+@pytest.mark.parametrize(("target", "kind"), [("tpu", "reduce-scatter"), ("gpu", "all-reduce")])
+def test_a_slice_behind_a_bias_is_taken_before_it(target, kind):
+    # BERT under Megatron on v5e: the residual stream is split behind the biases of rows of output layers.
+    made = (TensorType((512, 512), "f32"),)
+    names = ("mm", "add", "tanh")
+    graph = graph_from_text(
+        BIAS.format(KIND="add"), ops=[AtenOp(k, n, "", "forward", made) for k, n in enumerate(names)]
+    )
+    a, b, _ = map(Value, graph.arguments)
+    pins = {a: ((), ("model",)), b: (("model",), ()), graph.aten_outputs[1, 0]: ((), ())}
+    pins[graph.aten_outputs[2, 0]] = (("model",), ())
+    found = partition(graph, propagate(graph, Annotations(pins), MESH), target).collectives
+    assert [(one.kind, one.bytes) for one in found] == [(kind, 512 * 512 * 4)]
+
+
+def test_what_a_gather_made_lies_otherwise_where_parts_of_lanes_are_sliced():
+    # The word embeddings of BERT under Megatron: 4 x 128 words of 256, each of four devices going on with 64.
+    assert scattered((4, 128, 256), 2, 4, row_major=True) == Scattered()

@@ -131,3 +131,51 @@ def test_every_spec_fits_the_mesh(shape):
     pins = {Value(op): ((axis,), *((),) * (len(graph.ops[op].results[0].shape) - 1)) for op in graph.arguments}
     for value, spec in propagate(graph, Annotations(pins), mesh).specs.items():
         mesh.check(spec, graph.type_of(value).shape, str(value))
+
+
+UPDATES = """module @m {
+  func.func @main(%p: tensor<256xf32>, %q: tensor<256xf32>, %rate: tensor<f32>) -> (tensor<256xf32>, tensor<256xf32>) {
+    %0 = stablehlo.broadcast_in_dim %rate, dims = [] : (tensor<f32>) -> tensor<256xf32>
+    %1 = stablehlo.multiply %p, %0 : tensor<256xf32>
+    %2 = stablehlo.broadcast_in_dim %rate, dims = [] : (tensor<f32>) -> tensor<256xf32>
+    %3 = stablehlo.multiply %q, %2 : tensor<256xf32>
+    return %1, %3 : tensor<256xf32>, tensor<256xf32>
+  }
+}"""
+
+
+def test_updates_share_the_broadcast_of_a_learning_rate_where_the_program_is_simplified():
+    # BERT under Megatron on v5e: the split biases of queries split every replicated vector of their length, by way of
+    # the optimizer, and the residual stream with them.
+    graph = graph_from_text(UPDATES)
+    annotations = Annotations({X: (("model",),), W: ((),)})
+    split, whole = (Value(op.id) for op in graph.ops if op.kind == "multiply")
+    plain = propagate(graph, annotations, MESH).specs
+    assert (plain[split], plain[whole]) == ((("model",),), ((),))
+    simplified = propagate(graph, annotations, MESH, simplified=True).specs
+    assert (simplified[split], simplified[whole]) == ((("model",),), (("model",),))
+
+
+MASKS = """module @m {
+  func.func @main(%x: tensor<64x32xf32>, %y: tensor<64x32xf32>) -> (tensor<64x32xf32>, tensor<64x32xf32>) {
+    %zero = stablehlo.constant dense<0.0> : tensor<64x32xf32>
+    %0 = stablehlo.maximum %x, %zero : tensor<64x32xf32>
+    %1 = stablehlo.maximum %y, %zero : tensor<64x32xf32>
+    return %0, %1 : tensor<64x32xf32>, tensor<64x32xf32>
+  }
+}"""
+
+
+def test_every_reader_has_a_constant_of_its_own_where_the_program_is_simplified():
+    # DLRM on v5e: the zeros of a split relu split the mask of a replicated one, which was gathered.
+    graph = graph_from_text(MASKS)
+    annotations = Annotations({X: (("data",), ()), W: ((), ())})
+    split, whole = (op for op in graph.ops if op.kind == "maximum")
+    zero = only(graph, "constant")
+    shared = propagate(graph, annotations, MESH)
+    assert shared.read(whole.id, Value(zero.id)) == shared.read(split.id, Value(zero.id))
+    found = propagate(graph, annotations, MESH, simplified=True)
+    rows = found.made[Value(split.id)]
+    assert any(rows)
+    assert (found.read(split.id, Value(zero.id)), found.read(whole.id, Value(zero.id))) == (rows, ((), ()))
+    assert found.specs[Value(whole.id)] == ((), ())
