@@ -6,6 +6,7 @@ one line on standard error that says what to do; nothing was written. 70: a bug 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -42,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         if not sys.warnoptions:  # what libraries warn of is about code that the user did not write
             warnings.filterwarnings("ignore", module=r"(torch|torch_xla|transformers|jax)(\.|$)")
-        _main(arguments)
+        try:
+            _main(arguments)
+        finally:
+            gc.freeze()  # the interpreter's last collections would walk all that torch, jax and a graph are made of
 
 
 def _main(arguments: Sequence[str] | None) -> None:

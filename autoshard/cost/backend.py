@@ -6,7 +6,7 @@ One `Backend` per target family, in a module of its own; `backend_of` finds it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from autoshard.cost.device import Device
@@ -147,7 +147,11 @@ class Backend:
             if array.returned and not array.donated and array.maker >= 0
         )
         ordered = tuple(kernels[number] for number in order)
-        return Compiled(program, ordered, live, arguments, outputs, self.place(ordered, program, live))
+        return self.placed(Compiled(program, ordered, live, arguments, outputs))
+
+    def placed(self, compiled: Compiled) -> Compiled:
+        """The same kernels in the same order, with temporaries where this device has room for them."""
+        return replace(compiled, placement=self.place(compiled.kernels, compiled.program, compiled.live))
 
 
 def backend_of(device: Device) -> Backend:

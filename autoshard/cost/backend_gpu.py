@@ -139,7 +139,9 @@ class GpuBackend(Backend):
 
         arrays = program.arrays
         kernels = _cleared_together(kernels, arrays)
-        kernels = merged_outputs(kernels, partial(self._alike, arrays), lambda array: arrays[array].bytes >= SMALL)
+        kernels = merged_outputs(
+            kernels, partial(_elements, arrays), lambda array: arrays[array].bytes >= SMALL, _reads_few
+        )
         for kernel in kernels:
             if kernel.kind == "all-reduce":
                 kernel.shares = True
@@ -151,19 +153,6 @@ class GpuBackend(Backend):
             else:
                 found.append(kernel)
         return found
-
-    @staticmethod
-    def _alike(arrays: Sequence[Array], one: Kernel, other: Kernel) -> bool:
-        """Whether two kernels may be one with several results: loops, and sums, over equally many elements."""
-        if one.kind not in FUSED or other.kind not in FUSED or len({*one.reads, *other.reads}) > MOST_OPERANDS:
-            return False
-        sizes = [
-            max(math.prod(arrays[array].shape or (0,)) for array in (*kernel.writes, *kernel.reads))
-            if kernel.kind == "reduce"
-            else math.prod(arrays[kernel.writes[0]].shape or (0,))
-            for kernel in (one, other)
-        ]
-        return sizes[0] == sizes[1] > 0
 
     @staticmethod
     def _contiguous(kernel: Kernel, program: Lowered) -> list[Kernel]:
@@ -214,6 +203,18 @@ class GpuBackend(Backend):
             link = self.device.links[0]
             return self.device.collective_overhead + moved / link.bandwidth
         return roofline_seconds(kernel.flops, moved, "f32", self.device)
+
+
+def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
+    """Over how many elements a loop or a sum runs: equal ones may be one kernel with several results."""
+    if kernel.kind not in FUSED:
+        return None
+    counted = (*kernel.writes, *kernel.reads) if kernel.kind == "reduce" else kernel.writes[:1]
+    return max(math.prod(arrays[array].shape or (0,)) for array in counted) or None
+
+
+def _reads_few(one: Kernel, other: Kernel) -> bool:
+    return len({*one.reads, *other.reads}) <= MOST_OPERANDS
 
 
 def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Kernel]:

@@ -135,7 +135,7 @@ class TpuBackend(Backend):
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Elementwise results of one shape made together; independent all-reduces over the same devices, to 120 MiB."""
-        kernels = merged_outputs(kernels, lambda one, other: self._loops_alike(one, other, program), lambda array: True)
+        kernels = merged_outputs(kernels, lambda kernel: self._loop_over(kernel, program), lambda array: True)
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]
@@ -153,9 +153,10 @@ class TpuBackend(Backend):
         return combined(kernels, key, size, THRESHOLD)
 
     @staticmethod
-    def _loops_alike(one: Kernel, other: Kernel, program: Lowered) -> bool:
-        shapes = {program.arrays[array].shape for kernel in (one, other) for array in kernel.writes}
-        return one.kind in ELEMENTWISE and other.kind in ELEMENTWISE and len(shapes) == 1
+    def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
+        """The shape of all that an elementwise kernel writes; None for any other."""
+        shapes = {program.arrays[array].shape for array in kernel.writes}
+        return tuple(shapes) if kernel.kind in ELEMENTWISE and len(shapes) == 1 else None
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first; what needs nothing but arguments right before what reads it.
@@ -292,18 +293,26 @@ class TpuBackend(Backend):
         """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
         sizes = {array: self.buffer_bytes(program.arrays[array]) for array in kernel.writes}
         most = sum(sizes.values()) if kernel.kind in INDEXED else None
+        sliced = self._sliced(kernel, program) if most is None else {}
         for array in kernel.reads:
             size = self.buffer_bytes(program.arrays[array])
-            taken = self._slices(array, kernel, program) if most is None else most
+            taken = sliced.get(array) if most is None else most
             sizes[array] = size if taken is None else min(size, taken)
         return sizes
 
-    def _slices(self, array: int, kernel: Kernel, program: Lowered) -> int | None:
-        """Bytes of the parts that a device takes of an array, where a kernel reads nothing else of it."""
-        readers = [step for number in kernel.steps if array in (step := program.steps[number]).reads]
-        if not readers or any(step.kind != SLICE for step in readers):
-            return None
-        return sum(self.buffer_bytes(program.arrays[made]) for step in readers for made in step.writes)
+    def _sliced(self, kernel: Kernel, program: Lowered) -> dict[int, int]:
+        """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
+        found: dict[int, int] = {}
+        whole: set[int] = set()
+        for number in kernel.steps:
+            step = program.steps[number]
+            if step.kind == SLICE:
+                made = sum(self.buffer_bytes(program.arrays[array]) for array in step.writes)
+                for array in dict.fromkeys(step.reads):
+                    found[array] = found.get(array, 0) + made
+            else:
+                whole.update(step.reads)
+        return {array: size for array, size in found.items() if array not in whole}
 
     def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
         """Seconds that a kernel takes longer than its products do; negative where they take longer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -11,15 +11,19 @@ from autoshard.cost.schedule import ancestors, dependencies, in_order
 
 
 def merged_outputs(
-    kernels: list[Kernel], alike: Callable[[Kernel, Kernel], bool], shared: Callable[[int], bool]
+    kernels: list[Kernel],
+    key: Callable[[Kernel], Hashable],
+    shared: Callable[[int], bool],
+    alike: Callable[[Kernel, Kernel], bool] = lambda one, other: True,
 ) -> list[Kernel]:
     """Merge kernels that read, or make and read, one array, as long as nothing else stands between them.
 
     Args:
-        alike: whether two kernels may run as one.
+        key: kernels with equal keys may run as one; what has None runs alone.
         shared: whether an array is worth reading once.
+        alike: what else is asked of two kernels with equal keys.
     """
-    return _Merger(kernels).run(alike, shared)
+    return _Merger(kernels).run([key(kernel) for kernel in kernels], shared, alike)
 
 
 class _Merger:
@@ -30,19 +34,26 @@ class _Merger:
         self.members = [[number] for number in range(len(kernels))]
         self.into = list(range(len(kernels)))
 
-    def run(self, alike: Callable[[Kernel, Kernel], bool], shared: Callable[[int], bool]) -> list[Kernel]:
+    def run(
+        self, keys: Sequence[Hashable], shared: Callable[[int], bool], alike: Callable[[Kernel, Kernel], bool]
+    ) -> list[Kernel]:
         users: dict[int, list[int]] = {}
         for number, kernel in enumerate(self.kernels):
             for array in (*kernel.writes, *kernel.reads):
                 if shared(array):
                     users.setdefault(array, []).append(number)
         for group in users.values():
-            for place, later in enumerate(group[1:], 1):
-                for earlier in group[:place]:
+            seen: dict[Hashable, list[int]] = {}
+            for later in group:
+                if keys[later] is None:
+                    continue
+                before = seen.setdefault(keys[later], [])
+                for earlier in before:
                     one, other = self.into[earlier], self.into[later]
                     if one != other and alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
                         self._join(one, other)
                         break
+                before.append(later)
         result = [self._merged(sorted(parts)) for parts in self.members if parts]
         return in_order(sorted(result, key=lambda kernel: kernel.place))
 

@@ -21,12 +21,12 @@ from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Lowered, Step, lower
 from autoshard.cost.rewrite import Rewriter
-from autoshard.cost.spmd import partition
+from autoshard.cost.spmd import OpRun, Partitioned
 from autoshard.cost.traffic import PARTIAL
-from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import propagate
+from autoshard.graph.propagate import Shardings
+from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.mesh import Mesh
 
 Weights = Mapping[Value, float]
@@ -72,10 +72,11 @@ def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dic
     variants = [
         summed(program, partial(_ends, kinds, gradients, graph)) for kinds in (frozenset[str](), frozenset({"reduce"}))
     ]
-    found = {}
-    for ways in {1, mesh.size} if device.on_chip_bytes else {mesh.size}:
-        backend = backend_of(larger(device, ways))
-        found[ways] = Works(*(work_of(backend.compile(each), graph, groups, device) for each in variants))
+    compiled = [backend_of(larger(device, mesh.size)).compile(each) for each in variants]
+    found = {mesh.size: Works(*(work_of(each, graph, groups, device) for each in compiled))}
+    if device.on_chip_bytes and mesh.size > 1:
+        backend = backend_of(device)
+        found[1] = Works(*(work_of(backend.placed(each), graph, groups, device) for each in compiled))
     return found
 
 
@@ -129,8 +130,12 @@ def larger(device: Device, ways: int) -> Device:
 
 def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
     """A device's program when nothing is split."""
-    shardings = propagate(graph, Annotations({}), mesh, simplified=device.target == "tpu")
-    partitioned = partition(graph, shardings, device.target)
+    whole: dict[Value, Tiling] = {}
+    for op in graph.ops:
+        whole.update((Value(op.id, result), ((),) * len(kind.shape)) for result, kind in enumerate(op.results))
+    shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
+    runs = tuple(OpRun((), 1.0, tuple(whole[value] for value in op.operands)) for op in graph.ops)
+    partitioned = Partitioned(runs, (), {})
     return lower(graph, shardings, partitioned, barriers=device.target != "cpu", ordered=device.target == "tpu")
 
 

@@ -288,10 +288,14 @@ class _Builder:
             else (f"{op.module or 'step'}: {op.kind}")
         )
 
-    def _bytes(self, value: Value, specs: Sequence[Sharded]) -> Matrix:
+    def _bytes(self, value: Value, specs: tuple[Sharded, ...]) -> Matrix:
         kind, mesh = self.graph.type_of(value), self.mesh
-        item = dtype_bytes(kind.dtype)
-        return np.array([float(math.prod(mesh.shard_shape(kind.shape, plain(spec))) * item) for spec in specs])
+        key = ("bytes", kind, specs)
+        if key not in self._matrices:
+            item = dtype_bytes(kind.dtype)
+            sizes = [float(math.prod(mesh.shard_shape(kind.shape, plain(spec))) * item) for spec in specs]
+            self._matrices[key] = np.array(sizes)
+        return self._matrices[key]
 
     def _find_sums(self) -> None:
         """Which groups sum values that may stay partial until then; CPU's partitioner reduces each term."""
@@ -505,9 +509,11 @@ class _Builder:
                     continue
                 node, specs = self.made[value]
                 edge = position[node, first_group + group.id]
-                size = self._bytes(value, wanted.choices)[wanted.index]
-                differs = np.array([[plain(a) != plain(b) for b in wanted.choices] for a in specs.choices])
-                amount = differs[np.ix_(specs.index, wanted.index)] * size[None, :]
+                key = ("held", graph.type_of(value), specs.choices, wanted.choices)
+                if key not in self._matrices:
+                    differs = np.array([[plain(a) != plain(b) for b in wanted.choices] for a in specs.choices])
+                    self._matrices[key] = differs * self._bytes(value, wanted.choices)[None, :]
+                amount = self._expand(key, self._matrices[key], specs, wanted)
                 start = 0 if self._gathered_first(value) else group.id
                 self.edge_usages.append(Usage(edge, start, group.id + 1, amount))
 
