@@ -315,10 +315,22 @@ class _Builder:
             if uses.get(value) == 1 and value not in returned
         }
         for group in self.groups.groups:
-            found = sum_of_partials(group, graph, uses, contracted)
+            found = sum_of_partials(group, graph, uses, contracted) or self._transposed_sum(group, contracted)
             if found is not None:
                 self.sums[group.id] = found
                 self.deferrable.update(group.inputs[leaf] for leaf in found.leaves)
+
+    def _transposed_sum(self, group: Group, contracted: Container[Value]) -> Sum | None:
+        """A kernel's gradient: the convolution is transposed within its aten op, so that only the copy is annotated.
+
+        Compilers find the slices of what is read of the copy, and scatter the convolution's sum.
+        """
+        (op, *more) = (self.graph.ops[number] for number in group.ops)
+        if more or op.kind != "transpose" or group.inputs[:1] != op.operands:
+            return None
+        value = op.operands[0]
+        scatters = value in contracted and value not in self.annotatable and self.graph.ops[value.op].aten == op.aten
+        return Sum((0,), 1, moved=True) if scatters else None
 
     def _edges(self, ways: Sequence[Strategies]) -> list[Copy]:
         readers: dict[Value, list[tuple[int, Specs]]] = {}

@@ -291,15 +291,17 @@ def plain(sharded: Sharded) -> Spec:
 
 @dataclass(frozen=True)
 class Sum:
-    """Adds of a group that sum nothing but values which other groups may leave partial.
+    """Adds of a group that sum nothing but values which other groups may leave partial, or a transpose of one.
 
     Attributes:
-        leaves: positions of those values among the group's inputs; at least two.
+        leaves: positions of those values among the group's inputs; at least two of a sum.
         root: position, among the group's values (inputs first), of the sum.
+        moved: it is the one leaf with its dims in another order; it is only reduce-scattered.
     """
 
     leaves: tuple[int, ...]
     root: int
+    moved: bool = False
 
 
 def sum_of_partials(
@@ -399,11 +401,14 @@ def strategies(
         if sums is not None:
             root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
             for axes, before, after in _reductions(root, shape_of_root, mesh):
+                if sums.moved and (before != root or after == root):
+                    continue
                 kind: CollectiveKind = "all-reduce" if before == after else _scatter_kind(axes, mesh)
                 size = math.prod(mesh.shard_shape(shape_of_root, before)) * item[sums.root]
                 once = Collective(kind, mesh.in_order(axes), size, op=len(group.ops) - 1)
                 terms: list[Sharded] = [
-                    Partial(before, axes) if i in sums.leaves else spec for i, spec in enumerate(inputs)
+                    Partial(specs[i] if sums.moved else before, axes) if i in sums.leaves else spec
+                    for i, spec in enumerate(inputs)
                 ]
                 if after == root:
                     rows.append(_Row(assignment, terms, pinned, [*pinned], (*collectives, once)))

@@ -205,3 +205,69 @@ def test_a_convolution_that_cannot_be_annotated_is_not_resharded_behind_it():
         costs = formulation.problem.edge_costs[edge]
         for (row, column), cost in np.ndenumerate(costs):
             assert math.isfinite(cost) == (free or made[row] == read[column])
+
+
+def test_the_sum_of_a_kernels_gradient_is_scattered_through_the_transpose_that_its_aten_op_ends_with():
+    x, k, w = "tensor<64x16x16x64xf32>", "tensor<3x3x64x64xf32>", "tensor<64x64x3x3xf32>"
+    text = f"""func.func @main(%w: {w}, %x: {x}, %g: {x}) -> {w} {{
+      %0 = stablehlo.convolution(%x, %g) dim_numbers = [f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f],
+        window = {{stride = [1, 1], pad = [[1, 1], [1, 1]]}}
+        {{batch_group_count = 1 : i64, feature_group_count = 1 : i64}} : ({x}, {x}) -> {k}
+      %1 = stablehlo.transpose %0, dims = [3, 2, 0, 1] : ({k}) -> {w}
+      %2 = stablehlo.subtract %w, %1 : {w}
+      return %2 : {w}
+    }}"""
+    graph = graph_from_text(text, updates={0: 0})
+    number = {op.kind: op.id for op in graph.ops}
+    made = ["convolution", "transpose", "subtract"]
+    ops = tuple(replace(op, aten={"transpose": 0, "convolution": 0, "subtract": 1}.get(op.kind)) for op in graph.ops)
+    phases = [AtenOp(0, "convolution_backward", "", "backward", ()), AtenOp(1, "sub", "", "optimizer", ())]
+    graph = replace(graph, ops=ops, program=replace(graph.program, ops=tuple(phases)))
+    outputs = {(0, 0): Value(number["transpose"]), (1, 0): Value(number["subtract"])}
+    graph = replace(graph, aten_outputs=outputs)
+    mesh = Mesh((8,), ("x",), "h100")
+    formulation = formulate(graph, mesh, load_device("h100"))
+    assert [[graph.ops[op].kind for op in group.ops] for group in formulation.groups.groups] == [
+        [kind] for kind in made
+    ]
+    conv, turned, _ = formulation.strategies
+    (scattering,) = [
+        (i, ways) for i, ways in enumerate(turned.collectives) if ways and turned.outputs[0][i] == (("x",), (), (), ())
+    ]
+    row, (scatter,) = scattering
+    assert (scatter.kind, scatter.bytes) == ("reduce-scatter", 64 * 64 * 9 * 4)
+    partial = turned.inputs[0][row]
+    left = [i for i in range(len(conv)) if conv.outputs[0][i] == partial]
+    assert len(left) == 1
+    assert not conv.collectives[left[0]]
+    # What the annotations come to is that reduce-scatter.
+    data = (("x",), (), (), ())
+    fixed = formulate(graph, mesh, load_device("h100"), hints={"arg0": data, "arg1": data, "arg2": data})
+    solution = solve(fixed.problem)
+    found = predict(graph, fixed.annotations(solution.choice), mesh, load_device("h100"))
+    assert [each.kind for each in found.collectives] == ["reduce-scatter"]
+
+
+@pytest.mark.parametrize("kind", ["h100", "tpu-v5e"])
+def test_a_tpu_scatters_into_rows_of_128_numbers_however_narrow_a_part_of_the_table_is(kind):
+    table, tokens = "tensor<262144x128xf32>", "tensor<8192x128xf32>"
+    text = f"""func.func @main(%w: {table}, %i: tensor<8192x1xi32>, %u: {tokens}) -> {table} {{
+      %0 = "stablehlo.scatter"(%w, %i, %u) <{{scatter_dimension_numbers = #stablehlo.scatter<
+        update_window_dims = [1], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0],
+        index_vector_dim = 1>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+        %s = stablehlo.add %a, %b : tensor<f32>
+        stablehlo.return %s : tensor<f32> }}) : ({table}, tensor<8192x1xi32>, {tokens}) -> {table}
+      return %0 : {table}
+    }}"""
+    device = load_device(kind)
+    formulation = formulate(graph_from_text(text, updates={0: 0}), Mesh((8,), ("x",), kind), device)
+    (ways,) = formulation.strategies
+    costs = formulation.problem.node_costs[-1] - device.kernel_overhead
+    whole, columns = (
+        min(cost for i, cost in enumerate(costs) if ways.outputs[0][i] == spec and not ways.collectives[i])
+        for spec in (((), ()), ((), ("x",)))
+    )
+    if kind == "h100":
+        assert columns < whole / 7
+    else:  # what it makes it writes as wide as before
+        assert columns > whole / 2
