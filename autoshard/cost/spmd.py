@@ -244,13 +244,18 @@ class Partitioner:
         if source == target or op.id in self.free:
             return None
         # A TPU rounds before it gathers what only contractions read, here as in `_emit`.
-        rounds = self.target == "tpu" and kind.dtype == "f32" and self._only_contracted(copy.value, number)
-        dtype = "bf16" if rounds else kind.dtype
+        dtype = "bf16" if self._rounds(copy.value, number) else kind.dtype
         steps = self.resharder.reshard(kind.shape, dtype, source, target)
         end = self.resharder.destination(kind.shape, dtype, source, target)
         steps = spmd_reorder.before_convert(self, copy.value, copy.source, steps)
         made = (key, ((), source, end))
         return Move(0, made, end, tuple(self._once(made, steps, op.id)))
+
+    def _rounds(self, value: Value, at: int | None) -> bool:
+        """Whether a TPU moves a value of f32, or its copy number `at`, in bf16."""
+        if self.target != "tpu" or self.graph.type_of(value).dtype != "f32":
+            return False
+        return self._only_contracted(value, at)
 
     def _only_contracted(self, value: Value, at: int | None, depth: int = 8) -> bool:
         """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
@@ -292,7 +297,7 @@ class Partitioner:
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         if self.target == "tpu" and op.kind == "dot_general":
-            key = (key, self._alone(op))
+            key = (key, self._alone(op), self._rounds(Value(op.id), None))
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
@@ -497,7 +502,8 @@ class Partitioner:
                 own.extend(self.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
                 order = self.order_of(step.axes)
             elif step.place == 2:
-                own.extend(self.resharder.reshard(step.shape, out.dtype, step.source, step.target, step.outer))
+                dtype = "bf16" if self._rounds(Value(op.id), None) else out.dtype
+                own.extend(self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer))
             else:
                 kind = lhs if step.place == 0 else rhs
                 dtype = kind.dtype

@@ -2,7 +2,8 @@
 
 A scatter-add into zeros whose result is added to something scatters onto that instead, and a scatter onto the result of
 another one with the same dims is one scatter, of indices and updates end to end. So the gradients of a table that
-encoder and decoder share are summed over devices once. Compiled so for GPUs (T5).
+encoder and decoder share are summed over devices once. Compiled so for GPUs (T5). A TPU's compiler keeps two scatters,
+whose sums are one as those of any two terms are.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> Non
         (first,), (second,) = sums
         if (first.kind, first.axes, first.bytes) == (second.kind, second.axes, second.bytes):
             runs[before.id] = replace(runs[before.id], collectives=runs[before.id].collectives[:-1])
+    if owner.target == "tpu":
+        return
     steps = [
         *_end_to_end(owner, before, scatter, 1, (scatter.attrs["index_vector_dim"],)),
         *_end_to_end(owner, before, scatter, 2, scatter.attrs["window_dims"]),

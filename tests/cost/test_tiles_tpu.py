@@ -262,3 +262,31 @@ def test_a_slice_behind_a_bias_is_taken_before_it(target, kind):
 def test_what_a_gather_made_lies_otherwise_where_parts_of_lanes_are_sliced():
     # The word embeddings of BERT under Megatron: 4 x 128 words of 256, each of four devices going on with 64.
     assert scattered((4, 128, 256), 2, 4, row_major=True) == Scattered()
+
+
+EXPERTS = """module {
+func.func public @main(%a: tensor<8x256x512xf32>, %b: tensor<8x512x256xf32>, %c: tensor<256x256xf32>)
+    -> tensor<8x256x256xf32> {
+%0 = stablehlo.dot_general %a, %b, batching_dims = [0] x [0], contracting_dims = [2] x [1]
+  : (tensor<8x256x512xf32>, tensor<8x512x256xf32>) -> tensor<8x256x256xf32> loc("op0")
+%1 = stablehlo.custom_call @Sharding(%0) {mhlo.sharding = "{replicated}"}
+  : (tensor<8x256x256xf32>) -> tensor<8x256x256xf32> loc("op0.out0")
+%2 = stablehlo.dot_general %1, %c, contracting_dims = [2] x [0]
+  : (tensor<8x256x256xf32>, tensor<256x256xf32>) -> tensor<8x256x256xf32> loc("op1")
+%3 = stablehlo.KIND %2 : tensor<8x256x256xf32> loc("op1")
+return %3 : tensor<8x256x256xf32> } }"""
+
+
+@pytest.mark.parametrize(("reader", "size"), [("dot_general", 2), ("tanh", 4)])
+def test_a_product_that_products_alone_read_is_exchanged_in_bf16(reader, size):
+    # A mixture of experts on v5e: twice the bytes of the exchanges between experts were predicted.
+    text = EXPERTS.replace("KIND", "tanh")
+    if reader == "tanh":
+        text = text.replace("stablehlo.dot_general %1, %c, contracting_dims = [2] x [0]", "stablehlo.tanh %1")
+        text = text.replace(": (tensor<8x256x256xf32>, tensor<256x256xf32>) ->", ": (tensor<8x256x256xf32>) ->")
+    made = (TensorType((8, 256, 256), "f32"),)
+    graph = graph_from_text(text, ops=[AtenOp(k, "mm", "", "forward", made) for k in range(2)])
+    a, b, *_ = map(Value, graph.arguments)
+    pins = {a: (BOTH, (), ()), b: (BOTH, (), ()), graph.aten_outputs[0, 0]: ((), BOTH, ())}
+    found = partition(graph, propagate(graph, Annotations(pins), MESH), "tpu").collectives
+    assert [(one.kind, one.bytes) for one in found] == [("all-to-all", 8 * 256 * 256 * size // 8)]
