@@ -141,27 +141,28 @@ class Dual:
 
     # --- ascent ------------------------------------------------------------------------------------------------------
     def _graph(self) -> tuple[Any, ...]:
-        return self._shape(self._unary(), self._pairwise())
+        return self.priced(self.multipliers)
+
+    def priced(self, multipliers: Array) -> tuple[Any, ...]:
+        """The arrays of the graph (see `kernels.py`), with the usage of each memory row priced."""
+        prefix: Array = np.concatenate(([0.0], np.cumsum(multipliers)))
+        return self._shape(self._unary(prefix), self._pairwise(prefix))
 
     def _shape(self, unary: Array, pairwise: Array) -> tuple[Any, ...]:
         ends = (self.width, self.koff, self.kind, self.first, self.edge, self.side)
         return self.noff, unary, self.low, self.high, self.eoff, pairwise, *ends
 
-    def _prefix(self) -> Array:
-        prefix: Array = np.concatenate(([0.0], np.cumsum(self.multipliers)))
-        return prefix
-
-    def _unary(self) -> Array:
+    def _unary(self, prefix: Array) -> Array:
         values = self.unary.copy()
         if len(self.room):
-            self._kernels.price(self._prefix(), *self.node_items[1:], self._node_target, values)
+            self._kernels.price(prefix, *self.node_items[1:], self._node_target, values)
         return values
 
-    def _pairwise(self) -> Array:
+    def _pairwise(self, prefix: Array) -> Array:
         if not len(self._edge_target):
             return self.pairwise
         values = self.pairwise.copy()
-        self._kernels.price(self._prefix(), *self.edge_items[1:], self._edge_target, values)
+        self._kernels.price(prefix, *self.edge_items[1:], self._edge_target, values)
         return values
 
     def sweep(self) -> float:
@@ -209,10 +210,16 @@ class Dual:
         self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
 
     # --- choices -----------------------------------------------------------------------------------------------------
-    def usage(self) -> Array:
-        """Usage per memory row of the rounded choice, in units of `self.unit`."""
-        used: Array = self._kernels.usage_of(self.x, len(self.room), self._costs(), self.node_items, self.edge_items)
+    def usage(self, x: np.ndarray | None = None) -> Array:
+        """Usage per memory row of the rounded (or another) choice, in units of `self.unit`."""
+        x = self.x if x is None else x
+        used: Array = self._kernels.usage_of(x, len(self.room), self._costs(), self.node_items, self.edge_items)
         return used
+
+    @property
+    def best_multipliers(self) -> Array:
+        """Of the best bound, in cost per `self.unit`."""
+        return self._best[1]
 
     def shared(self) -> Array:
         """Usage per memory row that the bound of the latest pass implies, in units of `self.unit`."""
@@ -226,7 +233,8 @@ class Dual:
         by_time = dict(zip(self.net.times.tolist(), (self._best[1] / self.unit).tolist(), strict=True))
         return np.array([by_time.get(t, 0.0) for t in times.tolist()])
 
-    def _memory(self) -> tuple[Any, ...]:
+    def memory(self) -> tuple[Any, ...]:
+        """Room per memory row for a local search, and the terms of nodes and edges."""
         # Local search decides on running sums, whose rounding must not admit an overflow.
         room = self.room * (1.0 - 1e-12) if self.net.slack else self.room + 0.25 / self.unit
         return room, self.node_items, self.edge_items
@@ -234,22 +242,23 @@ class Dual:
     def improved(self, choice: list[int] | None = None) -> list[int] | None:
         """The rounded (or given) choice, brought within the memory rows and improved by local moves, or None."""
         x = self.x.copy() if choice is None else np.array([choice[int(v)] for v in self.nodes], np.int64)
-        if not self._kernels.repair(x, *self._memory(), self._costs(), min(2 * len(x) + 16, REPAIRS)):
+        if not self._kernels.repair(x, *self.memory(), self._costs(), min(2 * len(x) + 16, REPAIRS)):
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
-        self._kernels.descend(x, *self._memory(), self._costs(), self.moff, smallest, 200)
-        return self._named(x)
+        self._kernels.descend(x, *self.memory(), self._costs(), self.moff, smallest, 200)
+        return self.named(x)
 
     def repaired(self) -> list[int]:
         """The rounded choice with the overflow of the memory rows brought down as far as single moves do."""
         x = self.x.copy()
-        self._kernels.repair(x, *self._memory(), self._costs(), min(2 * len(x) + 16, REPAIRS))
-        return self._named(x)
+        self._kernels.repair(x, *self.memory(), self._costs(), min(2 * len(x) + 16, REPAIRS))
+        return self.named(x)
 
     def _costs(self) -> tuple[Any, ...]:
         return self._shape(self.unary, self.pairwise)
 
-    def _named(self, x: np.ndarray) -> list[int]:
+    def named(self, x: np.ndarray) -> list[int]:
+        """A choice by position as one per node of the network (0 where the node is gone)."""
         out = [0] * len(self.net.cost)
         for v, s in zip(self.nodes, x, strict=True):
             out[int(v)] = int(s)

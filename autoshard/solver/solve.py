@@ -3,8 +3,9 @@
 1. Reduce exactly (`reduce.py`).
 2. Leave the memory limit out and minimise by dynamic programming (`eliminate.py`), if the tables stay small: when the
    choice happens to fit, it is optimal.
-3. Otherwise bound it (`dual.py`), find choices by rounding and local moves, forbid what the bound excludes, reduce
-   again, and give what is left to the integer program (`ilp.py`).
+3. Otherwise bound it (`dual.py`), find choices by rounding, local moves and moves of trees (`search.py`), forbid what
+   the bound excludes, reduce again, and give what is left to the integer program (`ilp.py`).
+4. What is too large for that is bounded and searched in turn until neither helps.
 
 Every choice handed out is re-evaluated by `evaluate.py`, which shares no code with the search.
 """
@@ -59,6 +60,9 @@ FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
 
 LARGEST_PROGRAM = 1_000_000
 """Entries of the integer program's matrix up to which it is tried when a choice is known: presolve ignores limits."""
+ALTERNATING, PATIENCE, LEAST_GAIN, STALLED = 300, 3, 1e-2, 4
+"""What is too large for the integer program: sweeps of the dual between two searches; rounds without a better choice
+that end a search; and that many turns that close less than this share of the gap end the solve."""
 PEAK_TIME = 8.0
 """Seconds at most for the least reachable peak, which goes into the message when no choice fits."""
 
@@ -134,6 +138,11 @@ def check(problem: Problem) -> None:
                 raise ValueError(f"{what} usage of {usage.index}: amounts must be finite and not negative")
 
 
+def cheaper(net: Network, one: list[int] | None, two: list[int]) -> list[int]:
+    """The cheaper of two choices of a network, the first of equals."""
+    return two if one is None or net.value(two) < net.value(one) else one
+
+
 class _Run:
     """One solve: what has been found so far."""
 
@@ -146,6 +155,7 @@ class _Run:
         self.objective, self.bound = math.inf, -math.inf
         self.backend = "none"
         self._width = NEAR_WIDTH
+        self._searches = 0
 
     def offer(self, choice: list[int], backend: str) -> bool:
         """Take over a full choice if it is feasible and better; whether it is feasible."""
@@ -224,11 +234,13 @@ class _Run:
                 break
             dual = Dual(net)
             dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
+            held: list[int] | None = None
             for sweeps in SWEEPS:
                 dual.ascend(sweeps, self.objective, deadline=self.deadline)
                 self.raise_bound(min(dual.bound, self.objective))
                 choice = dual.improved()
                 if choice is not None:
+                    held = cheaper(net, held, choice)
                     self.offer(net.expand(choice), "dual")
                 if self.optimal or self.late or self._near(net, dual) or self.optimal:
                     break
@@ -237,6 +249,8 @@ class _Run:
             self.report("dual")
             if self.optimal or self.late:
                 return
+            if held is not None:
+                self._searched(net, dual, held, patience=1)
             self._folded()
             multipliers = {int(t): m / dual.unit for t, m in zip(net.times, dual.multipliers, strict=True)}
             if math.isinf(self.objective):
@@ -256,7 +270,39 @@ class _Run:
                     return None
             if sum(net.size(i) for i in net.alive) > 0.8 * before:
                 break
-        return self._integer(net)
+        self._integer(net)
+        if not self.optimal and not self.late and net.alive:
+            self._alternate(net, multipliers)
+
+    def _searched(self, net: Network, dual: Dual, choice: list[int], *, patience: int) -> list[int]:
+        """The outcome of a search over trees from a feasible choice, offered."""
+        from autoshard.solver.search import TreeSearch
+
+        self._searches += 1
+        search = TreeSearch(dual, self.seed + self._searches)
+        found = search.improve(choice, deadline=self.deadline, patience=patience)
+        self.offer(net.expand(found), "search")
+        self.report("search")
+        return found
+
+    def _alternate(self, net: Network, multipliers: dict[int, float]) -> None:
+        """Better bounds and better choices in turn, until neither gets better or time is over."""
+        from autoshard.solver.dual import Dual
+
+        dual = Dual(net)
+        dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
+        held: list[int] | None = None
+        stalled = 0
+        while stalled < STALLED and not self.optimal and not self.late:
+            objective, bound = self.objective, self.bound
+            dual.ascend(ALTERNATING, self.objective, deadline=self.deadline)
+            self.raise_bound(min(dual.bound, self.objective))
+            rounded = dual.improved()
+            for choice in (rounded, held):
+                if choice is not None and not self.late:
+                    held = cheaper(net, held, self._searched(net, dual, choice, patience=PATIENCE))
+            gained = (objective - self.objective) + (self.bound - bound)
+            stalled = 0 if gained > LEAST_GAIN * (objective - bound) else stalled + 1
 
     def _near(self, net: Network, dual: Dual) -> bool:
         """Solve exactly what may cost little more than the dual's bound; whether that settled the whole network.

@@ -1,0 +1,196 @@
+"""Moves of whole trees, compiled by numba: the names and the layout of arrays are those of `kernels.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autoshard.solver.kernels import F, Graph, I, _shift, compiled
+
+
+@compiled
+def _random(state: I, below: int) -> int:
+    """The next whole number in [0, below) of Marsaglia's xorshift64 (2003)."""
+    s = state[0]
+    s ^= s << np.uint64(13)
+    s ^= s >> np.uint64(7)
+    s ^= s << np.uint64(17)
+    state[0] = s
+    drawn: int = int(np.int64(s >> np.uint64(1)) % below)
+    return drawn
+
+
+@compiled
+def _grow(seed: int, most: int, state: I, graph: Graph, stamp: I, mark: int, members: I, parent: I, by: I) -> int:
+    """Members of an induced tree around `seed`, parents before children, and how many.
+
+    A node joins when just one member is its neighbour; the edge to it is `by`.
+    """
+    _, _, low, high, _, _, _, _, _, first, edge, side = graph
+    members[0], parent[0], by[0] = seed, -1, -1
+    stamp[seed] = mark
+    count, at = 1, 0
+    while at < count and count < most:
+        v = members[at]
+        degree = first[v + 1] - first[v]
+        offset = _random(state, degree) if degree else 0
+        for step in range(degree):
+            q = first[v] + (offset + step) % degree
+            u = high[edge[q]] if side[q] == 0 else low[edge[q]]
+            if stamp[u] == mark:
+                continue
+            known = 0
+            for r in range(first[u], first[u + 1]):
+                w = high[edge[r]] if side[r] == 0 else low[edge[r]]
+                known += stamp[w] == mark
+                if known > 1:
+                    break
+            if known == 1:
+                members[count], parent[count], by[count] = u, at, edge[q]
+                stamp[u] = mark
+                count += 1
+                if count == most:
+                    break
+        at += 1
+    return count
+
+
+@compiled
+def _best_labels(
+    count: int, members: I, parent: I, by: I, stamp: I, mark: int, x: I, graph: Graph, moff: I, new: I
+) -> Any:
+    """The cheapest labels `new` of a tree's members, all else fixed, by dynamic programming; (their cost, the old)."""
+    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
+    widest = 1
+    for t in range(count):
+        widest = max(widest, noff[members[t] + 1] - noff[members[t]])
+    theta = np.empty((count, widest))
+    follow = np.empty((count, widest), np.int64)
+    given, holder = np.empty(widest), np.empty(widest, np.int64)
+    old = 0.0
+    for t in range(count):
+        i = members[t]
+        k = noff[i + 1] - noff[i]
+        for a in range(k):
+            theta[t, a] = unary[noff[i] + a]
+        for q in range(first[i], first[i + 1]):
+            e = edge[q]
+            if side[q] == 0:
+                if stamp[high[e]] != mark:
+                    base, c = eoff[e] + kind[koff[2 * e + 1] + x[high[e]]], koff[2 * e]
+                    for a in range(k):
+                        theta[t, a] += pairwise[base + kind[c + a] * width[e]]
+            elif stamp[low[e]] != mark:
+                base, c = eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e], koff[2 * e + 1]
+                for a in range(k):
+                    theta[t, a] += pairwise[base + kind[c + a]]
+        old += theta[t, x[i]]
+        if t > 0:
+            e = by[t]
+            old += pairwise[eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e] + kind[koff[2 * e + 1] + x[high[e]]]]
+    for t in range(count - 1, 0, -1):
+        i, p, e = members[t], parent[t], by[t]
+        s = 0 if low[e] == i else 1
+        c, d = koff[2 * e + s], koff[2 * e + 1 - s]
+        mine = moff[2 * e + s + 1] - moff[2 * e + s]
+        given[:mine] = np.inf
+        for a in range(noff[i + 1] - noff[i]):
+            if theta[t, a] < given[kind[c + a]]:
+                given[kind[c + a]] = theta[t, a]
+                holder[kind[c + a]] = a
+        down, across = (width[e], 1) if s == 0 else (1, width[e])
+        other = moff[2 * e + 2 - s] - moff[2 * e + 1 - s]
+        out = np.empty(other)
+        for b in range(other):
+            best = 0
+            for a in range(1, mine):
+                if given[a] + pairwise[eoff[e] + a * down + b * across] < (
+                    given[best] + pairwise[eoff[e] + best * down + b * across]
+                ):
+                    best = a
+            out[b] = given[best] + pairwise[eoff[e] + best * down + b * across]
+            follow[t, b] = holder[best]
+        for a in range(noff[members[p] + 1] - noff[members[p]]):
+            theta[p, a] += out[kind[d + a]]
+    root = 0
+    for a in range(1, noff[members[0] + 1] - noff[members[0]]):
+        if theta[0, a] < theta[0, root]:
+            root = a
+    new[0] = root
+    for t in range(1, count):
+        e = by[t]
+        d = koff[2 * e + 1] if low[e] == members[t] else koff[2 * e]
+        new[t] = follow[t, kind[d + new[parent[t]]]]
+    return theta[0, root], old
+
+
+@compiled
+def _take(
+    count: int, members: I, new: I, x: I, used: F, room: F, graph: Graph, node_items: Any, edge_items: Any
+) -> bool:
+    """Give the members their new labels if that fits (`used` follows), else leave all as it is."""
+    rows = len(room)
+    for t in range(count):
+        i = members[t]
+        if new[t] != x[i]:
+            old = x[i]
+            _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+            x[i] = new[t]
+            _shift(i, new[t], 1.0, x, used, graph, node_items, edge_items)
+            new[t] = old
+    fits = True
+    for r in range(rows):
+        if used[r] > room[r]:
+            fits = False
+            break
+    if fits:
+        return True
+    for t in range(count - 1, -1, -1):
+        i = members[t]
+        if new[t] != x[i]:
+            old = x[i]
+            _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+            x[i] = new[t]
+            _shift(i, new[t], 1.0, x, used, graph, node_items, edge_items)
+    return False
+
+
+@compiled
+def move_trees(
+    x: I,
+    room: F,
+    node_items: Any,
+    edge_items: Any,
+    graph: Graph,
+    used: F,
+    moff: I,
+    state: I,
+    trials: int,
+    most: int,
+    smallest: float,
+) -> float:
+    """Improve a feasible choice in place: `trials` random trees of up to `most` nodes are given their best labels.
+
+    A tree whose best labels do not fit is tried again at half its size. `graph` holds the costs to improve, which may
+    contain prices of memory; `used` is the usage of `x` and follows it. Returns by how much the costs fell.
+    """
+    n = len(graph[0]) - 1
+    stamp = np.full(n, -1, np.int64)
+    members, parent = np.empty(most, np.int64), np.empty(most, np.int64)
+    by, new = np.empty(most, np.int64), np.empty(most, np.int64)
+    gained, mark = 0.0, 0
+    for _ in range(trials):
+        seed = _random(state, n)
+        size = 1 + _random(state, most)
+        while size > 0:
+            count = _grow(seed, size, state, graph, stamp, mark, members, parent, by)
+            cost, old = _best_labels(count, members, parent, by, stamp, mark, x, graph, moff, new)
+            mark += 1
+            if not cost < old - smallest:
+                break
+            if _take(count, members, new, x, used, room, graph, node_items, edge_items):
+                gained += old - cost
+                break
+            size = min(size, count) // 2
+    return gained

@@ -1,0 +1,94 @@
+"""Large neighbourhoods: a feasible choice improved by moves of whole trees under changing prices of memory.
+
+With the dual's multipliers as prices, moves give memory back where it buys little; then, without prices, what became
+free is spent where it buys most. Each round goes there and back from the best choice so far, with prices of another
+height (oscillation about the feasible boundary, after Glover's strategic oscillation, 1977).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from autoshard.solver.dual import Dual
+from autoshard.solver.problem import Array
+
+TREE = 100
+"""Nodes of a tree at most."""
+LADDERS = ((1.0, 0.8, 0.6, 0.4, 0.2), (0.5, 0.25), (2.0, 1.4, 1.0, 0.7, 0.5, 0.3, 0.15), (0.8,))
+"""Factors on the multipliers, falling so that free memory goes where it buys most; one ladder per round in turn."""
+PATIENCE = 10
+"""Rounds without a better choice after which the search ends."""
+NOISE = 0.2
+"""Standard deviation of the logarithm of the prices' random factors."""
+PASSES = 50
+"""Passes at most until no tree helps any more."""
+ROUNDING = 1e-12
+"""What falls by less than this share of the cost is rounding."""
+TREES_PER_NODE, LEAST_TREES, CHUNK = 2, 200, 2000
+"""Trees of one pass, per node and at least; trees between two looks at the clock."""
+
+
+class TreeSearch:
+    """The search over the network of a `Dual`, whose best multipliers and arrays it uses."""
+
+    def __init__(self, dual: Dual, seed: int = 0) -> None:
+        """Nothing searched yet."""
+        from autoshard.solver import kernels_tree
+
+        self._dual, self._kernels = dual, kernels_tree
+        self._rng = np.random.default_rng(seed)
+        self._state = np.array([2 * seed + 0x9E3779B97F4A7C15], np.uint64)
+        self._room, self._node_items, self._edge_items = dual.memory()
+        self._plain = dual.priced(np.zeros(len(self._room)))
+        self._step = 0.0
+
+    def improve(self, choice: list[int], *, deadline: float, patience: int = PATIENCE) -> list[int]:
+        """The best choice found from a feasible one, per node of the network.
+
+        Ends after `patience` rounds without a better one.
+        """
+        dual = self._dual
+        best = np.array([choice[int(v)] for v in dual.nodes], np.int64)
+        if not len(best):
+            return choice
+        start = dual.net.value(choice)
+        self._step = ROUNDING * (abs(start) if np.isfinite(start) else dual.forbidden)
+        self._descend(best, deadline)
+        value, stalled, turn = dual.net.value(dual.named(best)), 0, 0
+        while stalled < patience and time.perf_counter() < deadline:
+            x = best.copy()
+            prices = dual.best_multipliers
+            prices = prices * np.exp(NOISE * self._rng.standard_normal(len(prices)))
+            for height in LADDERS[turn % len(LADDERS)]:
+                self._moves(x, dual.priced(prices * height), deadline)
+            self._descend(x, deadline)
+            found = dual.net.value(dual.named(x))
+            turn += 1
+            stalled += 1
+            if found < value - self._step:
+                best, value, stalled = x, found, 0
+        return dual.named(best)
+
+    def _descend(self, x: np.ndarray, deadline: float) -> None:
+        """Without prices, until a pass helps no more."""
+        for _ in range(PASSES):
+            if self._moves(x, self._plain, deadline) <= 0.0 or time.perf_counter() > deadline:
+                break
+
+    def _moves(self, x: np.ndarray, graph: Any, deadline: float) -> float:
+        """One pass of trees over all nodes; by how much the costs of `graph` fell."""
+        gained, left = 0.0, max(LEAST_TREES, TREES_PER_NODE * len(x))
+        used: Array = self._dual.usage(x)
+        while left > 0:
+            room = self._room, self._node_items, self._edge_items
+            trials = min(CHUNK, left)
+            gained += self._kernels.move_trees(
+                x, *room, graph, used, self._dual.moff, self._state, trials, TREE, self._step
+            )
+            left -= trials
+            if time.perf_counter() > deadline:
+                break
+        return gained

@@ -1,0 +1,53 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.solver.dual import Dual
+from autoshard.solver.eliminate import exact_minimum
+from autoshard.solver.network import ImpossibleError, Network
+from autoshard.solver.problem import Problem
+from autoshard.solver.reduce import tighten_rows
+from autoshard.solver.search import TreeSearch
+from tests.solver.random_problems import best_of_network, random_problem
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_what_is_found_fits_costs_no_more_and_no_less_than_the_optimum(seed):
+    net = Network.of(random_problem(seed, nodes=5))
+    best, _ = best_of_network(net)
+    try:
+        tighten_rows(net)
+    except ImpossibleError:
+        return
+    dual = Dual(net)
+    dual.ascend(20, best)
+    start = dual.improved()
+    if start is None or math.isinf(net.value(start)):
+        return
+    found = TreeSearch(dual, seed % 7).improve(start, deadline=math.inf, patience=1)
+    assert net.fits(found)
+    tolerance = 1e-9 * max(abs(best), 1e-9)
+    assert best - tolerance <= net.value(found) <= net.value(start) + tolerance
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tree_is_solved_by_one_move(seed):
+    rng = np.random.default_rng(seed)
+    n, k = 30, 5
+    edges = [(int(rng.integers(0, v)), v) for v in range(1, n)]
+    problem = Problem(list(rng.random((n, k))), edges, [rng.random((k, k)) for _ in edges])
+    net = Network.of(problem)
+    optimum = exact_minimum(net)
+    assert optimum is not None
+    found = TreeSearch(Dual(net), seed).improve([0] * n, deadline=math.inf, patience=1)
+    assert net.value(found) == pytest.approx(optimum[1])
+
+
+def test_the_same_seed_gives_the_same_choice():
+    net = Network.of(random_problem(12, nodes=12, strategies=6, memory=False))
+    choices = [TreeSearch(Dual(net), 3).improve([0] * len(net.cost), deadline=math.inf) for _ in range(2)]
+    assert choices[0] == choices[1]
