@@ -20,7 +20,10 @@ class Rewriter:
     def __init__(self, program: Lowered) -> None:
         """For `program`, which stays as it is."""
         self.source = program
-        self.arrays = [replace(array, readers=[]) for array in program.arrays]
+        self.arrays = [
+            Array(array.shape, array.dtype, array.bytes, array.maker, [], array.returned, array.donated)
+            for array in program.arrays
+        ]
         self.steps: list[Step] = []
         self.instead: dict[int, int] = {}  # array -> the array that is read instead
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and order of dims -> its transposed copy
@@ -43,7 +46,7 @@ class Rewriter:
             self.arrays[array].readers.append(number)
         for array in step.writes:
             self.arrays[array].maker = number
-        self.steps.append(replace(step, reads=reads))
+        self.steps.append(step if reads == step.reads else replace(step, reads=reads))
 
     def result(self) -> Lowered:
         """The new program."""

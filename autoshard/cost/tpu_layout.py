@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 
+@lru_cache(maxsize=1 << 12)
 def tiled(shape: tuple[int, ...]) -> int:
     """Elements of an array in tiles of 8 x 128, its dims laid out as to pad least."""
     if not shape:

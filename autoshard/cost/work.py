@@ -171,14 +171,19 @@ class _Attribution:
         steps = self.program.steps
         found: dict[int, Counter[Value]] = {}
         left = dict(touched)
+        writes = frozenset(kernel.writes)
         for number in kernel.steps:
+            if not left:
+                break
             step = steps[number]
             group = self.groups.of.get(step.op)
             if group is None:
                 continue
-            mine = found.setdefault(group, Counter())
+            if group not in found:
+                found[group] = Counter()
+            mine = found[group]
             for place, array in enumerate(step.reads):
-                if array in left and array not in kernel.writes:
+                if array in left and array not in writes:
                     partial = step.kind in PARTIAL and place == 0
                     value = Value(step.op) if partial else self._read(step, place)
                     mine[self._local(value, step)] += left.pop(array)
