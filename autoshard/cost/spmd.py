@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from autoshard.cost import spmd_expanded, spmd_reorder, spmd_shape, tiles_tpu
+from autoshard.cost import spmd_expanded, spmd_reorder, spmd_rounded, spmd_shape, tiles_tpu
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
@@ -32,7 +32,7 @@ from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_looped import Loop
 from autoshard.cost.spmd_reshard import Resharder, Step
-from autoshard.cost.spmd_scatter import MOVES, Cuts, Dim, scatter_later
+from autoshard.cost.spmd_scatter import Cuts, Dim, scatter_later
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
@@ -244,36 +244,12 @@ class Partitioner:
         if source == target or op.id in self.free:
             return None
         # A TPU rounds before it gathers what only contractions read, here as in `_emit`.
-        dtype = "bf16" if self._rounds(copy.value, number) else kind.dtype
+        dtype = "bf16" if spmd_rounded.rounds(self, copy.value, number) else kind.dtype
         steps = self.resharder.reshard(kind.shape, dtype, source, target)
         end = self.resharder.destination(kind.shape, dtype, source, target)
         steps = spmd_reorder.before_convert(self, copy.value, copy.source, steps)
         made = (key, ((), source, end))
         return Move(0, made, end, tuple(self._once(made, steps, op.id)))
-
-    def _rounds(self, value: Value, at: int | None) -> bool:
-        """Whether a TPU moves a value of f32, or its copy number `at`, in bf16."""
-        if self.target != "tpu" or self.graph.type_of(value).dtype != "f32":
-            return False
-        return self._only_contracted(value, at)
-
-    def _only_contracted(self, value: Value, at: int | None, depth: int = 8) -> bool:
-        """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
-        further = [
-            self._only_contracted(value, number, depth)
-            for number in self.copies_of.get(value, ())
-            if self.shardings.copies[number].source == at
-        ]
-        if not all(further):
-            return False
-        if value in self.results and self.shardings.copy_read(None, value) == at:
-            return False
-        readers = [op for op in self.readers.get(value, ()) if self.shardings.copy_read(op.id, value) == at]
-        return bool(readers or further) and all(
-            op.kind in CONTRACTIONS
-            or (op.kind in MOVES and depth > 0 and self._only_contracted(Value(op.id), None, depth - 1))
-            for op in readers
-        )
 
     def _once(self, key: Hashable, steps: Sequence[Step], op: int, reader: int | None = None) -> list[Collective]:
         """The collectives of a move that none before it made; `reader` is the op that it is made for."""
@@ -297,10 +273,12 @@ class Partitioner:
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         if self.target == "tpu" and op.kind == "dot_general":
-            key = (key, self._alone(op), self._rounds(Value(op.id), None))
+            key = (key, self._alone(op), spmd_rounded.rounds(self, Value(op.id), None))
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
+        if op.kind == "slice" and spmd_rounded.rounds(self, Value(op.id), None):
+            emission = spmd_rounded.halved(emission)
         self.emissions.append(emission)
         if emission.order:
             self.order[op.id] = emission.order
@@ -502,13 +480,19 @@ class Partitioner:
                 own.extend(self.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
                 order = self.order_of(step.axes)
             elif step.place == 2:
-                dtype = "bf16" if self._rounds(Value(op.id), None) else out.dtype
+                dtype = "bf16" if spmd_rounded.rounds(self, Value(op.id), None) else out.dtype
                 own.extend(self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer))
             else:
                 kind = lhs if step.place == 0 else rhs
                 dtype = kind.dtype
                 steps = self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer)
-                if self.target == "tpu" and dtype == "f32" and all(each[0] != "all-reduce" for each in steps):
+                summed = any(each[0] == "all-reduce" for each in steps)
+                if (
+                    self.target == "tpu"
+                    and dtype == "f32"
+                    and not summed
+                    and spmd_rounded.multiplies_matrices(self, op)
+                ):
                     # It multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
                     dtype = "bf16"
                     steps = tuple((name, axes, size // 2) for name, axes, size in steps)

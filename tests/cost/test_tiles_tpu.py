@@ -290,3 +290,56 @@ def test_a_product_that_products_alone_read_is_exchanged_in_bf16(reader, size):
     pins = {a: (BOTH, (), ()), b: (BOTH, (), ()), graph.aten_outputs[0, 0]: ((), BOTH, ())}
     found = partition(graph, propagate(graph, Annotations(pins), MESH), "tpu").collectives
     assert [(one.kind, one.bytes) for one in found] == [("all-to-all", 8 * 256 * 256 * size // 8)]
+
+
+MATVEC = """module {
+func.func public @main(%a: tensor<64xROWSx256xf32>, %b: tensor<64x256x512xf32>) -> tensor<64xROWSx512xf32> {
+%0 = stablehlo.dot_general %a, %b, batching_dims = [0] x [0], contracting_dims = [2] x [1]
+  : (tensor<64xROWSx256xf32>, tensor<64x256x512xf32>) -> tensor<64xROWSx512xf32> loc("op0")
+%1 = stablehlo.custom_call @Sharding(%0) {mhlo.sharding = "{replicated}"}
+  : (tensor<64xROWSx512xf32>) -> tensor<64xROWSx512xf32> loc("op0.out0")
+return %1 : tensor<64xROWSx512xf32> } }"""
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 4), (8, 2)])
+def test_a_matrix_times_a_vector_is_no_product_and_is_read_in_f32(rows, size):
+    # Mixtral's experts, a weight gathered per token: half the bytes of the gather before them were predicted.
+    made = (TensorType((64, rows, 512), "f32"),)
+    graph = graph_from_text(MATVEC.replace("ROWS", str(rows)), ops=[AtenOp(0, "bmm", "", "forward", made)])
+    a, b = map(Value, graph.arguments)
+    pins = {a: ((), (), BOTH), b: ((), (), BOTH), graph.aten_outputs[0, 0]: ((), (), BOTH)}
+    found = partition(graph, propagate(graph, Annotations(pins), MESH), "tpu").collectives
+    assert [(one.kind, one.bytes) for one in found] == [("all-gather", 64 * rows * 256 * size)]
+
+
+THIRDS = """module {
+func.func public @main(%a: tensor<512x768xf32>, %b: tensor<256x256xf32>) -> tensor<512x256xf32> {
+%0 = stablehlo.slice %a [0:512, 256:512] : (tensor<512x768xf32>) -> tensor<512x256xf32> loc("op0")
+%1 = stablehlo.custom_call @Sharding(%0) {mhlo.sharding = "{replicated}"}
+  : (tensor<512x256xf32>) -> tensor<512x256xf32> loc("op0.out0")
+%2 = READER : (TYPES) -> tensor<512x256xf32> loc("op1")
+return %2 : tensor<512x256xf32> } }"""
+
+
+@pytest.mark.parametrize("product", [True, False])
+def test_parts_of_a_slice_that_products_alone_read_are_sent_in_bf16(product):
+    # Queries, keys and values of GPT-2 under Megatron on v5e, cut from one product whose columns are split.
+    text = THIRDS.replace("READER", "stablehlo.tanh %1").replace("TYPES", "tensor<512x256xf32>")
+    if product:
+        text = THIRDS.replace("READER", "stablehlo.dot_general %1, %b, contracting_dims = [1] x [0]")
+        text = text.replace("TYPES", "tensor<512x256xf32>, tensor<256x256xf32>")
+    made = (TensorType((512, 256), "f32"),)
+    graph = graph_from_text(text, ops=[AtenOp(k, "x", "", "forward", made) for k in range(2)])
+    pins = {Value(graph.arguments[0]): ((), ("model",)), graph.aten_outputs[0, 0]: ((), ("model",))}
+    annotations = Annotations(pins)
+    found = [
+        {
+            (one.op, one.kind): one.bytes
+            for one in partition(graph, propagate(graph, annotations, MESH), family).collectives
+        }
+        for family in ("tpu", "gpu")
+    ]
+    cut = next(op.id for op in graph.ops if op.kind == "slice")
+    sent, whole = (each[cut, "collective-permute"] for each in found)
+    assert whole
+    assert sent == (whole // 2 if product else whole)
