@@ -34,6 +34,15 @@ DEFAULT_TIMEOUT_S = 1200.0
 _REMATERIALIZATION = "Involuntary full rematerialization"
 
 
+_KNOWN_CRASHES = {
+    "IsScalarWithElementType(value.shape(), primitive_type)": (
+        "libtpu's partitioner cannot pad the indices of a scatter that are unsigned or of 64 bits: keep the dim "
+        "along which they are read (such as the columns that an index_select took) whole, or split it evenly"
+    ),
+}
+"""What a compiler says when it aborts -> what about the program it cannot do (measured: libtpu 0.0.51)."""
+
+
 class CompileError(AutoshardError, RuntimeError):
     """XLA could not compile the program: what it said, or that it crashed or took too long."""
 
@@ -232,4 +241,5 @@ def _failure(target: Target, status: int, said: str) -> str:
     lines = [line for line in said.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     last = (errors or lines or ["it said nothing"])[-1].strip()
-    return f"{how}: {last[:1500]}"
+    why = next((f" ({why})" for sign, why in _KNOWN_CRASHES.items() if sign in last), "")
+    return f"{how}: {last[:1500]}{why}"

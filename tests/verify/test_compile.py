@@ -195,6 +195,25 @@ def test_a_crash_is_told_with_its_last_words(fake_worker, tmp_path):
     assert list((tmp_path / "compiled").iterdir()) == []
 
 
+UNEVEN = """module { func.func public @main(%i: tensor<3xi64>, %u: tensor<64x3xf32>) -> tensor<64x90xf32> {
+  %z = stablehlo.constant dense<0.0> : tensor<64x90xf32>
+  %v = stablehlo.custom_call @Sharding(%u) {mhlo.sharding = "{devices=[2,4]<=[8]}"}
+    : (tensor<64x3xf32>) -> tensor<64x3xf32>
+  %s = "stablehlo.scatter"(%z, %i, %v) <{scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [0],
+      inserted_window_dims = [1], scatter_dims_to_operand_dims = [1], index_vector_dim = 1>}> ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %c = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %c : tensor<f32>
+    }) : (tensor<64x90xf32>, tensor<3xi64>, tensor<64x3xf32>) -> tensor<64x90xf32>
+  return %s : tensor<64x90xf32> } }"""
+
+
+def test_a_crash_that_is_known_is_explained(tmp_path):
+    # DLRM under Megatron on v5e: the pairs that an index_select takes are split unevenly, as the columns beside them.
+    with pytest.raises(CompileError, match="cannot pad the indices of a scatter"):
+        compile_module(UNEVEN.encode(), "tpu-v5e:2x4", cache_dir=tmp_path)
+
+
 def test_a_compiler_that_hangs_is_stopped(fake_worker, tmp_path):
     fake_worker("time.sleep(60)")
     with pytest.raises(CompileError, match="took longer than 1 s and was stopped"):
