@@ -8,7 +8,9 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
+from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import Shardings, propagate
@@ -22,7 +24,8 @@ def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
     single ones, as long as that changes nothing: none of those kept for propagation's sake is needless. What
     propagation does is modelled (`graph/propagate.py`): compile to be sure.
     """
-    wanted = propagate(graph, annotations, mesh)
+    simplified = load_device(mesh.device).target == "tpu"
+    wanted = propagate(graph, annotations, mesh, simplified=simplified)
     arguments = set(graph.arguments)
     optional = [
         value
@@ -33,10 +36,10 @@ def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
     def with_pins(kept: Collection[Value]) -> Annotations:
         left_out = set(optional).difference(kept)
         pins = {value: spec for value, spec in annotations.pins.items() if value not in left_out}
-        return Annotations(pins, annotations.copies)
+        return replace(annotations, pins=pins)
 
     def astray(kept: Collection[Value]) -> set[int]:
-        return _differing(graph, wanted, propagate(graph, with_pins(kept), mesh))
+        return _differing(graph, wanted, propagate(graph, with_pins(kept), mesh, simplified=simplified))
 
     kept: list[Value] = []
     while differing := astray(kept):

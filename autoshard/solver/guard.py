@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autoshard.cost.device import load_device
 from autoshard.cost.spmd import partition
 from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
@@ -27,7 +28,7 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
     """Convolutions whose numbers would be wrong: op id -> the specs of input and kernel as they are found."""
     if not any(op.kind == "convolution" for op in graph.ops):
         return {}
-    shardings = propagate(graph, annotations, mesh)
+    shardings = propagate(graph, annotations, mesh, simplified=load_device(mesh.device).target == "tpu")
     runs = partition(graph, shardings, "cpu").runs
     spec = shardings.subaxes.spec
     return {

@@ -1,5 +1,7 @@
 """Few annotations do what all of them do, by the model of propagation; compilers are asked in benchmarks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,14 @@ def test_every_op_runs_and_reads_as_under_all_annotations_and_no_pin_is_needless
         if value.op not in graph.arguments and before.read(None, value) == before.made[value]:
             without = {other: spec for other, spec in few.pins.items() if other != value}
             assert runs(graph, Annotations(without, few.copies)) != wanted
+
+
+def test_copies_keep_their_hops(graph):
+    full = random_annotations(graph, MESH, 0)
+    (value, _), spec = next(iter(full.copies.items()))
+    hop = tuple(() for _ in spec)
+    full = replace(full, hops={(value, spec): (hop,)})
+    assert least(graph, full, MESH).hops == full.hops
 
 
 def test_a_plan_may_carry_the_least_annotations_and_costs_the_same(program):
