@@ -36,7 +36,7 @@ class Dual:
 
     Attributes:
         bound: the best lower bound on the network's cost so far.
-        choice: rounded from the latest sweep, per node of the network; it may overflow memory rows.
+        x: rounded in the latest sweep, after `ascend` in that of the best bound; it may overflow memory rows.
     """
 
     def __init__(self, net: Network) -> None:
@@ -66,7 +66,8 @@ class Dual:
         self.x = np.zeros(n, np.int64)
         self._share, self._picked = np.zeros(len(self.unary)), np.zeros(len(pairs), np.int64)
         self.bound = -math.inf
-        self._best = (self.message.copy(), self.multipliers.copy())
+        self._best = (self.message.copy(), self.multipliers.copy(), self.x.copy())
+        self._latest = self.x.copy()
         self._ascent = Ascent()
 
     def _read_matrices(self) -> None:
@@ -176,7 +177,7 @@ class Dual:
             bound = max(bound, found)
         if bound > self.bound:
             self.bound = bound
-            self._best = (self.message.copy(), self.multipliers.copy())
+            self._best = (self.message.copy(), self.multipliers.copy(), self.x.copy())
         return bound
 
     def ascend(self, sweeps: int, upper: float, *, deadline: float = math.inf, precision: float = 1e-7) -> None:
@@ -196,6 +197,7 @@ class Dual:
                 if self.bound - checkpoint < precision * max(abs(gap), 1e-12 * abs(bound)):
                     break
                 checkpoint = self.bound
+        self._latest = self.x.copy()
         self._restore()
 
     def _step(self, gap: float, upper: float) -> None:
@@ -207,7 +209,8 @@ class Dual:
         self.multipliers = self._ascent.step(self.multipliers, used - self.room, max(gap, 1e-3 * best_gap), scale)
 
     def _restore(self) -> None:
-        self.message, self.multipliers = self._best[0].copy(), self._best[1].copy()
+        message, multipliers, x = self._best
+        self.message, self.multipliers, self.x = message.copy(), multipliers.copy(), x.copy()
 
     # --- choices -----------------------------------------------------------------------------------------------------
     def usage(self, x: np.ndarray | None = None) -> Array:
@@ -239,9 +242,22 @@ class Dual:
         room = self.room * (1.0 - 1e-12) if self.net.slack else self.room + 0.25 / self.unit
         return room, self.node_items, self.edge_items
 
-    def improved(self, choice: list[int] | None = None) -> list[int] | None:
-        """The rounded (or given) choice, brought within the memory rows and improved by local moves, or None."""
-        x = self.x.copy() if choice is None else np.array([choice[int(v)] for v in self.nodes], np.int64)
+    def rounded(self) -> list[int] | None:
+        """The cheaper, once improved, of the choices rounded at the best bound and in the latest sweep, or None.
+
+        A rule of the multipliers on trial may have led the latest sweep astray; the best bound may long be the same.
+        """
+        one = self._improve(self.x.copy())
+        if np.array_equal(self._latest, self.x):
+            return one
+        two = self._improve(self._latest.copy())
+        return one if two is None or (one is not None and self.net.value(one) <= self.net.value(two)) else two
+
+    def improved(self, choice: list[int]) -> list[int] | None:
+        """A choice, brought within the memory rows and improved by local moves, or None."""
+        return self._improve(np.array([choice[int(v)] for v in self.nodes], np.int64))
+
+    def _improve(self, x: np.ndarray) -> list[int] | None:
         if not self._kernels.repair(x, *self.memory(), self._costs(), min(2 * len(x) + 16, REPAIRS)):
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0

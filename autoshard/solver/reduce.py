@@ -33,7 +33,7 @@ MODULAR_ROUNDING = 1e-14
 
 
 def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, deadline: float = np.inf) -> None:
-    """Apply all reductions until nothing changes.
+    """Apply all reductions until nothing changes, or until `deadline` (of `time.perf_counter`).
 
     Raises:
         ImpossibleError: there is no choice.
@@ -42,12 +42,12 @@ def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, dead
         before = _measure(net)
         tighten_rows(net)
         arc_consistency(net)
-        contract_functions(net)
+        contract_functions(net, deadline=deadline)
         drop_modular_edges(net)
-        if dominance and time.perf_counter() < deadline:
-            remove_dominated(net)
+        if dominance:
+            remove_dominated(net, deadline=deadline)
         if eliminate:
-            eliminate_low_degree(net)
+            eliminate_low_degree(net, deadline=deadline)
         if _measure(net) == before or time.perf_counter() > deadline:
             break
     arc_consistency(net)
@@ -183,7 +183,7 @@ def settle(net: Network, node: int) -> None:
             net.add_node_term(v, span, net.memo.intern(amount[0]))
 
 
-def contract_functions(net: Network) -> None:
+def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
     """Merge every node whose strategy is fixed by a neighbour's into that neighbour. Expects arc consistency."""
 
     def functional(matrix: Array) -> np.ndarray | None:
@@ -198,7 +198,7 @@ def contract_functions(net: Network) -> None:
         if net.size(node) == 1 and net.adj[node]:
             settle(net, node)
     queue = dict.fromkeys(net.alive)
-    while queue:
+    while queue and time.perf_counter() < deadline:
         u = next(iter(queue))
         del queue[u]
         if net.cost[u] is None:
@@ -252,9 +252,11 @@ def _worst_change_of_classes(matrix: Array) -> Array:
     return out
 
 
-def merge_twins(net: Network) -> None:
+def merge_twins(net: Network, *, deadline: float = np.inf) -> None:
     """Of the strategies of a node that no neighbour and no memory row can tell apart, keep the cheapest (the first)."""
     for i in net.alive:
+        if time.perf_counter() > deadline:
+            break
         if net.size(i) < 2:
             continue
         maps = [_classes(net, m)[1][0] for m in net.adj[i].values()]
@@ -269,10 +271,12 @@ def merge_twins(net: Network) -> None:
             net.restrict(i, np.sort(order[first]))
 
 
-def remove_dominated(net: Network) -> None:
+def remove_dominated(net: Network, *, deadline: float = np.inf) -> None:
     """Drop each strategy for which another is at least as good in cost and memory, whatever the neighbours do."""
-    merge_twins(net)
+    merge_twins(net, deadline=deadline)
     for i in net.alive:
+        if time.perf_counter() > deadline:
+            break
         matrices = list(net.adj[i].values())
         if net.size(i) < 2 or any(len(_classes(net, m)[0]) > COMPARED for m in matrices):
             continue
@@ -354,11 +358,11 @@ def min_plus(left: Array, middle: Array, right: Array) -> Array:
     return out
 
 
-def eliminate_low_degree(net: Network) -> None:
+def eliminate_low_degree(net: Network, *, deadline: float = np.inf) -> None:
     """Minimise out the nodes with at most two neighbours that use no memory."""
     heap = [(len(net.adj[i]), i) for i in net.alive if len(net.adj[i]) <= 2]
     heapq.heapify(heap)
-    while heap:
+    while heap and time.perf_counter() < deadline:
         degree, node = heapq.heappop(heap)
         if net.cost[node] is None or len(net.adj[node]) != degree or net.has_memory(node):
             continue

@@ -44,6 +44,8 @@ ROUNDS = 6
 """Times that the problem is bounded, fixed and reduced again before the integer program."""
 FIXED_SHARE = 0.5
 """A round ends when no more than this share of the strategies can be in a better choice: the rest is bounded anew."""
+UNFIXED_SHARE = 0.99
+"""When more can, and no integer program fits, the same dual goes on: fixing little is not worth its messages."""
 SWEEPS = (20, 50, 100, 200, 300, 300, 400)
 """Sweeps of the dual in each part of a round; after each part a choice is rounded and improved."""
 
@@ -58,8 +60,9 @@ NEAR_PROGRAM, NEAR_TIME = 60_000, 3.0
 FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
 """A fold is solved when the gap is larger, it has at most this share of the nodes, for this share of the time left."""
 
-LARGEST_PROGRAM = 1_000_000
-"""Entries of the integer program's matrix up to which it is tried when a choice is known: presolve ignores limits."""
+LARGEST_PROGRAM, LARGEST_UNKNOWN = 1_000_000, 4_000_000
+"""Entries of the integer program's matrix up to which it is tried when a choice is known, and when none is: presolve
+ignores limits."""
 ALTERNATING, PATIENCE, LEAST_GAIN, STALLED = 300, 3, 1e-2, 4
 """What is too large for the integer program: sweeps of the dual between two searches; rounds without a better choice
 that end a search; and that many turns that close less than this share of the gap end the solve."""
@@ -238,7 +241,7 @@ class _Run:
             for sweeps in SWEEPS:
                 dual.ascend(sweeps, self.objective, deadline=self.deadline)
                 self.raise_bound(min(dual.bound, self.objective))
-                choice = dual.improved()
+                choice = dual.rounded()
                 if choice is not None:
                     held = cheaper(net, held, choice)
                     self.offer(net.expand(choice), "dual")
@@ -255,6 +258,8 @@ class _Run:
             multipliers = {int(t): m / dual.unit for t, m in zip(net.times, dual.multipliers, strict=True)}
             if math.isinf(self.objective):
                 break
+            if dual.share(self.objective) > UNFIXED_SHARE and ilp.nonzeros(net) > LARGEST_PROGRAM:
+                return self._alternate(net, dual)
             before = sum(net.size(i) for i in net.alive)
             try:
                 dual.fix(net, self.objective)
@@ -272,7 +277,10 @@ class _Run:
                 break
         self._integer(net)
         if not self.optimal and not self.late and net.alive:
-            self._alternate(net, multipliers)
+            dual = Dual(net)
+            dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
+            self._alternate(net, dual)
+        return None
 
     def _searched(self, net: Network, dual: Dual, choice: list[int], *, patience: int) -> list[int]:
         """The outcome of a search over trees from a feasible choice, offered."""
@@ -285,19 +293,15 @@ class _Run:
         self.report("search")
         return found
 
-    def _alternate(self, net: Network, multipliers: dict[int, float]) -> None:
+    def _alternate(self, net: Network, dual: Dual) -> None:
         """Better bounds and better choices in turn, until neither gets better or time is over."""
-        from autoshard.solver.dual import Dual
-
-        dual = Dual(net)
-        dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
         held: list[int] | None = None
         stalled = 0
         while stalled < STALLED and not self.optimal and not self.late:
             objective, bound = self.objective, self.bound
             dual.ascend(ALTERNATING, self.objective, deadline=self.deadline)
             self.raise_bound(min(dual.bound, self.objective))
-            rounded = dual.improved()
+            rounded = dual.rounded()
             for choice in (rounded, held):
                 if choice is not None and not self.late:
                     held = cheaper(net, held, self._searched(net, dual, choice, patience=PATIENCE))
@@ -390,10 +394,10 @@ class _Run:
             self.report("fold")
 
     def _integer(self, net: Network) -> None:
-        if self.choice is not None and ilp.nonzeros(net) > LARGEST_PROGRAM:
+        left = self.deadline - time.perf_counter()
+        if left <= 0.0 or ilp.nonzeros(net) > (LARGEST_UNKNOWN if self.choice is None else LARGEST_PROGRAM):
             return None
         backend = ilp.require(self.asked_backend)
-        left = self.deadline - time.perf_counter()
         span = self.objective - self.bound
         result = ilp.solve_ilp(net, backend=backend, time_limit=left, seed=self.seed, largest=span)
         if result.infeasible:

@@ -40,3 +40,25 @@ def test_the_same_network_gives_the_same_ascent():
         dual.ascend(300, 100.0)
         bounds.append((dual.bound, dual.multipliers.tolist()))
     assert bounds[0] == bounds[1]
+
+
+def test_an_ascent_ends_with_the_choice_rounded_at_the_best_bound(monkeypatch):
+    dual = Dual(Network.of(knapsack(np.random.default_rng(0), 60, 20)))
+    seen = []
+    sweep = dual.sweep
+    monkeypatch.setattr(dual, "sweep", lambda: seen.append((sweep(), dual.x.copy())) or seen[-1][0])
+    dual.ascend(120, 100.0)
+    best = max(range(len(seen)), key=lambda i: seen[i][0])
+    assert any((x != seen[best][1]).any() for _, x in seen[best + 1 :])
+    assert (dual.x == seen[best][1]).all()
+
+
+def test_the_cheaper_of_the_best_and_the_latest_rounding_is_handed_out():
+    dual = Dual(Network.of(knapsack(np.random.default_rng(1), 60, 20)))
+    dual.ascend(120, 100.0)
+    latest = dual._latest.copy()
+    alone = [dual.improved(dual.named(x)) for x in (dual.x, latest)]
+    assert any(c is not None for c in alone)
+    found = dual.rounded()
+    assert found is not None
+    assert dual.net.value(found) == min(dual.net.value(c) for c in alone if c is not None)

@@ -88,7 +88,7 @@ def test_the_dual_bound_holds_and_fixing_keeps_everything_cheaper(seed, sweeps):
     tolerance = 1e-9 * max(abs(best), 1e-9) if math.isfinite(best) else 0.0
     if math.isfinite(best):
         assert dual.bound <= best + tolerance
-        choice = dual.improved()
+        choice = dual.rounded()
         if choice is not None:
             assert net.fits(choice)
         dual.fix(net, best + 10 * tolerance)
@@ -131,3 +131,18 @@ def test_a_hub_with_one_strategy_gives_its_edges_to_its_neighbours():
     reductions.settle(net, 0)
     assert net.adj == [{}, {}, {}]
     assert [net.costs(i).tolist() for i in net.alive] == [[0.0], [3.0, 4.0], [3.0, 4.0]]
+
+
+def test_when_time_is_over_reductions_stop_where_they_are():
+    for seed in range(40):
+        net = Network.of(random_problem(seed))
+        best, _ = best_of_network(net)
+        try:
+            reductions.arc_consistency(net)
+        except ImpossibleError:
+            assert math.isinf(best)
+            continue
+        sizes = [(i, net.size(i), len(net.adj[i])) for i in net.alive]
+        reductions.remove_dominated(net, deadline=0.0)
+        reductions.eliminate_low_degree(net, deadline=0.0)
+        assert [(i, net.size(i), len(net.adj[i])) for i in net.alive] == sizes

@@ -25,7 +25,7 @@ def test_what_is_found_fits_costs_no_more_and_no_less_than_the_optimum(seed):
         return
     dual = Dual(net)
     dual.ascend(20, best)
-    start = dual.improved()
+    start = dual.rounded()
     if start is None or math.isinf(net.value(start)):
         return
     found = TreeSearch(dual, seed % 7).improve(start, deadline=math.inf, patience=1)
