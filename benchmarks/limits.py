@@ -4,8 +4,8 @@
     python benchmarks/limits.py memory [--models gpt2,mlp,…] [--slack 1.1] [--compile]
 
 `folded`: the objective when repeated layers decide together, against that of the whole problem. `memory`: the least
-memory that any plan needs, as predicted; then a plan under a limit of `--slack` times that, with what is predicted of
-it and, with `--compile`, what the target's compiler reports.
+memory predicted of the plans that were found (others may need less); then a plan under a limit of `--slack` times that,
+with what is predicted of it and, with `--compile`, what the target's compiler reports.
 """
 
 from __future__ import annotations

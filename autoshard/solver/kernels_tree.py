@@ -126,19 +126,25 @@ def _best_labels(
 
 
 @compiled
+def _swap(t: int, members: I, new: I, x: I, used: F, graph: Graph, node_items: Any, edge_items: Any) -> None:
+    """Exchange the label of member `t` and its new one; `used` follows. Twice is as before."""
+    i = members[t]
+    if new[t] != x[i]:
+        old = x[i]
+        _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+        x[i] = new[t]
+        _shift(i, new[t], 1.0, x, used, graph, node_items, edge_items)
+        new[t] = old
+
+
+@compiled
 def _take(
     count: int, members: I, new: I, x: I, used: F, room: F, graph: Graph, node_items: Any, edge_items: Any
 ) -> bool:
     """Give the members their new labels if that fits (`used` follows), else leave all as it is."""
     rows = len(room)
     for t in range(count):
-        i = members[t]
-        if new[t] != x[i]:
-            old = x[i]
-            _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
-            x[i] = new[t]
-            _shift(i, new[t], 1.0, x, used, graph, node_items, edge_items)
-            new[t] = old
+        _swap(t, members, new, x, used, graph, node_items, edge_items)
     fits = True
     for r in range(rows):
         if used[r] > room[r]:
@@ -147,12 +153,7 @@ def _take(
     if fits:
         return True
     for t in range(count - 1, -1, -1):
-        i = members[t]
-        if new[t] != x[i]:
-            old = x[i]
-            _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
-            x[i] = new[t]
-            _shift(i, new[t], 1.0, x, used, graph, node_items, edge_items)
+        _swap(t, members, new, x, used, graph, node_items, edge_items)
     return False
 
 

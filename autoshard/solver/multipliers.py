@@ -10,7 +10,6 @@ from the best multipliers and messages; what raises the bound most per sweep is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,8 +69,7 @@ class Ascent:
             before.length *= LONGER if helped else SHORTER
             before.length = max(SHORTEST, min(before.length, LARGEST_EXPONENT if before.exponential else math.inf))
         look_around = self._trials % LOOK_AROUND == LOOK_AROUND - 1
-        by_age: Callable[[Rule], float] = lambda rule: -rule.tried  # noqa: E731
-        self._rule = max(self._rules, key=by_age if look_around else lambda rule: rule.worth)
+        self._rule = max(self._rules, key=lambda rule: -rule.tried if look_around else rule.worth)
         self._rule.tried = self._trials
         self._trials += 1
         self._left, self._start = TRIAL, bound

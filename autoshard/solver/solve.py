@@ -443,5 +443,6 @@ class _Run:
         found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
         if found.choice is not None and self.offer(found.choice, "least peak"):
             return self._found()
-        message = explain(self.problem, found, proven=False) + " (time ran out)"
+        message = explain(self.problem, found, proven=False)
+        message += " (time ran out)" if self.late else " (the search found none, and none was proved impossible)"
         return Solution((), Status.UNKNOWN, math.inf, self.bound, "none", found.least, message)

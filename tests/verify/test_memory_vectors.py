@@ -14,23 +14,23 @@ from tests.graph.helpers import program_from_text
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 
-W, I, V, O = "tensor<8x128x256xf32>", "tensor<512x1xi32>", "tensor<512x256x1xf32>", "tensor<512x128x1xf32>"  # noqa: E741
+W, X, V, R = "tensor<8x128x256xf32>", "tensor<512x1xi32>", "tensor<512x256x1xf32>", "tensor<512x128x1xf32>"
 M = "tensor<512x128x256xf32>"
 DIMS = "offset_dims = [1, 2], collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1"
 TEXT = f"""module @m {{
-  func.func @main(%w: {W}, %i: {I}, %v: {V}) -> ({W}, {O}) {{
+  func.func @main(%w: {W}, %i: {X}, %v: {V}) -> ({W}, {R}) {{
     %m = "stablehlo.gather"(%w, %i) <{{dimension_numbers = #stablehlo.gather<{DIMS}>,
-      slice_sizes = array<i64: 1, 128, 256>}}> : ({W}, {I}) -> {M}
-    %o = stablehlo.dot_general %m, %v, batching_dims = [0] x [0], contracting_dims = [2] x [1] : ({M}, {V}) -> {O}
-    %d = stablehlo.dot_general %o, %v, batching_dims = [0] x [0], contracting_dims = [2] x [2] : ({O}, {V}) -> {M}
+      slice_sizes = array<i64: 1, 128, 256>}}> : ({W}, {X}) -> {M}
+    %o = stablehlo.dot_general %m, %v, batching_dims = [0] x [0], contracting_dims = [2] x [1] : ({M}, {V}) -> {R}
+    %d = stablehlo.dot_general %o, %v, batching_dims = [0] x [0], contracting_dims = [2] x [2] : ({R}, {V}) -> {M}
     %zero = stablehlo.constant dense<0.0> : {W}
     %g = "stablehlo.scatter"(%zero, %i, %d) <{{scatter_dimension_numbers = #stablehlo.scatter<
       update_window_dims = [1, 2], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0],
       index_vector_dim = 1>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>):
       %s = stablehlo.add %a, %b : tensor<f32>
-      stablehlo.return %s : tensor<f32> }}) : ({W}, {I}, {M}) -> {W}
+      stablehlo.return %s : tensor<f32> }}) : ({W}, {X}, {M}) -> {W}
     %n = stablehlo.subtract %w, %g : {W}
-    return %n, %o : {W}, {O}
+    return %n, %o : {W}, {R}
   }}
 }}"""
 
