@@ -15,6 +15,7 @@ import autoshard.plan  # noqa: F401
 
 # isort: on
 from autoshard.api import capture, evaluate, manual_plan, plan, plan_program
+from autoshard.comparison import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, PlanError, PlanMismatchError
@@ -22,12 +23,14 @@ from autoshard.plan import Plan, PlanError, PlanMismatchError
 __all__ = [
     "AutoshardError",
     "CaptureError",
+    "Comparison",
     "Mesh",
     "Plan",
     "PlanError",
     "PlanMismatchError",
     "SourceError",
     "capture",
+    "compare",
     "evaluate",
     "manual_plan",
     "plan",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
-    from autoshard.plan import Plan, Predicted, ReplicatedOp
+    from autoshard.plan import Options, Plan, Predicted, ReplicatedOp, SolverInfo
     from autoshard.solver.problem import Problem, Solution
 
 Progress = Callable[[str], None]
@@ -139,8 +139,41 @@ def plan_program(
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`."""
+    check_options(time_limit, seed)
+    wanted = _hints(hints)
+    (progress or (lambda stage: None))("graph")
+    return plan_captured(
+        captured_graph(program),
+        mesh,
+        memory=memory,
+        hints=wanted,
+        fold=fold,
+        time_limit=time_limit,
+        seed=seed,
+        backend=backend,
+        annotations=annotations,
+        dump_problem=dump_problem,
+        progress=progress,
+    )
+
+
+def plan_captured(
+    graph: Graph,
+    mesh: Mesh | Sequence[Mesh],
+    *,
+    memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    hints: Mapping[str, Hint] | None = None,
+    fold: bool = True,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str = "auto",
+    annotations: Literal["all", "least"] = "all",
+    dump_problem: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """`plan_program`, of the graph of a program."""
     from autoshard.lower.least import least
-    from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo, plan_of
+    from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo
     from autoshard.solver import iopddl
 
     if annotations not in ("all", "least"):
@@ -148,12 +181,10 @@ def plan_program(
     say = progress or (lambda stage: None)
     wanted = _hints(hints)
     check_options(time_limit, seed)
-    say("graph")
-    graph = captured_graph(program)
     best: tuple[Plan, Problem] | None = None
     infeasible: list[NoPlanError] = []
     for candidate in [mesh] if isinstance(mesh, Mesh) else mesh:
-        limit = _memory(memory, candidate)
+        limit = memory_limit(memory, candidate)
 
         def decide(solver_limit: float | None, mesh: Mesh = candidate) -> tuple[Decision, Annotations, Prediction]:
             decided = plan_graph(
@@ -177,15 +208,13 @@ def plan_program(
             infeasible.append(error)
             continue
         solved = decided.solution
-        found = plan_of(
+        found = written_plan(
             graph,
             candidate,
             written,
+            prediction,
             options=Options(memory=limit, hints=wanted, fold=fold, seed=seed),
-            predicted=totals(prediction),
             solver=SolverInfo(solved.status.value, solved.objective, solved.bound, solved.gap, solved.backend),
-            replicated_ops=replicated_ops(prediction),
-            outputs=prediction.specs,
         )
         if best is None or _time(found) < _time(best[0]):
             best = found, decided.problem
@@ -346,22 +375,41 @@ def evaluate(program: Program, plan: Plan) -> Prediction:
 
 
 def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
-    """A plan as people write it by hand: `dp`, `fsdp` or `megatron` (see `autoshard.manual`)."""
-    from autoshard.manual import PLANS
+    """A plan as people write it by hand: `dp`, `fsdp` or `megatron` (see `autoshard.manual`).
+
+    Raises:
+        ValueError: no manual plan has that name.
+        ManualPlanError: nobody makes such a plan for a program of this kind.
+    """
+    from autoshard.manual import plan_named
+
+    by_hand = plan_named(name)
+    graph = captured_graph(program)
+    return written_plan(graph, mesh, by_hand(graph, mesh))
+
+
+def written_plan(
+    graph: Graph,
+    mesh: Mesh,
+    annotations: Annotations,
+    prediction: Prediction | None = None,
+    *,
+    options: Options | None = None,
+    solver: SolverInfo | None = None,
+) -> Plan:
+    """The plan that annotations make, whoever wrote them, with what is predicted of it."""
     from autoshard.plan import plan_of
 
-    if name not in PLANS:
-        raise ValueError(f"no manual plan is called {name!r}; there are {', '.join(PLANS)}")
-    graph = captured_graph(program)
-    annotations = PLANS[name](graph, mesh)
-    prediction = predict_annotations(graph, annotations, mesh)
+    predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction
     return plan_of(
         graph,
         mesh,
         annotations,
-        predicted=totals(prediction),
-        replicated_ops=replicated_ops(prediction),
-        outputs=prediction.specs,
+        options=options,
+        predicted=totals(predicted),
+        solver=solver,
+        replicated_ops=replicated_ops(predicted),
+        outputs=predicted.specs,
     )
 
 
@@ -477,7 +525,8 @@ def _hint(name: str, hint: Hint) -> Spec:
         raise ValueError(f"hint for {name}: {error}") from error
 
 
-def _memory(memory: float | Literal["device"] | None, mesh: Mesh) -> int | None:
+def memory_limit(memory: float | Literal["device"] | None, mesh: Mesh) -> int | None:
+    """Bytes per device that a step on `mesh` may use; None is no limit."""
     from autoshard.cost.device import load_device
 
     if memory == DEVICE_MEMORY:

@@ -15,27 +15,26 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 import autoshard
 from autoshard import files
 from autoshard.api import candidate_meshes, collector_paused, plan_program
+from autoshard.cli_compare import compare
 from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
 from autoshard.cli_progress import Stages
+from autoshard.cli_source import JSON, PLAN_FILE, captured, known_device, loaded, print_json, with_source
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
-
-if TYPE_CHECKING:
-    from autoshard.capture.program import Program
-    from autoshard.capture.sources import Source
 
 BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"
 """Environment variable: when set, bad input shows its traceback as well."""
 
 _EXTRAS = {"torch": "xla", "torch_xla": "xla", "transformers": "hf", "libtpu": "tpu", "jax_plugins": "gpu"}
+_EXTRAS |= {"matplotlib": "notebooks"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,23 +108,8 @@ def commands() -> None:
     """
 
 
-_SOURCE_OPTIONS = (
-    click.argument("source"),
-    click.option("--batch", type=click.IntRange(1), metavar="N", help="Sample inputs: sequences in a batch (hf)."),
-    click.option("--seq", type=click.IntRange(1), metavar="N", help="Sample inputs: tokens in a sequence (hf)."),
-    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A field of the configuration (hf)."),
-)
-_JSON = click.option("--json", "as_json", is_flag=True, help="Last line of standard output: one JSON object.")
-
-
-def _with_source(function: Any) -> Any:
-    for option in reversed(_SOURCE_OPTIONS):
-        function = option(function)
-    return function
-
-
 @commands.command()
-@_with_source
+@with_source
 @click.option("--mesh", "mesh_shape", metavar="2x4", help="Devices along each mesh axis.")
 @click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Instead of --mesh: try every shape.")
@@ -157,7 +141,7 @@ def _with_source(function: Any) -> Any:
     help="Write the strategy-selection problem there, for `solve`.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PLAN.JSON", help="Write the plan there.")
-@_JSON
+@JSON
 def plan(
     source: str,
     batch: int | None,
@@ -182,7 +166,7 @@ def plan(
     """Plan how SOURCE is split over a mesh, and print the plan."""
     # All that can be wrong with the command itself, before anything heavy is imported.
     if device is not None:
-        _known_device(device)
+        known_device(device)
     meshes = candidate_meshes(parse_mesh(mesh_shape, axes, devices, device, placement), devices, device)
     limit: float | Literal["device"] | None = "device"
     if memory is not None:
@@ -192,7 +176,7 @@ def plan(
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
     with Stages() as stages, collector_paused():
-        program = _program(source, batch, seq, fields, train, stages)
+        program = captured(source, batch, seq, fields, train, stages)
         found = plan_program(
             program,
             meshes,
@@ -212,42 +196,12 @@ def plan(
     if output is not None:
         click.echo(f"\nWrote {output}")
     if as_json:
-        _json({"plan": None if output is None else str(output), **_summary(found), **stages.spent()})
-
-
-def _known_device(kind: str) -> None:
-    from autoshard.cost.device import load_device
-
-    load_device(kind)
-
-
-def _program(
-    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
-) -> Program:
-    loaded = _source(source, batch, seq, fields, train, stages)
-    stages.begin("capture")
-    return autoshard.capture(
-        loaded.model, loaded.inputs, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer, train=loaded.train
-    )
-
-
-def _source(
-    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
-) -> Source:
-    stages.begin("import")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
-    from autoshard.capture.sources import load_source
-
-    stages.begin("source")
-    return load_source(source, batch=batch, seq=seq, settings=fields, train=train)
-
-
-_PLAN_FILE = click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(path_type=Path))
+        print_json({"plan": None if output is None else str(output), **_summary(found), **stages.spent()})
 
 
 @commands.command()
-@_PLAN_FILE
-@_with_source
+@PLAN_FILE
+@with_source
 @click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
 @click.option(
     "--target",
@@ -256,7 +210,7 @@ _PLAN_FILE = click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(pa
 )
 @click.option("--run", is_flag=True, help="Also train three steps on virtual CPU devices, and on one.")
 @click.option("--max-fidelity", type=click.FloatRange(0), default=0.15, show_default=True, metavar="F")
-@_JSON
+@JSON
 def verify(
     plan_file: Path,
     source: str,
@@ -283,10 +237,10 @@ def verify(
         planned_batch, planned_seq, planned_train = planned_with(found)
         batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train
     with Stages() as stages:
-        loaded = _source(source, batch, seq, fields, train, stages)
+        loaded_source = loaded(source, batch, seq, fields, train, stages)
         from autoshard.verify.check import verify_plan
 
-        report = verify_plan(found, loaded, target, run=run, progress=stages.begin)
+        report = verify_plan(found, loaded_source, target, run=run, progress=stages.begin)
     passed = report.passes(max_fidelity)
     click.echo(str(report))
     if math.isinf(report.fidelity.value):
@@ -297,7 +251,7 @@ def verify(
         click.echo("not verified: the numbers under the plan are not those of one device")
     if as_json:
         said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
-        _json({**said, **report.as_dict(), **stages.spent()})
+        print_json({**said, **report.as_dict(), **stages.spent()})
     return 0 if passed else OFF
 
 
@@ -313,14 +267,14 @@ def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
 
 
 @commands.command()
-@_PLAN_FILE
-@_JSON
+@PLAN_FILE
+@JSON
 def show(plan_file: Path, as_json: bool) -> None:
     """Print a plan: what splits what, what it is predicted to cost, how good it is proved to be."""
     found = Plan.load(plan_file)
     click.echo(str(found))
     if as_json:
-        _json({"plan": str(plan_file), **_summary(found)})
+        print_json({"plan": str(plan_file), **_summary(found)})
 
 
 @commands.command()
@@ -330,7 +284,7 @@ def show(plan_file: Path, as_json: bool) -> None:
 @click.option(
     "-o", "--output", metavar="SOLUTION.JSON", type=click.Path(path_type=Path), help="Write the choice there."
 )
-@_JSON
+@JSON
 def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None, as_json: bool) -> int:
     """Solve a strategy-selection problem in IOPDDL JSON: one strategy per node, with a proven bound.
 
@@ -356,7 +310,7 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
     if as_json:
         figures = {"objective": found.objective, "bound": found.bound, "gap": found.gap}
         finite = {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
-        _json({"problem": str(problem_file), "status": found.status.value, **finite, **stages.spent()})
+        print_json({"problem": str(problem_file), "status": found.status.value, **finite, **stages.spent()})
     return 0 if found.choice else OFF
 
 
@@ -368,7 +322,7 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
 @click.option("--base", metavar="KIND", help="Where the rest is from; default the built-in kind of the device's name.")
 @click.option("--name", metavar="NAME", help="Of the new kind; default the base's, with -measured.")
 @click.option("--quick", is_flag=True, help="Fewer sizes and dtypes, less time for each.")
-@_JSON
+@JSON
 def calibrate(
     output: Path | None,
     backend: Literal["auto", "jax", "torch"],
@@ -383,7 +337,7 @@ def calibrate(
     from autoshard.cost import calibrate as fitting
 
     if base is not None:
-        _known_device(base)
+        known_device(base)
     if output is not None:
         files.check_writable(output)
     with Stages() as stages:
@@ -401,7 +355,7 @@ def calibrate(
         click.echo("\n".join([f"{found.device.name}: {found.device.source}", *map(str, found.fits)]))
         click.echo(f"\nWrote {output}: autoshard plan … --device {output}")
     if as_json:
-        _json({"output": None if output is None else str(output), **found.as_dict(), **stages.spent()})
+        print_json({"output": None if output is None else str(output), **found.as_dict(), **stages.spent()})
 
 
 def _summary(found: Plan) -> dict[str, Any]:
@@ -421,5 +375,4 @@ def _summary(found: Plan) -> dict[str, Any]:
     }
 
 
-def _json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, allow_nan=False))
+commands.add_command(compare)

@@ -382,3 +382,14 @@ PLANS: Mapping[str, Callable[[Graph, Mesh], Annotations]] = {
     "embedding": embedding_parallel,
 }
 """Name on the command line -> plan; one may raise ManualPlanError."""
+
+
+def plan_named(name: str) -> Callable[[Graph, Mesh], Annotations]:
+    """The plan called `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in PLANS:
+        raise ValueError(f"no manual plan is called {name!r}; there are {', '.join(PLANS)}")
+    return PLANS[name]

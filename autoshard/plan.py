@@ -400,6 +400,18 @@ class Plan:
         section = ROLES.get(argument.role)
         return None if section is None else getattr(self, section).get(argument.name)
 
+    def tensor(self, name: str) -> TensorPlan:
+        """What the plan says of a parameter, buffer, input or optimizer state.
+
+        Raises:
+            KeyError: it has none of that name.
+        """
+        for section in ROLES.values():
+            if name in getattr(self, section):
+                found: TensorPlan = getattr(self, section)[name]
+                return found
+        raise KeyError(f"the plan has no parameter, buffer, input or optimizer state called {name!r}")
+
     def annotations(self, graph: Graph) -> Annotations:
         """The pins and copies that this plan writes on the graph of its program.
 

@@ -78,7 +78,7 @@ def to_dict(plan: Plan) -> Json:
         "optimizer_state": _tensors_to(plan.optimizer_state),
         "outputs": _tensors_to(plan.outputs),
         "activations": [_activation_to(value) for value in plan.activations],
-        "predicted": None if plan.predicted is None else _predicted_to(plan.predicted),
+        "predicted": None if plan.predicted is None else predicted_to(plan.predicted),
         "solver": None
         if plan.solver is None
         else {
@@ -132,7 +132,8 @@ def _op_to(op: OpSignature) -> Json:
     return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs}
 
 
-def _predicted_to(predicted: Predicted) -> Json:
+def predicted_to(predicted: Predicted) -> Json:
+    """Predicted figures as plain JSON values, keys in the format's order."""
     return {
         "step_time_s": predicted.step_time_s,
         "compute_s": predicted.compute_s,

@@ -231,20 +231,6 @@ def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:
     return lines
 
 
-def comparison(plans: Mapping[str, Plan]) -> str:
-    """Plans of one program beside one another: a line each, predicted figures."""
-    rows: list[tuple[str, ...]] = [("plan", "step", "overlapped", "compute", "communication", "bytes moved", "memory")]
-    for name, plan in plans.items():
-        figures = plan.predicted
-        if figures is None:
-            rows.append((name, *("-" for _ in rows[0][1:])))
-            continue
-        times = (figures.step_time_s, figures.overlapped_s, figures.compute_s, figures.communication_s)
-        moved = sum(each.bytes for each in figures.collectives)
-        rows.append((name, *map(duration, times), size(moved), size(figures.peak_memory_bytes)))
-    return "\n".join(columns(rows, right_from=1))
-
-
 def duration(seconds: float) -> str:
     """`12.3 ms`; three significant digits in the unit that suits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

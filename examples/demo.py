@@ -46,7 +46,7 @@ def plan_beside_rivals(path: Path) -> None:
     """Print and save the plan, then the predicted figures of it and of the manual plans."""
     import autoshard
     from autoshard.capture.sources import load_source
-    from autoshard.report import comparison
+    from autoshard.comparison import compare_program
 
     started, cpu = time.perf_counter(), time.process_time()
     source = load_source("hf:gpt2", batch=BATCH, seq=SEQ, train="adamw")
@@ -57,7 +57,7 @@ def plan_beside_rivals(path: Path) -> None:
     seconds = f"{time.perf_counter() - started:.1f} s, {time.process_time() - cpu:.1f} CPU s"
     print(plan, f"\n\nPlanned in {seconds}, imports and capture included; written to {path}", sep="")
     print("\nPredicted, beside plans written by hand:\n")
-    print(comparison({"auto": plan, **{name: autoshard.manual_plan(name, program, mesh) for name in RIVALS}}))
+    print(compare_program(program, mesh, plans=RIVALS, others={"auto": plan}))
 
 
 def autoshard(*arguments: object, quiet: bool = False) -> int:

@@ -265,3 +265,34 @@ def test_what_a_plan_was_planned_with():
     assert cli.planned_with(replace(plan, inputs=tokens)) == (8, 512, "sgd")
     assert cli.planned_with(plan) == (8, None, "sgd")
     assert cli.planned_with(plans.plan(plans.program(kind="forward"))) == (8, None, None)
+
+
+def test_plans_are_compared(run, tmp_path):
+    assert run("plan", "nets.py:step", "--mesh", "2x2", "-o", "mine.json")[0] == 0
+    status, out, err = run("compare", "nets.py:step", "--mesh", "2x2", "--plans", "auto,dp,mine.json", "--json")
+    assert (status, err) == (0, "")
+    said = json.loads(out.splitlines()[-1])
+    assert [each["name"] for each in said["plans"]] == ["auto", "dp", "mine.json"]
+    auto, by_hand, mine = said["plans"]
+    assert mine["predicted"] == auto["predicted"]
+    assert auto["predicted"]["step_time_s"] <= by_hand["predicted"]["step_time_s"]
+    assert out.startswith("On 2x2 (data=2, model=2) of cpu")
+    assert said["stages"]["plans by hand"]["seconds"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "2x2", "--plans", "auto,zero"), "no plan is called 'zero'"),
+        (("--mesh", "2x2", "--plans", ","), "--plans names none"),
+        (("--mesh", "2x2", "--plans", "dp,gone.json"), "cannot read gone.json"),
+        (("--mesh", "2x2", "--target", "h100:8"), "target h100:8 has 8 devices"),
+        (("--mesh", "2x2", "--plot", "figure.txt"), "a figure is written as png, svg, pdf"),
+        (("--plans", "dp"), "Missing option '--mesh'"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made(run, arguments, message):
+    status, out, err = run("compare", "nets.py:step", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

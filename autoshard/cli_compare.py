@@ -1,0 +1,110 @@
+"""`autoshard compare`: plans of one program beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from autoshard import files
+from autoshard.api import collector_paused
+from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_setting
+from autoshard.cli_progress import Stages
+from autoshard.cli_source import JSON, captured, known_device, print_json, with_source
+from autoshard.mesh import Mesh
+from autoshard.plan import Plan
+
+
+@click.command()
+@with_source
+@click.option("--mesh", "mesh_shape", metavar="2x4", required=True, help="Devices along each mesh axis.")
+@click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
+@click.option("--device", metavar="KIND", help="Device kind, also with its topology; default the target's, or cpu.")
+@click.option("--placement", metavar="DCN,ICI", help="The link that each axis lies on; default: inner ones near.")
+@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Compare training steps; default forward only.")
+@click.option(
+    "--plans",
+    metavar="AUTO,DP,…",
+    help="auto, dp, fsdp, megatron, expert, embedding…, or PLAN.JSON files; default auto and all that fit the program.",
+)
+@click.option("--target", metavar="TARGET", help="Also compile every plan for it: tpu-v5e:2x4, h100:8, cpu.")
+@click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
+@click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="For the automatic plan, as of `plan`.")
+@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FIGURE.PNG", help="Draw the figures (png, svg, pdf).")
+@JSON
+def compare(
+    source: str,
+    batch: int | None,
+    seq: int | None,
+    settings: Sequence[str],
+    mesh_shape: str,
+    axes: str | None,
+    device: str | None,
+    placement: str | None,
+    train: str | None,
+    plans: str | None,
+    target: str | None,
+    memory: str | None,
+    hints: Sequence[str],
+    time_limit: float,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare the automatic plan of SOURCE with plans written by hand, as predicted and as compiled."""
+    if device is not None:
+        known_device(device)
+    from autoshard import comparison
+
+    if device is None and placement is None:
+        mesh = comparison.comparison_mesh(mesh_shape, None, target, axes)
+    else:
+        mesh = comparison.comparison_mesh(Mesh.parse(mesh_shape, axes, device or "cpu", placement), device, target)
+    limit: float | Literal["device"] | None = "device"
+    if memory is not None:
+        limit = None if memory.lower() == "none" else parse_bytes(memory)
+    wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
+    names, paths = _asked(plans)
+    comparison.check_names(names)
+    others = {path.name: Plan.load(path) for path in paths}
+    if plot is not None:
+        files.check_writable(plot)
+        from autoshard import plots
+
+        plots.check_format(plot)
+    fields = pairs("--set", [parse_setting(setting) for setting in settings])
+    with Stages() as stages, collector_paused():
+        program = captured(source, batch, seq, fields, train, stages)
+        found = comparison.compare_program(
+            program,
+            mesh,
+            plans=names,
+            others=others,
+            target=target,
+            memory=limit,
+            hints=wanted,
+            time_limit=time_limit,
+            progress=stages.begin,
+        )
+        if plot is not None:
+            stages.begin("plot")
+            plots.save(found.plot(compiled=target is not None), plot)
+    click.echo(str(found))
+    if plot is not None:
+        click.echo(f"\nWrote {plot}")
+    if as_json:
+        print_json({**found.to_dict(), **stages.spent()})
+
+
+def _asked(plans: str | None) -> tuple[list[str] | None, list[Path]]:
+    """Names of plans, None for the default, and the files among them."""
+    if plans is None:
+        return None, []
+    asked = [each.strip() for each in plans.split(",") if each.strip()]
+    if not asked:
+        raise ValueError("--plans names none: auto, dp, fsdp, megatron…, or files of plans")
+    return [each for each in asked if not each.endswith(".json")], [
+        Path(each) for each in asked if each.endswith(".json")
+    ]

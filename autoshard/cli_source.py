@@ -1,0 +1,70 @@
+"""What several commands share: the options that name a program, how it is loaded, and the last line under `--json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import autoshard
+from autoshard.cli_progress import Stages
+
+if TYPE_CHECKING:
+    from autoshard.capture.program import Program
+    from autoshard.capture.sources import Source
+
+_SOURCE_OPTIONS = (
+    click.argument("source"),
+    click.option("--batch", type=click.IntRange(1), metavar="N", help="Sample inputs: sequences in a batch (hf)."),
+    click.option("--seq", type=click.IntRange(1), metavar="N", help="Sample inputs: tokens in a sequence (hf)."),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A field of the configuration (hf)."),
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Last line of standard output: one JSON object.")
+
+
+def with_source(function: Any) -> Any:
+    """A command with the argument SOURCE and the options that say what of it is meant."""
+    for option in reversed(_SOURCE_OPTIONS):
+        function = option(function)
+    return function
+
+
+PLAN_FILE = click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(path_type=Path))
+
+
+def known_device(kind: str) -> None:
+    """Refuse a device kind that there is not, before anything heavy is imported."""
+    from autoshard.cost.device import load_device
+
+    load_device(kind)
+
+
+def captured(
+    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
+) -> Program:
+    """The program that SOURCE names."""
+    found = loaded(source, batch, seq, fields, train, stages)
+    stages.begin("capture")
+    return autoshard.capture(
+        found.model, found.inputs, loss_fn=found.loss_fn, optimizer=found.optimizer, train=found.train
+    )
+
+
+def loaded(
+    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
+) -> Source:
+    """What SOURCE names: the model and its sample inputs."""
+    stages.begin("import")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
+    from autoshard.capture.sources import load_source
+
+    stages.begin("source")
+    return load_source(source, batch=batch, seq=seq, settings=fields, train=train)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The last line of standard output."""
+    click.echo(json.dumps(value, allow_nan=False))

@@ -1,0 +1,368 @@
+"""Plans of one program beside one another: the automatic one, those written by hand, and any other.
+
+Every plan is predicted by the same cost model on the same mesh; with a target, the program annotated by each plan is
+also compiled by the target's own compiler, and what came out is judged under the same device model
+(`verify/judge.py`). Bytes are per device, times are seconds of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from autoshard.api import (
+    DEVICE_MEMORY,
+    Hint,
+    Progress,
+    candidate_meshes,
+    capture,
+    captured_graph,
+    collector_paused,
+    memory_limit,
+    plan_captured,
+    written_plan,
+)
+from autoshard.errors import ManualPlanError
+from autoshard.mesh import Mesh
+from autoshard.plan import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
+from autoshard.report import columns, duration, size
+
+if TYPE_CHECKING:
+    from autoshard.capture.program import Program
+    from autoshard.graph.ops import Graph
+    from autoshard.verify.targets import Target
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan.
+
+    Attributes:
+        name: what it is called in the comparison.
+        plan: with what is predicted of it.
+        compiled: the same figures of the compiled program; None where nothing was compiled.
+        fidelity: bytes of collectives predicted wrongly over bytes compiled; None where nothing was compiled.
+        error: why the target's compiler did not compile it, for a person; empty where it did, or was not asked.
+    """
+
+    name: str
+    plan: Plan = field(repr=False)
+    compiled: Predicted | None = None
+    fidelity: float | None = None
+    error: str = ""
+
+    @property
+    def predicted(self) -> Predicted:
+        """What the cost model says."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plans of one program on one mesh, with their figures.
+
+    Attributes:
+        mesh: that all are for.
+        memory: bytes that a device has; None is no limit.
+        rows: in the order asked for.
+        left_out: name -> why there is no such plan for this program.
+        target: what the rows were compiled for; empty when nothing was compiled.
+    """
+
+    mesh: Mesh
+    memory: int | None
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    target: str = ""
+
+    def __getitem__(self, name: str) -> Row:
+        """The plan of that name.
+
+        Raises:
+            KeyError: there is none; says which there are.
+        """
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no plan {name!r} was compared; there are {', '.join(row.name for row in self.rows)}")
+
+    def ratio(self, *, compiled: bool = False) -> float | None:
+        """Step time of `auto` over that of the best other plan that fits the memory, serial.
+
+        None where `auto` or every other plan is missing.
+        """
+        times = {row.name: each.step_time_s for row, each in self._figures(compiled) if self._fits(each)}
+        others = [seconds for name, seconds in times.items() if name != AUTO]
+        return times[AUTO] / min(others) if AUTO in times and others else None
+
+    def _figures(self, compiled: bool) -> list[tuple[Row, Predicted]]:
+        both = [(row, row.compiled if compiled else row.predicted) for row in self.rows]
+        return [(row, figures) for row, figures in both if figures is not None]
+
+    def _fits(self, figures: Predicted) -> bool:
+        return self.memory is None or figures.peak_memory_bytes <= self.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `compare --json` prints them."""
+        from autoshard.plan_json import predicted_to
+
+        return {
+            "mesh": {
+                "shape": list(self.mesh.shape),
+                "axis_names": list(self.mesh.axis_names),
+                "device": self.mesh.device,
+            },
+            "memory": self.memory,
+            "target": self.target or None,
+            "plans": [
+                {
+                    "name": row.name,
+                    "predicted": predicted_to(row.predicted),
+                    "fits_memory": self._fits(row.predicted),
+                    "compiled": None if row.compiled is None else predicted_to(row.compiled),
+                    "fidelity": row.fidelity,
+                    "error": row.error or None,
+                }
+                for row in self.rows
+            ],
+            "left_out": dict(self.left_out),
+            "auto_over_best": {
+                "predicted": self.ratio(),
+                "compiled": self.ratio(compiled=True) if self.target else None,
+            },
+        }
+
+    def __str__(self) -> str:
+        """Tables for a person."""
+        limit = "" if self.memory is None else f", {size(self.memory)} each"
+        parts = [f"On {describe_mesh(self.mesh)}{limit}; predicted:", *self._table(compiled=False)]
+        if any(row.compiled for row in self.rows):
+            parts += ["", f"Compiled for {self.target}, under the same device model:", *self._table(compiled=True)]
+        parts += ["", "Bytes of collectives, per device and step, predicted:", *self._bytes(compiled=False)]
+        if any(row.compiled for row in self.rows):
+            parts += ["", "Bytes of collectives, per device and step, compiled:", *self._bytes(compiled=True)]
+        notes = [f"{name}: left out; {why}" for name, why in self.left_out.items()]
+        notes += [f"{row.name}: not compiled; {row.error}" for row in self.rows if row.error]
+        return "\n".join([*parts, *([""] if notes else []), *notes])
+
+    def _table(self, *, compiled: bool) -> list[str]:
+        header = ["plan", "step", "overlapped", "compute", "communication", "MFU", "bytes moved", "memory", "of limit"]
+        if compiled:
+            header.append("bytes mispredicted")
+        lines = [header]
+        for row, figures in self._figures(compiled):
+            times = (figures.step_time_s, figures.overlapped_s, figures.compute_s, figures.communication_s)
+            moved, peak = sum(each.bytes for each in figures.collectives), figures.peak_memory_bytes
+            share = "" if self.memory is None else f"{peak / self.memory:.0%}" + ("" if self._fits(figures) else " !")
+            line = [row.name, *map(duration, times), f"{figures.mfu:.1%}", size(moved), size(peak), share]
+            if compiled:
+                line.append("-" if row.fidelity is None else f"{row.fidelity:.1%}")
+            lines.append(line)
+        ratio = self.ratio(compiled=compiled)
+        said = [] if ratio is None else [f"  auto / best other that fits: {ratio:.3f}"]
+        return ["  " + line for line in columns(lines, right_from=1)] + said
+
+    def _bytes(self, *, compiled: bool) -> list[str]:
+        rows = self._figures(compiled)
+        kinds = sorted({each.kind for _, figures in rows for each in figures.collectives})
+        if not kinds:
+            return ["  none"]
+        lines = [["plan", *kinds]]
+        for row, figures in rows:
+            moved = bytes_by_kind(figures)
+            lines.append([row.name, *(size(moved[kind]) if kind in moved else "-" for kind in kinds)])
+        return ["  " + line for line in columns(lines, right_from=1)]
+
+    def plot(self, *, compiled: bool = False) -> Any:
+        """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
+        `notebooks`); of the compiled programs, if asked for."""
+        from autoshard.plots import plot_comparison
+
+        return plot_comparison(self, compiled=compiled)
+
+
+def bytes_by_kind(figures: Predicted) -> dict[str, int]:
+    """Kind of collective -> bytes per device and step, over all axes."""
+    found: dict[str, int] = {}
+    for each in figures.collectives:
+        found[each.kind] = found.get(each.kind, 0) + each.bytes
+    return found
+
+
+def compare(
+    model: Any,
+    sample_inputs: Any,
+    *,
+    mesh: Mesh | Sequence[int] | str | None = None,
+    device: str | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    train: bool | None = None,
+    plans: Sequence[str] | None = None,
+    others: Mapping[str, Plan] | None = None,
+    target: str | None = None,
+    memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    hints: Mapping[str, Hint] | None = None,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> Comparison:
+    """The automatic plan of a program beside those that people write by hand, and any others.
+
+    Args:
+        model, sample_inputs, mesh, device, loss_fn, optimizer, train, memory, hints, time_limit, progress: as for
+            `plan`; without a device kind, that of the target. `memory` and `hints` are for the automatic plan.
+        plans: names: `auto`, and those of `autoshard.manual.PLANS`; default `auto` and all that fit the program.
+        others: name -> any other plan of the same program for the same mesh.
+        target: also compile every plan for it, such as `tpu-v5e:2x4` or `h100:8`; its devices need not be there.
+
+    Raises:
+        ValueError: a name that no plan has; and as `plan`.
+        PlanMismatchError: one of `others` is for another program or mesh.
+    """
+    check_names(plans)
+    where = comparison_mesh(mesh, device, target)
+    with collector_paused():
+        (progress or (lambda stage: None))("capture")
+        program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+        return compare_program(
+            program,
+            where,
+            plans=plans,
+            others=others,
+            target=target,
+            memory=memory,
+            hints=hints,
+            time_limit=time_limit,
+            progress=progress,
+        )
+
+
+def comparison_mesh(
+    mesh: Mesh | Sequence[int] | str | None, device: str | None, target: str | None, axes: str | None = None
+) -> Mesh:
+    """The mesh to compare on: as given, of the target's device kind where no other is given.
+
+    Raises:
+        ValueError: no mesh, or one that does not lie on the device or the target.
+    """
+    if mesh is None:
+        raise ValueError("plans are compared on one mesh: give it, such as mesh='2x4'")
+    if isinstance(mesh, str):
+        mesh = Mesh.parse(mesh, axes, device or "cpu")
+    elif not isinstance(mesh, Mesh):
+        mesh = Mesh(tuple(mesh), (), device or "cpu")
+    elif target is not None:
+        device = mesh.device
+    if target is None:
+        return candidate_meshes(mesh, None, device)[0]
+    from autoshard.verify.targets import on_target, parse_target
+
+    parsed = parse_target(target, mesh.size)
+    return on_target(mesh if device is not None else replace(mesh, device=parsed.device), parsed)
+
+
+def compare_program(
+    program: Program,
+    mesh: Mesh,
+    *,
+    plans: Sequence[str] | None = None,
+    others: Mapping[str, Plan] | None = None,
+    target: str | None = None,
+    memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    hints: Mapping[str, Hint] | None = None,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> Comparison:
+    """`compare`, of a captured program."""
+    from autoshard.manual import PLANS, plan_named
+
+    names = check_names(plans)
+    say = progress or (lambda stage: None)
+    say("graph")
+    graph = captured_graph(program)
+    made: dict[str, Plan] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            if name == AUTO:
+                made[name] = plan_captured(
+                    graph, mesh, memory=memory, hints=hints, time_limit=time_limit, progress=progress
+                )
+            else:
+                say("plans by hand")
+                made[name] = written_plan(graph, mesh, plan_named(name)(graph, mesh))
+        except (ManualPlanError, NoPlanError) as error:
+            if plans is None and isinstance(error, ManualPlanError) and name in PLANS:
+                continue  # nobody asked for it
+            left_out[name] = str(error)
+    for name, plan in (others or {}).items():
+        if name in made:
+            raise ValueError(f"two plans are called {name!r}")
+        made[name] = _other(plan, graph, mesh)
+    rows = tuple(Row(name, plan) for name, plan in made.items())
+    if target is not None:
+        rows = tuple(_compiled(row, graph, mesh, target, say) for row in rows)
+    return Comparison(mesh, memory_limit(memory, mesh), rows, left_out, target or "")
+
+
+def check_names(plans: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of plans to compare, each once; default all.
+
+    Raises:
+        ValueError: a name that no plan has.
+    """
+    from autoshard.manual import PLANS
+
+    if isinstance(plans, str):
+        plans = [plans]
+    names = tuple(dict.fromkeys((AUTO, *PLANS) if plans is None else plans))
+    for name in names:
+        if name != AUTO and name not in PLANS:
+            raise ValueError(f"no plan is called {name!r}; there are {', '.join((AUTO, *PLANS))}")
+    return names
+
+
+def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
+    """A plan that was made elsewhere, predicted on this mesh by this cost model."""
+    plan.check_program(graph.program)
+    if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
+        raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
+    return written_plan(graph, mesh, plan.annotations(graph), options=plan.options, solver=plan.solver)
+
+
+def _compiled(row: Row, graph: Graph, mesh: Mesh, target_text: str, say: Progress) -> Row:
+    """The row with what the target's compiler makes of its plan."""
+    from autoshard.lower.stablehlo import annotate
+    from autoshard.verify.check import compare_compiled
+    from autoshard.verify.compile import CompileError
+    from autoshard.verify.targets import parse_target
+
+    target: Target = parse_target(target_text, mesh.size)
+    say(f"compile {row.name} for {target}")
+    annotations = row.plan.annotations(graph)
+    try:
+        report, _ = compare_compiled(
+            graph, annotations, mesh, target, annotate(graph.program, graph, annotations, mesh)
+        )
+    except CompileError as error:
+        return Row(row.name, row.plan, error=str(error))
+    judged, useful = report.judged, row.predicted.mfu * row.predicted.step_time_s
+    compiled = Predicted(
+        step_time_s=judged.step_time_s,
+        compute_s=judged.compute_s,
+        communication_s=judged.communication_s,
+        overlapped_s=judged.step_time_s if judged.overlapped_s is None else judged.overlapped_s,
+        mfu=useful / judged.step_time_s if judged.step_time_s else 0.0,
+        collectives=tuple(
+            CollectiveTotal(each.kind, each.axes, each.compiled_count, each.compiled_bytes)
+            for each in report.fidelity.rows
+            if each.compiled_bytes
+        ),
+        peak_memory_bytes=report.memory_bytes,
+    )
+    fidelity = report.fidelity.value
+    return Row(row.name, row.plan, compiled, None if fidelity == float("inf") else fidelity)

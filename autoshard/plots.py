@@ -1,0 +1,223 @@
+"""Comparisons, sweeps and shardings as matplotlib figures (the extra `notebooks`).
+
+Figures are made without pyplot: nothing is shown or kept by itself, and no display is needed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoshard import files
+from autoshard.comparison import Comparison, bytes_by_kind
+from autoshard.drawing import holders, tiles
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import Plan, Predicted
+from autoshard.report import layout, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+COMPUTE, COMMUNICATION, OVERLAPPED = "#4477AA", "#EE6677", "#222222"
+KINDS: Mapping[str, str] = {
+    "all-gather": "#4477AA",
+    "all-reduce": "#EE6677",
+    "reduce-scatter": "#228833",
+    "all-to-all": "#CCBB44",
+    "collective-permute": "#66CCEE",
+}
+"""Kind of collective -> colour (Paul Tol's bright scheme, which colour-blind readers tell apart)."""
+OTHER_KIND = "#BBBBBB"
+PARTS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#BBBBBB", "#EE8866")
+"""Colours of a tensor's parts, in turn."""
+_LABELLED_PARTS = 64
+_FAR = 6
+"""A limit more than this many times the highest bar is not drawn."""
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError unless a figure can be written to a file of that name."""
+    if path.suffix.removeprefix(".").lower() not in FORMATS:
+        raise ValueError(f"a figure is written as {', '.join(FORMATS)}: {path} ends otherwise")
+    import matplotlib  # noqa: F401  (says early that it is missing)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all.
+
+    Raises:
+        ValueError: the name ends in no format that figures are written in.
+        FileError: the file cannot be written.
+    """
+    check_format(path)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix.removeprefix(".").lower(), dpi=120)
+    files.write(path, buffer.getvalue())
+
+
+def plot_comparison(comparison: Comparison, *, compiled: bool = False) -> Figure:
+    """Step time by parts (a mark where gradient collectives overlap), MFU, bytes per collective, memory and limit."""
+    rows = [(row.name, row.compiled if compiled else row.predicted) for row in comparison.rows]
+    shown: list[tuple[str, Predicted]] = [(name, figures) for name, figures in rows if figures is not None]
+    names = [name for name, _ in shown]
+    figure = _figure(9, 5.6)
+    times, mfu, moved, memory = figure.subplots(2, 2).flat
+    _step_times(times, shown)
+    mfu.bar(names, [100 * figures.mfu for _, figures in shown], color=COMPUTE)
+    mfu.set_ylabel("MFU, %")
+    _stacked_bytes(moved, shown)
+    memory.bar(names, [figures.peak_memory_bytes / 1e9 for _, figures in shown], color=COMPUTE)
+    memory.set_ylabel("memory per device, GB")
+    if comparison.memory is not None:
+        _limit(memory, comparison.memory, max(figures.peak_memory_bytes for _, figures in shown))
+    for axes in (times, mfu, moved, memory):
+        _plain(axes)
+    what = f"compiled for {comparison.target}" if compiled else "predicted"
+    figure.suptitle(f"{'x'.join(map(str, comparison.mesh.shape))} of {comparison.mesh.device}, {what}", fontsize=10)
+    return figure
+
+
+def _limit(axes: Axes, limit: int, most: int) -> None:
+    """A line at the memory limit, or, where bars beside it would be too low to read, a word on how far away it is."""
+    if limit > _FAR * most:
+        axes.set_title(f"the limit of {size(limit)} is {limit / most:.0f} times the most that is used", fontsize=8)
+        return
+    axes.axhline(limit / 1e9, color=OVERLAPPED, linestyle="--", linewidth=1)
+    axes.set_title(f"dashed: the limit of {size(limit)}", fontsize=8)
+
+
+def _step_times(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
+    names = [name for name, _ in shown]
+    compute = [1e3 * figures.compute_s for _, figures in shown]
+    axes.bar(names, compute, color=COMPUTE, label="compute")
+    communication = [1e3 * figures.communication_s for _, figures in shown]
+    axes.bar(names, communication, bottom=compute, color=COMMUNICATION, label="communication")
+    overlapped = [1e3 * figures.overlapped_s for _, figures in shown]
+    axes.plot(names, overlapped, "_", color=OVERLAPPED, markersize=18, markeredgewidth=1.5, label="with overlap")
+    axes.set_ylabel("step time, ms")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _stacked_bytes(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
+    names = [name for name, _ in shown]
+    per_plan = [bytes_by_kind(figures) for _, figures in shown]
+    bottom = [0.0] * len(names)
+    for kind in sorted({kind for moved in per_plan for kind in moved}):
+        heights = [moved.get(kind, 0) / 1e9 for moved in per_plan]
+        axes.bar(names, heights, bottom=bottom, color=KINDS.get(kind, OTHER_KIND), label=kind)
+        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    axes.set_ylabel("collectives, GB per device")
+    if any(bottom):
+        axes.legend(fontsize=8, frameon=False)
+
+
+def plot_sweep(
+    comparisons: Mapping[float, Comparison],
+    xlabel: str,
+    *,
+    of: Callable[[Predicted], float] = lambda figures: 1e3 * figures.step_time_s,
+    ylabel: str = "step time, ms",
+    log: bool = True,
+) -> Figure:
+    """One line per plan over batch sizes, devices…: `of` its predicted figures, open marks where memory does not fit.
+
+    Args:
+        comparisons: x -> the plans there; a plan need not be in all.
+    """
+    figure = _figure(6, 3.6)
+    axes = figure.subplots()
+    names = dict.fromkeys(row.name for each in comparisons.values() for row in each.rows)
+    for colour, name in zip(_endless(PARTS), names, strict=False):
+        points = [
+            (x, of(row.predicted), each.memory is None or row.predicted.peak_memory_bytes <= each.memory)
+            for x, each in comparisons.items()
+            for row in each.rows
+            if row.name == name
+        ]
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=1.5, label=name)
+        for x, y, fits in points:
+            axes.plot(x, y, "o", color=colour, markersize=5, markerfacecolor=colour if fits else "white")
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(list(comparisons), [f"{x:g}" for x in comparisons])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.legend(fontsize=8, frameon=False)
+    _plain(axes)
+    return figure
+
+
+def plot_shardings(plan: Plan, names: Sequence[str]) -> Figure:
+    """Tensors of a plan as the parts that they are split into, each with the devices that hold it.
+
+    Args:
+        names: of parameters, buffers, inputs or optimizer states.
+
+    Raises:
+        KeyError: the plan has no such tensor.
+    """
+    tensors = [(name, plan.tensor(name)) for name in names]
+    across = min(4, max(1, len(tensors)))
+    down = -(-len(tensors) // across)
+    figure = _figure(2.6 * across, 2.1 * down)
+    drawn = figure.subplots(down, across, squeeze=False).flat
+    for axes, (name, tensor) in zip(drawn, tensors, strict=False):
+        _tensor(axes, plan.mesh, tensor.spec)
+        axes.set_title(f"{name}\n{'×'.join(map(str, tensor.shape))}  {layout(tensor.spec)}", fontsize=7)
+    for axes in list(drawn)[len(tensors) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _tensor(axes: Axes, mesh: Mesh, spec: Spec) -> None:
+    from matplotlib.patches import Rectangle
+
+    grid = tiles(spec, mesh)
+    rows, columns = grid.ways
+    numbers: dict[tuple[int, ...], int] = {}
+    for i, row in enumerate(grid.devices):
+        for j, devices in enumerate(row):
+            colour = PARTS[numbers.setdefault(devices, len(numbers)) % len(PARTS)]
+            place = (j / columns, 1 - (i + 1) / rows)
+            axes.add_patch(
+                Rectangle(place, 1 / columns, 1 / rows, facecolor=colour, alpha=0.55, edgecolor="white", linewidth=1)
+            )
+            if rows * columns <= _LABELLED_PARTS:
+                text = holders(devices, mesh.size)
+                axes.text(place[0] + 0.5 / columns, place[1] + 0.5 / rows, text, ha="center", va="center", fontsize=6)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
+    rows_dim, columns_dim = ("" if dim is None else f"dim {dim}" for dim in grid.dims)
+    axes.set_ylabel(rows_dim, fontsize=7)
+    axes.set_xlabel(columns_dim, fontsize=7)
+
+
+def _endless(colours: Sequence[str]) -> Any:
+    import itertools
+
+    return itertools.cycle(colours)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _plain(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.yaxis.label.set_fontsize(9)
+    axes.xaxis.label.set_fontsize(9)

@@ -1,0 +1,162 @@
+"""Plans beside one another: in Python, on the command line, as text, JSON and figures."""
+
+import json
+
+import pytest
+
+import autoshard
+from autoshard.comparison import Comparison, Row
+from autoshard.mesh import Mesh
+from autoshard.plan import CollectiveTotal, PlanMismatchError, Predicted
+from tests import plans as made
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
+
+
+def network():
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+INPUTS = (torch.zeros(32, 64), torch.zeros(32, 64))
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return autoshard.compare(
+        network(), INPUTS, mesh="2x2", loss_fn=torch.nn.functional.mse_loss, optimizer=sgd, target="cpu"
+    )
+
+
+def test_auto_is_held_against_every_plan_that_fits_the_program(compared):
+    assert [row.name for row in compared.rows] == ["auto", "dp", "fsdp", "megatron"]
+    assert compared.left_out == {}
+    assert compared["auto"].plan.solver.status == "optimal"
+    assert compared["dp"].plan.parameters["0.weight"].spec == ((), ())
+
+
+def test_a_row_has_the_figures_of_its_plan_and_of_the_compiled_program(compared):
+    for row in compared.rows:
+        predicted, compiled = row.predicted, row.compiled
+        assert predicted.step_time_s == pytest.approx(predicted.compute_s + predicted.communication_s)
+        assert compiled.step_time_s == pytest.approx(compiled.compute_s + compiled.communication_s)
+        # Useful work is the same, however long a step takes.
+        assert compiled.mfu * compiled.step_time_s == pytest.approx(predicted.mfu * predicted.step_time_s)
+        assert 0 <= row.fidelity < 0.1
+    (reduced,) = compared["dp"].compiled.collectives
+    assert (reduced.kind, reduced.axes) == ("all-reduce", ("data", "model"))
+    gradients = 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert gradients <= reduced.bytes < 1.01 * gradients  # and the loss
+
+
+def test_the_ratio_is_to_the_best_other_plan_that_fits():
+    def row(name, seconds, memory):
+        figures = Predicted(seconds, seconds, 0.0, seconds, 0.5, (), memory)
+        return Row(name, made.plan(predicted=figures))
+
+    rows = (row("auto", 2.0, 50), row("dp", 1.0, 200), row("fsdp", 4.0, 60))
+    assert Comparison(made.MESH, 100, rows).ratio() == 0.5
+    assert Comparison(made.MESH, None, rows).ratio() == 2.0
+    assert Comparison(made.MESH, 100, rows[1:]).ratio() is None
+    assert Comparison(made.MESH, 100, rows[:2]).ratio() is None
+    text = str(Comparison(made.MESH, 100, rows, {"expert": "there are no experts"}))
+    assert "200 B    200% !" in text
+    assert text.endswith("expert: left out; there are no experts")
+
+
+def test_as_plain_values(compared):
+    said = json.loads(json.dumps(compared.to_dict()))
+    assert said["target"] == "cpu"
+    assert [each["name"] for each in said["plans"]] == ["auto", "dp", "fsdp", "megatron"]
+    auto = said["plans"][0]
+    assert auto["predicted"]["step_time_s"] == compared["auto"].predicted.step_time_s
+    assert set(auto["compiled"]) == set(auto["predicted"])
+    assert said["auto_over_best"]["predicted"] == compared.ratio() < 1.001
+
+
+def test_the_text_has_a_line_per_plan_and_the_bytes_of_every_kind(compared):
+    text = str(compared)
+    assert text.count("\n  megatron ") == 4
+    assert "Compiled for cpu" in text
+    assert "all-reduce" in text
+
+
+def test_a_plan_of_ones_own_is_compared_too(compared):
+    again = autoshard.compare(
+        network(), INPUTS, mesh="2x2", loss_fn=torch.nn.functional.mse_loss, optimizer=sgd, plans=["dp"],
+        others={"mine": compared["auto"].plan},
+    )  # fmt: skip
+    assert [row.name for row in again.rows] == ["dp", "mine"]
+    assert again["mine"].predicted == compared["auto"].predicted
+    with pytest.raises(PlanMismatchError, match=r"for the mesh 2x2.*not one for 4x1"):
+        autoshard.compare(
+            network(), INPUTS, mesh="4x1", loss_fn=torch.nn.functional.mse_loss, optimizer=sgd, plans=["dp"],
+            others={"mine": compared["auto"].plan},
+        )  # fmt: skip
+
+
+def test_what_nobody_plans_by_hand_is_left_out_with_the_reason():
+    found = autoshard.compare(torch.nn.ReLU(), torch.zeros(8, 8), mesh="2", plans=["dp", "megatron"])
+    assert [row.name for row in found.rows] == ["dp"]
+    assert "pairs of linear layers" in found.left_out["megatron"]
+
+
+def test_an_unknown_plan_is_refused_before_anything_is_captured():
+    with pytest.raises(ValueError, match=r"no plan is called 'zero'; there are auto, dp, fsdp, megatron"):
+        autoshard.compare(network(), INPUTS, mesh="2x2", plans=["zero"])
+    with pytest.raises(ValueError, match="plans are compared on one mesh"):
+        autoshard.compare(network(), INPUTS)
+
+
+def test_the_device_is_the_targets_unless_it_is_given():
+    from autoshard.comparison import comparison_mesh
+
+    assert comparison_mesh("2x4", None, "h100:8").device == "h100:8"
+    assert comparison_mesh((2, 4), "tpu-v5e", None).device == "tpu-v5e"
+    assert comparison_mesh("2x4", None, None, "a,b") == Mesh((2, 4), ("a", "b"))
+    with pytest.raises(ValueError, match="has 8 devices"):
+        comparison_mesh("2x2", None, "h100:8")
+
+
+def test_figures_are_drawn(compared, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra notebooks")
+    from autoshard import plots
+
+    figure = compared.plot(compiled=True)
+    times, mfu, moved, memory = figure.axes
+    heights = [patch.get_height() for patch in times.patches]
+    compiled = [row.compiled for row in compared.rows]
+    assert heights == pytest.approx(
+        [1e3 * each.compute_s for each in compiled] + [1e3 * each.communication_s for each in compiled]
+    )
+    assert len(mfu.patches) == len(memory.patches) == 4
+    assert sum(patch.get_height() for patch in moved.patches) == pytest.approx(
+        sum(total.bytes for each in compiled for total in each.collectives) / 1e9
+    )
+    plots.save(figure, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="png, svg, pdf"):
+        plots.save(figure, tmp_path / "figure.txt")
+
+
+def test_sweeps_and_shardings_are_drawn(compared):
+    pytest.importorskip("matplotlib", reason="the extra notebooks")
+    from autoshard import plots
+
+    sweep = plots.plot_sweep({8: compared, 16: compared}, "batch")
+    assert [text.get_text() for text in sweep.axes[0].get_legend().get_texts()] == ["auto", "dp", "fsdp", "megatron"]
+    drawn = plots.plot_shardings(compared["fsdp"].plan, ["0.weight", "2.bias"])
+    assert [len(axes.patches) for axes in drawn.axes] == [4, 4]
+    with pytest.raises(KeyError, match=r"called '9\.weight'"):
+        plots.plot_shardings(compared["fsdp"].plan, ["9.weight"])
+
+
+def test_bytes_are_summed_over_axes():
+    from autoshard.comparison import bytes_by_kind
+
+    totals = tuple(CollectiveTotal("all-gather", (axis,), 1, 5) for axis in ("data", "model"))
+    assert bytes_by_kind(Predicted(1.0, 1.0, 0.0, 1.0, 0.1, totals, 1)) == {"all-gather": 10}
