@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard.capture.decompositions import falls_back
 from autoshard.capture.sequence import READS_VALUE, TRANSFERS, is_xla
 from autoshard.errors import CaptureError
 
@@ -68,7 +68,7 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) 
         raise _shape_by_value(
             "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values", name, where
         )
-    if _falls_back(func.name()):
+    if falls_back(func.name()):
         raise no_lowering(name, where)
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
         found = ", ".join(str(t.dtype).removeprefix("torch.") for t in tensors)
@@ -148,13 +148,6 @@ def _mask_is_index(func: Any, tensors: tuple[torch.Tensor, ...]) -> bool:
     values_are_bool = "index_put" in func.name() and tensors[0].dtype in (torch.bool, torch.uint8)
     indices = tensors[1:-1] if values_are_bool else tensors[1:]
     return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
-
-
-@cache
-def _falls_back(name: str) -> bool:
-    """Whether the dispatcher's entry of an op for XLA is torch_xla's fallback to the CPU."""
-    table = torch._C._dispatch_dump_table(name)
-    return any(line.startswith("XLA:") and "[backend fallback]" in line for line in table.splitlines())
 
 
 def _short(name: str) -> str:

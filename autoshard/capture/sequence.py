@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
+from autoshard.capture.decompositions import decomposition_of
+
 Producer = tuple[int, int] | str | None
 """Who made a tensor: `(k, j)` for output j of op k, the name of an argument, or None when nobody here knows."""
 
@@ -147,6 +149,10 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         tensors = tuple(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         name = str(func)
+        instead = decomposition_of(func) if _on_xla(tensors, kwargs) else None
+        if instead is not None:
+            with self:
+                return instead(*args, **kwargs)
         if not counts(name, tensors, kwargs) or self._only_clears(func, name, tensors):
             result = self.uncounted(func, args, kwargs)
             if name in TRANSFERS:
@@ -248,6 +254,12 @@ def tensor_id(tensor: torch.Tensor) -> int:
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(getattr(tensor, "global_tensor", tensor)))
+
+
+def _on_xla(tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op reads or makes XLA tensors."""
+    asked = kwargs.get("device")
+    return any(is_xla(t) for t in tensors) or (asked is not None and torch.device(asked).type == "xla")
 
 
 def counts(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:

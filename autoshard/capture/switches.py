@@ -10,8 +10,9 @@ tensors on an XLA device.
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt` | torch_xla makes `batch-norm-training` of them, which is gathered |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
-| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear ones as products with their weights | torch_xla has no lowering of the gradients |
+| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear and cubic ones as products with their weights; 2-d grid sampling as gathers | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
+| `groups` | convolutions of groups with several features each, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -21,15 +22,26 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture import ops
+from autoshard.capture import interpolation, ops
+from autoshard.capture.grouped import grouped_convolution
 
-DEFAULT: tuple[str, ...] = ("linear", "matmul", "norm", "cross_entropy", "embedding", "interpolate", "transformers")
+DEFAULT: tuple[str, ...] = (
+    "linear",
+    "matmul",
+    "norm",
+    "cross_entropy",
+    "embedding",
+    "interpolate",
+    "groups",
+    "transformers",
+)
 
 Handler = Callable[..., Any]
 _HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in DEFAULT}
@@ -472,6 +484,41 @@ def _embedding_bag(
     return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
 
 
+# Convolutions.
+
+
+def _convolves(*functions: Any) -> None:
+    for rank, function in enumerate(functions, 1):
+        replaces("groups", function)(partial(_convolution, function, rank))
+
+
+def _convolution(
+    convolve: Any,
+    rank: int,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    if groups == 1 or weight.shape[1] == 1 or input.dim() != rank + 2 or isinstance(padding, str):
+        return _UNTOUCHED
+    if input.shape[1] != groups * weight.shape[1] or weight.shape[0] % groups:
+        return _UNTOUCHED  # torch says what is wrong
+    stride, padding, dilation = (
+        list(value) * (rank // len(value)) if isinstance(value, tuple | list) else [value] * rank
+        for value in (stride, padding, dilation)
+    )
+    input, weight = _same_dtype(input, weight)
+    out = grouped_convolution(input, weight, stride, padding, dilation, groups, convolve)
+    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * rank)
+
+
+_convolves(F.conv1d, F.conv2d, F.conv3d)
+
+
 # Interpolation.
 
 
@@ -492,48 +539,30 @@ def _interpolate(
         return _UNTOUCHED
     extents = input.shape[2:]
     into = [new or math.floor(old * (factor or 1)) for new, old, factor in zip(sizes, extents, factors, strict=True)]
-    if mode in ("nearest", "nearest-exact"):
-        if any(
-            new % old or factor not in (None, new // old)
-            for new, old, factor in zip(into, extents, factors, strict=True)
-        ):
-            return _UNTOUCHED
-        for dim, (new, old) in enumerate(zip(into, extents, strict=True), 2):
-            if new != old:
-                input = _repeated(input, dim, new // old)
-        return input
-    if mode not in ("linear", "bilinear", "trilinear"):
-        return _UNTOUCHED
     exact = [None if recompute_scale_factor else factor for factor in factors]
     for dim, (new, old, factor) in enumerate(zip(into, extents, exact, strict=True), 2):
-        if new != old:
-            weights = _linear_weights(old, new, factor, bool(align_corners), input)
+        if mode in ("nearest", "nearest-exact"):
+            input = interpolation.nearest(input, dim, new, factor, mode == "nearest-exact")
+        elif new != old:
+            weights = interpolation.weights_of(mode, old, new, factor, bool(align_corners), input)
+            if weights is None:
+                return _UNTOUCHED
             input = _matmul(input.transpose(dim, -1), weights).transpose(dim, -1)
     return input
+
+
+@replaces("interpolate", torch.grid_sampler)
+def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, corners: bool) -> Any:
+    if input.dim() != 4:
+        return _UNTOUCHED
+    from torch._decomp.decompositions import _grid_sampler_2d
+
+    return _grid_sampler_2d(input, grid, mode, padding, corners)
 
 
 def _per_dim(value: Any, rank: int) -> list[Any] | None:
     values = list(value) if isinstance(value, list | tuple) else [value] * rank
     return values if len(values) == rank else None
-
-
-def _repeated(x: torch.Tensor, dim: int, times: int) -> torch.Tensor:
-    """Each element of `dim` several times, side by side."""
-    shape = list(x.shape)
-    spread = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], times, *shape[dim + 1 :])
-    return spread.reshape(*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
-
-
-def _linear_weights(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
-    """[old, new]: how much of each element goes into each position; those between two share by distance."""
-    at = torch.arange(new, device=like.device, dtype=torch.float32)
-    if corners:
-        at = at * ((old - 1) / max(new - 1, 1))
-    else:
-        at = ((at + 0.5) * (1 / factor if factor else old / new) - 0.5).clamp(min=0)
-    at = at.clamp(max=old - 1)
-    elements = torch.arange(old, device=like.device, dtype=torch.float32)
-    return (1 - (at - elements.unsqueeze(-1)).abs()).clamp(min=0).to(like.dtype)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoshard.capture import ops
+from autoshard.capture.sequence import AtenSequence
 from autoshard.capture.switches import DEFAULT, active
 from autoshard.capture.torch_xla import capture, prepare_runtime
 from tests.capture.models import float_reshapes
@@ -72,8 +73,22 @@ CASES: dict[str, Case] = {
         lambda i, s: F.batch_norm(i, torch.ones(D).to(i.device), torch.full((D,), 2.0).to(i.device), s), (image, scale),
     ),
     "batch norm with running statistics": (with_running_statistics, (image,)),
+    "convolution of groups": (
+        lambda i, w: F.conv2d(i, w, torch.arange(12.0).to(i.device), (2, 1), 1, (1, 2), 4),
+        (image, random(12, 2, 3, 3)),
+    ),
+    "convolution of groups with many taps": (
+        lambda x, w: F.conv1d(x.mT, w, padding=20, groups=4), (x, random(D, 2, 40)),
+    ),
     "nearest": (lambda i: F.interpolate(i, scale_factor=2), (image,)),
     "nearest to a size": (lambda i: F.interpolate(i, size=(15, 5), mode="nearest-exact"), (image,)),
+    "nearest to an odd size": (lambda i: F.interpolate(i, size=(7, 3)), (image,)),
+    "nearest by a fraction": (lambda i: F.interpolate(i, scale_factor=1.5, mode="nearest-exact"), (image,)),
+    "bicubic": (lambda i: F.interpolate(i, scale_factor=2, mode="bicubic"), (image,)),
+    "bicubic by corners": (
+        lambda i: F.interpolate(i, size=(3, 9), mode="bicubic", align_corners=True), (image,),
+    ),
+    "grid": (lambda i, g: F.grid_sample(i, g, align_corners=False), (image, (random(3, 4, 6, 2) / 2).detach())),
     "bilinear": (lambda i: F.interpolate(i, scale_factor=1.5, mode="bilinear"), (image,)),
     "bilinear by corners": (
         lambda i: F.interpolate(i, size=(7, 9), mode="bilinear", align_corners=True), (image,),
@@ -105,6 +120,21 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+DECOMPOSED: dict[str, Case] = {
+    "glu": (lambda x: F.glu(x), (x,)),
+    "unfold": (lambda i: F.unfold(i, 3, padding=1, stride=2), (image,)),
+    "fold": (lambda x: F.fold(x.mT.reshape(B, D, S), (4, 3), (2, 2)), (x,)),
+    "windows": (lambda x: x.unfold(1, 4, 2), (x,)),
+    "shuffled channels": (lambda i: F.channel_shuffle(i, 4), (image,)),
+    "log of a sum": (lambda x: torch.logaddexp(x, 1 - x), (x,)),
+    "cross product": (lambda x: torch.linalg.cross(x[..., :3], x[..., 3:6]), (x,)),
+    "renorm": (lambda x: torch.renorm(x, 2, 0, 1.0), (x,)),
+    "pairs": (lambda x: x[:, *torch.triu_indices(S, D, 1, device=x.device)], (x,)),
+    "buckets": (lambda x: x * torch.bucketize(x, torch.linspace(-1, 1, 7, device=x.device)), (x,)),
+    "huber": (lambda x: F.huber_loss(x, torch.zeros_like(x)), (x,)),
+}
+
+
 def results(case: Case, device: Any) -> list[torch.Tensor]:
     """Output and gradients of a weighted sum of it."""
     function, operands = case
@@ -121,6 +151,8 @@ def save_results_on_xla(path: str) -> None:
 
     with active(DEFAULT):
         found = {name: results(case, torch_xla.device()) for name, case in CASES.items()}
+        with AtenSequence():
+            found |= {name: results(case, torch_xla.device()) for name, case in DECOMPOSED.items()}
     torch_xla.sync()
     torch.save({name: [t.cpu() for t in tensors] for name, tensors in found.items()}, path)
 
@@ -140,6 +172,21 @@ def on_xla(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Ten
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=600)
     return torch.load(path)
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_a_decomposition_computes_what_torch_computes(name: str, on_xla: dict[str, list[torch.Tensor]]) -> None:
+    for ours, theirs in zip(on_xla[name], results(DECOMPOSED[name], "cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_what_torch_can_decompose_is_captured(name: str) -> None:
+    function, operands = DECOMPOSED[name]
+    model = nn.Module()
+    model.forward = lambda *given: function(*given).sum()  # type: ignore[method-assign]
+    model.register_parameter("w", nn.Parameter(torch.ones(())))
+    assert capture(model, tuple(torch.empty_like(t) for t in operands)).ops
 
 
 @pytest.mark.parametrize("name", CASES)

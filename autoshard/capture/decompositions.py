@@ -1,0 +1,55 @@
+"""Ops that torch_xla computes on the CPU, and that torch itself knows how to write in ops that it can lower.
+
+Such an op is replaced wherever ops are numbered: while a program is captured, and while a plan for it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_NAMES = """
+_upsample_nearest_exact1d _upsample_nearest_exact3d aminmax bucketize.Scalar bucketize.Tensor channel_shuffle col2im
+copysign.Tensor exp2 fmax fmin glu_backward heaviside huber_loss hypot im2col isin.Scalar_Tensor
+isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum renorm signbit sinc
+special_entr special_log_ndtr special_xlog1py tril_indices triu_indices unfold_backward
+upsample_linear1d upsample_nearest1d upsample_nearest3d vdot
+""".split()  # noqa: SIM905
+
+
+@cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import decomposition_table
+
+    found = {}
+    for name in _NAMES:
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if op in decomposition_table:
+            found[op] = decomposition_table[op]
+    return found | {torch.ops.aten.unfold.default: _unfold, torch.ops.aten.unfold_copy.default: _unfold}
+
+
+def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
+    """Windows of `size` elements of a dim, `step` apart, as a last dim: gathered, where torch names strides."""
+    dim %= x.dim()
+    count = (x.shape[dim] - size) // step + 1
+    at = torch.arange(count, device=x.device).unsqueeze(-1) * step + torch.arange(size, device=x.device)
+    taken = torch.index_select(x, dim, at.reshape(-1)).reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
+    return taken.movedim(dim + 1, -1)
+
+
+@cache
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """What computes an op overload in others, if torch_xla needs that."""
+    return _table().get(op) if falls_back(op.name()) else None
+
+
+@cache
+def falls_back(name: str) -> bool:
+    """Whether the dispatcher's entry of an op for XLA is torch_xla's fallback to the CPU."""
+    table = torch._C._dispatch_dump_table(name)
+    return any(line.startswith("XLA:") and "[backend fallback]" in line for line in table.splitlines())

@@ -1,0 +1,67 @@
+"""Interpolation along one dim at a time, in ops whose gradients torch_xla can lower."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_CUBIC = -0.75
+"""The slope parameter of torch's cubic convolution (Keys, "Cubic convolution interpolation", 1981: `a`)."""
+
+
+def nearest(x: torch.Tensor, dim: int, new: int, factor: float | None, exact: bool) -> torch.Tensor:
+    """`dim` at `new` positions, each the element that it falls on (in its middle, where `exact`)."""
+    old = x.shape[dim]
+    if new % old == 0 and factor in (None, new // old):
+        return repeated(x, dim, new // old)
+    scale = 1 / factor if factor else old / new
+    at = [min(math.floor((i + (0.5 if exact else 0.0)) * scale), old - 1) for i in range(new)]
+    return x.index_select(dim, torch.tensor(at, device=x.device))
+
+
+def repeated(x: torch.Tensor, dim: int, times: int) -> torch.Tensor:
+    """Each element of `dim` several times, side by side."""
+    if times == 1:
+        return x
+    shape = list(x.shape)
+    spread = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], times, *shape[dim + 1 :])
+    return spread.reshape(*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
+
+
+def weights_of(
+    mode: str, old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor
+) -> torch.Tensor | None:
+    """[old, new]: how much of each element goes into each position; None for a mode that is no such product."""
+    if mode in ("linear", "bilinear", "trilinear"):
+        return _linear(old, new, factor, corners, like)
+    return _cubic(old, new, factor, corners, like) if mode == "bicubic" else None
+
+
+def _positions(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(new, device=like.device, dtype=torch.float32)
+    if corners:
+        return at * ((old - 1) / max(new - 1, 1))
+    return (at + 0.5) * (1 / factor if factor else old / new) - 0.5
+
+
+def _linear(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
+    """Those between two elements share by distance."""
+    at = _positions(old, new, factor, corners, like).clamp(min=0, max=old - 1)
+    elements = torch.arange(old, device=like.device, dtype=torch.float32)
+    return (1 - (at - elements.unsqueeze(-1)).abs()).clamp(min=0).to(like.dtype)
+
+
+def _cubic(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
+    """Four elements around each position, those beyond the edge being the edge's."""
+    at = _positions(old, new, factor, corners, like)
+    first = at.floor()
+    elements = torch.arange(old, device=like.device, dtype=torch.float32).unsqueeze(-1)
+    weights = torch.zeros(old, new, device=like.device)
+    for place in range(-1, 3):
+        away = (at - (first + place)).abs()
+        near = ((_CUBIC + 2) * away - (_CUBIC + 3)) * away * away + 1
+        far = ((away - 5) * away + 8) * away * _CUBIC - 4 * _CUBIC
+        weight = torch.where(away <= 1, near, far)
+        weights = weights + torch.where((first + place).clamp(min=0, max=old - 1) == elements, weight, 0.0)
+    return weights.to(like.dtype)
