@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -277,6 +278,9 @@ def within_limit(
     )
 
 
+LEAST_TIME_S = 1.0
+"""Seconds that a problem solved again has, whatever time its first solution took."""
+
 TIGHTER = 0.99
 """Part of the proportional limit that the solver is asked for next, so that it comes nearer from above."""
 
@@ -322,14 +326,24 @@ def plan_graph(
     from autoshard.solver.formulate import check_hints, formulate
     from autoshard.solver.guard import guarded
     from autoshard.solver.problem import Status
+    from autoshard.solver.shared import solved_together
     from autoshard.solver.solve import solve
 
     say = progress or (lambda stage: None)
     check_hints(graph, hints or {})
     say("strategies")
-    formulation = formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=hints)
+    device = load_device(mesh.device)
+    formulation = formulate(graph, mesh, device, memory=memory, hints=hints)
     say("solve")
-    solution = solve(formulation.problem, time_limit=time_limit, seed=seed, backend=backend, fold=fold)
+    ends = time.perf_counter() + time_limit
+
+    def solved(problem: Problem) -> Solution:
+        left = max(LEAST_TIME_S, ends - time.perf_counter())
+        return solve(problem, time_limit=left, seed=seed, backend=backend, fold=fold)
+
+    solution = solved(formulation.problem)
+    if device.target == "tpu" and solution.choice:
+        formulation, solution = solved_together(formulation, solution, mesh, device, solved)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         shape = "x".join(str(size) for size in mesh.shape)
         least = solution.least_usage

@@ -114,6 +114,15 @@ def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, *, simplified:
     return _Propagation(graph, annotations, mesh, simplified).run()
 
 
+def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Value, Value]:
+    """Value -> the value before it that it is equal to, of those that a TPU's compiler merges into one.
+
+    What follows from constants alone is left out: each reader has its own.
+    """
+    run = _Propagation(graph, annotations, mesh, simplified=True)
+    return {value: first for value, first in run.merged.items() if run.first[first.op] not in run.expressions}
+
+
 class _Propagation:
     """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 

@@ -1,0 +1,191 @@
+"""Values that a compiler makes once for groups that the solver decides one by one.
+
+A TPU's compiler merges equal ops before it propagates shardings: the updates of all parameters of one shape read one
+broadcast of a learning rate. Propagation gives it one sharding, the finest that a reader asks for, and what a reader
+computes from it inside an aten op, where no annotation can be written, is split with it; the reader that wants another
+sharding has that resharded. So the groups that make equal values are joined to one more node, the sharding of the
+value that is made for all of them. It is added only where a solution disagrees: most never do, and a node that joins
+far groups makes a problem harder.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.capture.program import TensorType
+from autoshard.cost.compute import dtype_bytes
+from autoshard.cost.device import Device
+from autoshard.cost.reshard import reshard_matrix
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import Group
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.propagate import equal_values
+from autoshard.mesh import Mesh, Spec
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.formulate import FLOATS, Formulation
+from autoshard.solver.problem import Array, Problem, Solution, Status
+from autoshard.solver.strategies import spec_of
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the compiler makes once, and groups read that were decided one by one.
+
+    Attributes:
+        values: per group what it makes of it, of the same shape and without an annotation of its own.
+        groups: their ids, ascending.
+        free: whether what is shared follows from constants and scalars alone: no device sends it to another.
+    """
+
+    values: tuple[Value, ...]
+    groups: tuple[int, ...]
+    free: bool
+
+
+Solve = Callable[[Problem], Solution]
+
+ROUNDS = 4
+"""Times that a problem is solved again with what its last solution disagrees on; each adds what was not there yet."""
+
+
+def solved_together(
+    formulation: Formulation, solution: Solution, mesh: Mesh, device: Device, solve: Solve
+) -> tuple[Formulation, Solution]:
+    """The problem in which what `solution` disagrees on has its price, and the solution of that.
+
+    Every problem on the way leaves out prices only, so that its bound holds for the whole.
+    """
+    known: list[Shared] = []
+    whole = formulation
+    shared = shared_values(formulation, formulation.annotations(solution.choice), mesh)
+    for _ in range(ROUNDS):
+        more = [one for one in disagreeing(formulation, shared, solution.choice) if one not in known]
+        if not more:
+            break
+        known += more
+        whole = joined(formulation, known, mesh, device)
+        solution = _better(whole.problem, solve(whole.problem), solution, len(formulation.problem.node_costs))
+    return whole, solution
+
+
+def _better(problem: Problem, found: Solution, before: Solution, nodes: int) -> Solution:
+    """`found`, or the choice of `before` if it costs less with its disagreements; `nodes` are not shared values."""
+    choice = list(before.choice[:nodes])
+    costs = [np.zeros_like(cost) for cost in problem.node_costs[nodes:]]
+    for (tail, head), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+        if tail >= nodes:
+            costs[tail - nodes] += matrix[:, choice[head]]
+    choice += [int(cost.argmin()) for cost in costs]
+    result = evaluate(problem, choice)
+    if not result.feasible or result.objective >= found.objective:
+        return found
+    message = "" if found.choice else before.message
+    status = Status.FEASIBLE if found.status is Status.UNKNOWN else found.status
+    return replace(found, choice=tuple(choice), objective=result.objective, status=status, message=message)
+
+
+def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh) -> list[Shared]:
+    """What is made once for several groups; of all that the same groups, or fewer, share in one shape only one."""
+    graph, groups = formulation.graph, formulation.groups
+    equal = equal_values(graph, annotations, mesh)
+    equal.update({first: first for first in equal.values()})
+    members: dict[Value, dict[int, Value]] = {}  # what is made once -> group -> what it makes of it
+    for op in graph.ops:
+        made = Value(op.id)
+        if op.id not in groups.of or made in annotations.pins or op.results[0].dtype not in FLOATS:
+            continue
+        for value in op.operands:
+            if value in equal and graph.type_of(value).shape == op.results[0].shape != ():
+                members.setdefault(equal[value], {})[groups.of[op.id]] = made
+    found: list[tuple[TensorType, Shared]] = []
+    for value, own in sorted(members.items(), key=lambda item: -len(item[1])):
+        ids, kind = tuple(sorted(own)), graph.type_of(value)
+        if len(ids) > 1 and not any(kind == other and set(ids) <= set(more.groups) for other, more in found):
+            found.append((kind, Shared(tuple(own[group] for group in ids), ids, value.op in groups.free)))
+    return [one for _, one in found]
+
+
+def disagreeing(formulation: Formulation, shared: Iterable[Shared], choice: Sequence[int]) -> list[Shared]:
+    """What is made once for groups that want it under several shardings."""
+    first = len(formulation.argument_values)
+    return [
+        one
+        for one in shared
+        if len(
+            {
+                _specs(formulation, group, value)[choice[first + group]]
+                for group, value in zip(one.groups, one.values, strict=True)
+            }
+        )
+        > 1
+    ]
+
+
+def joined(formulation: Formulation, shared: Iterable[Shared], mesh: Mesh, device: Device) -> Formulation:
+    """The problem with one more node for each of `shared`: how it is split, and what that costs its groups."""
+    problem = formulation.problem
+    node_costs, names = list(problem.node_costs), list(problem.names)
+    edges, edge_costs = list(problem.edges), list(problem.edge_costs)
+    first = len(formulation.argument_values)
+    matrices: dict[object, Array] = {}
+    for one in shared:
+        members = [_specs(formulation, *member) for member in zip(one.groups, one.values, strict=True)]
+        choices = tuple(dict.fromkeys(itertools.chain(*members)))
+        kind = formulation.graph.type_of(one.values[0])
+        key = kind, choices, one.free
+        if key not in matrices:
+            matrices[key] = _disagreement(kind, choices, one.free, mesh, device)
+        index = {spec: place for place, spec in enumerate(choices)}
+        for group, specs in zip(one.groups, members, strict=True):
+            edges.append((len(node_costs), first + group))
+            edge_costs.append(np.ascontiguousarray(matrices[key][:, [index[spec] for spec in specs]]))
+        names.append(f"made once for {len(one.groups)} groups: {formulation.graph.ops[one.values[0].op].kind}")
+        node_costs.append(np.zeros(len(choices)))
+    more = replace(problem, node_costs=node_costs, names=names, edges=edges, edge_costs=edge_costs)
+    return replace(formulation, problem=more)
+
+
+def _disagreement(kind: TensorType, choices: Sequence[Spec], free: bool, mesh: Mesh, device: Device) -> Array:
+    """Seconds for a reader under one of `choices` (columns) of what is made under another (rows).
+
+    A reader's finer sharding, or one that goes with it, is taken on: other choices are infinite. A coarser reader is
+    split as finely, and its result resharded. One that splits otherwise stays as it is, and reshards what it reads.
+    """
+    found = reshard_matrix(kind.shape, dtype_bytes(kind.dtype), choices, choices, mesh, device)[0].copy()
+    for row, made in enumerate(choices):
+        for column, read in enumerate(choices):
+            if _finer(made, read):
+                continue
+            if _compatible(made, read):
+                found[row, column] = np.inf
+            elif free:
+                found[row, column] = 0.0
+    return found
+
+
+def _finer(spec: Spec, other: Spec) -> bool:
+    """Whether every dim is split as in `other`, and perhaps further."""
+    return all(left[: len(right)] == right for left, right in zip(spec, other, strict=True))
+
+
+def _compatible(spec: Spec, other: Spec) -> bool:
+    """Whether both can be refined to one sharding."""
+    longer = [max(dims, key=len) for dims in zip(spec, other, strict=True)]
+    axes = [axis for dim in longer for axis in dim]
+    return len(set(axes)) == len(axes) and _finer(tuple(longer), spec) and _finer(tuple(longer), other)
+
+
+def _specs(formulation: Formulation, number: int, value: Value) -> list[Spec]:
+    """The sharding of a value inside a group, under each of its strategies."""
+    group, ways = formulation.groups.groups[number], formulation.strategies[number]
+    dims = ways.shape.value_dims[_place(formulation.graph, group, value)]
+    return [spec_of(dims, assignment) for assignment in ways.assignments]
+
+
+def _place(graph: Graph, group: Group, value: Value) -> int:
+    made = (Value(op, result) for op in group.ops for result in range(len(graph.ops[op].results)))
+    return len(group.inputs) + list(made).index(value)
