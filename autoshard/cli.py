@@ -22,10 +22,22 @@ import click
 import autoshard
 from autoshard import files
 from autoshard.api import candidate_meshes, collector_paused, plan_program
+from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_compare import compare
+from autoshard.cli_lower import lower
 from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
 from autoshard.cli_progress import Stages
-from autoshard.cli_source import JSON, PLAN_FILE, captured, known_device, loaded, print_json, with_source
+from autoshard.cli_source import (
+    JSON,
+    PLAN_FILE,
+    captured,
+    known_device,
+    loaded,
+    module,
+    planned_with,
+    print_json,
+    with_source,
+)
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
 
@@ -102,9 +114,9 @@ def _traceback() -> None:
 def commands() -> None:
     """Decide how a PyTorch program is split over many devices, and prove how good the decision is.
 
-    SOURCE is hf:<model_type> (transformers' default configuration, no download; --set changes its fields) or
+    SOURCE is hf:<model_type> (transformers' default configuration, no download; --set changes its fields),
     file.py:function, where function() returns a model, (model, sample_inputs), or a dict with model, inputs and
-    optionally loss_fn and optimizer.
+    optionally loss_fn and optimizer, or a StableHLO module from anywhere (step.mlir, bytecode, jax.export's file).
     """
 
 
@@ -237,7 +249,8 @@ def verify(
         planned_batch, planned_seq, planned_train = planned_with(found)
         batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train
     with Stages() as stages:
-        loaded_source = loaded(source, batch, seq, fields, train, stages)
+        load = module if is_stablehlo(source) else loaded
+        loaded_source = load(source, batch, seq, fields, train, stages)
         from autoshard.verify.check import verify_plan
 
         report = verify_plan(found, loaded_source, target, run=run, progress=stages.begin)
@@ -253,17 +266,6 @@ def verify(
         said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
         print_json({**said, **report.as_dict(), **stages.spent()})
     return 0 if passed else OFF
-
-
-def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
-    """Batch, sequence length and optimizer of the program that a plan of a transformers model is for."""
-    tokens = found.inputs.get("input_ids")
-    batch, seq = tokens.shape[:2] if tokens is not None and len(tokens.shape) == 2 else (None, None)
-    if batch is None and found.inputs:
-        batch = next((tensor.shape[0] for tensor in found.inputs.values() if tensor.shape), None)
-    if found.program.kind == "forward":
-        return batch, seq, None
-    return batch, seq, "adamw" if any(name.endswith(".exp_avg") for name in found.optimizer_state) else "sgd"
 
 
 @commands.command()
@@ -376,3 +378,4 @@ def _summary(found: Plan) -> dict[str, Any]:
 
 
 commands.add_command(compare)
+commands.add_command(lower)

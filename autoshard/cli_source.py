@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import autoshard
+from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_progress import Stages
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
     from autoshard.capture.sources import Source
+    from autoshard.plan import Plan
 
 _SOURCE_OPTIONS = (
     click.argument("source"),
@@ -46,11 +48,26 @@ def captured(
     source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
 ) -> Program:
     """The program that SOURCE names."""
+    if is_stablehlo(source):
+        return module(source, batch, seq, fields, train, stages)
     found = loaded(source, batch, seq, fields, train, stages)
     stages.begin("capture")
     return autoshard.capture(
         found.model, found.inputs, loss_fn=found.loss_fn, optimizer=found.optimizer, train=found.train
     )
+
+
+def module(
+    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
+) -> Program:
+    """The program in the StableHLO file that SOURCE names."""
+    given = {"--batch": batch, "--seq": seq, "--set": fields, "--train": train}
+    for option in (option for option, value in given.items() if value):
+        raise click.ClickException(f"{source} is a whole program already: {option} is for models")
+    from autoshard.capture.stablehlo_file import read_program
+
+    stages.begin("read")
+    return read_program(source)
 
 
 def loaded(
@@ -63,6 +80,17 @@ def loaded(
 
     stages.begin("source")
     return load_source(source, batch=batch, seq=seq, settings=fields, train=train)
+
+
+def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
+    """Batch, sequence length and optimizer of the program that a plan of a transformers model is for."""
+    tokens = found.inputs.get("input_ids")
+    batch, seq = tokens.shape[:2] if tokens is not None and len(tokens.shape) == 2 else (None, None)
+    if batch is None and found.inputs:
+        batch = next((tensor.shape[0] for tensor in found.inputs.values() if tensor.shape), None)
+    if found.program.kind == "forward":
+        return batch, seq, None
+    return batch, seq, "adamw" if any(name.endswith(".exp_avg") for name in found.optimizer_state) else "sgd"
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -240,7 +240,7 @@ class ProgramInfo:
     Attributes:
         fingerprint: `Program.fingerprint`.
         kind: `forward` or `train`.
-        frontend: `torch_xla`.
+        frontend: `torch_xla`, or `stablehlo` for a file.
         versions: package -> version that captured it.
         switches: capture switches by name; the same must be on at lowering.
         ops: the aten sequence.

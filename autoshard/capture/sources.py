@@ -21,6 +21,16 @@ LEARNING_RATE = 1e-3
 SGD_MOMENTUM = 0.9
 
 
+STABLEHLO_SUFFIXES = (".mlir", ".mlirbc", ".stablehlo", ".bytecode", ".bc", ".jax_export")
+"""What tells a StableHLO file from other sources by its name."""
+
+
+def is_stablehlo(source: str) -> bool:
+    """Whether a SOURCE names a StableHLO file, or a directory that torch_xla's `save_as_stablehlo` wrote."""
+    path = Path(source)
+    return path.suffix in STABLEHLO_SUFFIXES or (path / "functions").is_dir()
+
+
 @dataclass(frozen=True)
 class Source:
     """A program to plan: the first arguments of `capture`.
@@ -74,7 +84,10 @@ def load_source(
     path, _, function = source.rpartition(":")
     if path.endswith(".py") and function:
         return replace(_file(Path(path), function, batch, seq, settings, train), origin=origin)
-    raise SourceError(f"{source!r} names no program; write hf:MODEL_TYPE (such as hf:gpt2) or FILE.py:FUNCTION")
+    raise SourceError(
+        f"{source!r} names no program; write hf:MODEL_TYPE (such as hf:gpt2), FILE.py:FUNCTION, "
+        f"or a StableHLO file ({', '.join(STABLEHLO_SUFFIXES)})"
+    )
 
 
 def _optimizer(name: str) -> Callable[[Iterable[Any]], Any]:

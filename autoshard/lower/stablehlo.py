@@ -1,4 +1,4 @@
-"""Annotations -> the captured StableHLO module with GSPMD's annotations written into it.
+"""Annotations -> the captured StableHLO module with GSPMD's, or Shardy's, annotations written into it.
 
 The quick way from a plan to a compiler: nothing is traced again. `lower/mark_sharding.py` writes the same annotations
 on a running program.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from autoshard.capture.program import Program
 from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
+from autoshard.graph.inline import inline_calls
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.stablehlo import aten_of, entry_block, functions_of, mlir_context, parse_module
-from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.mesh import Mesh, Spec, format_spec, replicated
 
 
 class AnnotationError(AutoshardError, ValueError):
@@ -49,16 +50,43 @@ def gspmd_sharding(spec: Spec, mesh: Mesh) -> str:
     return f"{{devices=[{','.join(map(str, tile))}]<={devices}{suffix}}}"
 
 
-def annotate(program: Program, graph: Graph, annotations: Annotations, mesh: Mesh) -> bytes:
-    """The program's module with `annotations` written as GSPMD annotations; MLIR bytecode.
+Form = Literal["gspmd", "shardy"]
+"""How annotations are written: `custom_call @Sharding` and `mhlo.sharding`, or `sdy.sharding_constraint`,
+`sdy.sharding` and the `sdy.mesh` that they name."""
+
+SHARDY_MESH = "mesh"
+"""What the mesh is called in a module in Shardy's form."""
+
+
+def shardy_sharding(spec: Spec, mesh: Mesh) -> str:
+    """The `sdy.sharding` of a spec: `#sdy.sharding<@mesh, [{"data"}, {}]>`; every dim is closed."""
+    dims = [[axis for axis in axes if mesh.axis_size(axis) > 1] for axes in spec]
+    text = ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims)
+    return f"#sdy.sharding<@{SHARDY_MESH}, [{text}]>"
+
+
+def annotate(
+    program: Program,
+    graph: Graph,
+    annotations: Annotations,
+    mesh: Mesh,
+    form: Form = "gspmd",
+    *,
+    text: bool = False,
+    partitions: bool = False,
+) -> bytes:
+    """The program's module with `annotations` written into it; MLIR bytecode, or its text.
 
     An argument's pin is its `mhlo.sharding`. Another value's pin is a `custom_call @Sharding` right after the op that
     makes it, and everything that read the value reads its result; a copy is a second one behind it, and behind one for
     each of its hops, read by the ops of one aten op. A result that updates an argument has that argument's sharding.
-    All other markers are removed.
+    All other markers are removed. In Shardy's form a pin is an `sdy.sharding_constraint`, the rest is alike.
 
     Args:
         graph: what `build_graph` made of `program`; the annotations' values are its values.
+        form: whose annotations.
+        text: the module's text, with locations, instead of its bytecode.
+        partitions: have the module say that it is for as many partitions as the mesh has devices.
 
     Raises:
         AnnotationError: a spec that does not fit its value or the mesh; a pinned value that is neither an argument
@@ -67,10 +95,14 @@ def annotate(program: Program, graph: Graph, annotations: Annotations, mesh: Mes
     _check(graph, annotations, mesh)
     with mlir_context():
         module = parse_module(program.stablehlo)
-        writer = _Writer(program, graph, mesh, module)
+        writer = _Writer(program, graph, mesh, module, form)
         writer.write(annotations)
+        if partitions:
+            writer.count_partitions()
         if not module.operation.verify():
             raise AnnotationError("the annotated module is not valid StableHLO")  # pragma: no cover
+        if text:
+            return f"{module.operation.get_asm(enable_debug_info=True)}\n".encode()
         out = io.BytesIO()
         module.operation.write_bytecode(out)
         return out.getvalue()
@@ -110,12 +142,13 @@ def describe(graph: Graph, value: Value) -> str:
 class _Writer:
     """The state of one `annotate` call; lives inside its MLIR context."""
 
-    def __init__(self, program: Program, graph: Graph, mesh: Mesh, module: Any) -> None:
+    def __init__(self, program: Program, graph: Graph, mesh: Mesh, module: Any, form: Form) -> None:
         self.program = program
         self.graph = graph
         self.mesh = mesh
+        self.form = form
+        self.module = module
         self.function = functions_of(module)["main"]
-        self.functions = functions_of(module)
         self.block = entry_block(self.function)
         # By an op's first result: MLIR's Python objects for one op are not equal, those for one value are.
         self.aten: dict[Any, int | None] = {}
@@ -135,38 +168,12 @@ class _Writer:
 
     def inline(self) -> None:
         """Replace calls of private functions by their bodies, so that each op stands for one value."""
-        from jaxlib.mlir import ir
 
-        for view in list(self.block.operations):
-            op = view.operation
-            aten = aten_of(op, None)[0]
-            if op.name == "func.call":
-                results = self.copy_body(op, list(op.operands), ir.InsertionPoint(op), aten)
-                for old, new in zip(op.results, results, strict=True):
-                    old.replace_all_uses_with(new)
-                op.erase()
-            elif len(op.results):
+        def note(op: Any, aten: int | None) -> None:
+            if len(op.results):
                 self.aten[op.results[0]] = aten
 
-    def copy_body(self, call: Any, arguments: list[Any], where: Any, caller: int | None) -> list[Any]:
-        """Clone the body that `call` calls in front of it; returns what it returns."""
-        body = entry_block(self.functions[call.attributes["callee"].value])
-        values = dict(zip(body.arguments, arguments, strict=True))
-        for view in body.operations:
-            op = view.operation
-            operands = [values[value] for value in op.operands]
-            if op.name == "func.return":
-                return operands
-            aten = aten_of(op, caller)[0]
-            if op.name == "func.call":
-                values.update(zip(op.results, self.copy_body(op, operands, where, aten), strict=True))
-                continue
-            clone = op.clone(where)
-            for position, operand in enumerate(operands):
-                clone.operands[position] = operand
-            self.aten[clone.results[0]] = aten
-            values.update(zip(op.results, clone.results, strict=True))
-        raise AnnotationError("a function of the module ends without a return")
+        inline_calls(self.module, lambda op, caller: aten_of(op, caller)[0], note)
 
     def take_markers(self) -> dict[tuple[int, int], Any]:
         """Remove the markers; (aten op, output) -> the value that went through.
@@ -243,14 +250,20 @@ class _Writer:
             where = ir.InsertionPoint.at_block_begin(self.block)
         else:
             where = ir.InsertionPoint.after(after.owner)
-        op = ir.Operation.create(
-            "stablehlo.custom_call",
-            results=[operand.type],
-            operands=[operand],
-            attributes={
+        shardy = self.form == "shardy"
+        attributes = (
+            {"sharding": ir.Attribute.parse(shardy_sharding(spec, self.mesh))}
+            if shardy
+            else {
                 "call_target_name": ir.StringAttr.get("Sharding"),
                 "mhlo.sharding": ir.StringAttr.get(gspmd_sharding(spec, self.mesh)),
-            },
+            }
+        )
+        op = ir.Operation.create(
+            "sdy.sharding_constraint" if shardy else "stablehlo.custom_call",
+            results=[operand.type],
+            operands=[operand],
+            attributes=attributes,
             loc=operand.owner.location if not self.is_argument(operand) else ir.Location.unknown(),
             ip=where,
         )
@@ -258,19 +271,50 @@ class _Writer:
 
     def write_boundary(self, annotations: Annotations) -> None:
         """Shardings of arguments, and of the results that update them."""
-        pins = {
+        from jaxlib.mlir import ir
+
+        specs = {
             self.graph.ops[value.op].attrs["index"]: spec
             for value, spec in annotations.pins.items()
             if self.graph.ops[value.op].kind == "argument"
         }
-        arguments = {index: gspmd_sharding(spec, self.mesh) for index, spec in pins.items()}
         results = {
-            index: arguments.get(output.updates, "{replicated}")
+            index: specs.get(output.updates, replicated(len(output.type.shape)))
             for index, output in enumerate(self.program.outputs)
             if output.updates is not None
         }
-        write_shardings(self.function, "arg_attrs", arguments, len(self.program.arguments))
-        write_shardings(self.function, "res_attrs", results, len(self.program.outputs))
+        name = "sdy.sharding" if self.form == "shardy" else "mhlo.sharding"
+
+        def written(spec: Spec) -> Any:
+            if self.form == "shardy":
+                return ir.Attribute.parse(shardy_sharding(spec, self.mesh))
+            return ir.StringAttr.get(gspmd_sharding(spec, self.mesh))
+
+        arguments = {index: written(spec) for index, spec in specs.items()}
+        _write_attributes(self.function, "arg_attrs", name, arguments, len(self.program.arguments))
+        updated = {index: written(spec) for index, spec in results.items()}
+        _write_attributes(self.function, "res_attrs", name, updated, len(self.program.outputs))
+        if self.form == "shardy":
+            axes = ", ".join(
+                f'"{axis}"={size}' for axis, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+            )
+            ir.Operation.create(
+                "sdy.mesh",
+                attributes={
+                    "sym_name": ir.StringAttr.get(SHARDY_MESH),
+                    "mesh": ir.Attribute.parse(f"#sdy.mesh<[{axes}]>"),
+                },
+                loc=ir.Location.unknown(),
+                ip=ir.InsertionPoint.at_block_begin(self.module.body),
+            )
+
+    def count_partitions(self) -> None:
+        """Say for how many devices the module is, as jax and other readers of StableHLO expect it."""
+        from jaxlib.mlir import ir
+
+        count = ir.IntegerType.get_signless(32)
+        self.module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(count, self.mesh.size)
+        self.module.operation.attributes["mhlo.num_replicas"] = ir.IntegerAttr.get(count, 1)
 
 
 def set_boundary(program: Program, arguments: Mapping[int, Spec], mesh: Mesh) -> bytes:
@@ -310,12 +354,19 @@ def write_shardings(function: Any, name: str, shardings: Mapping[int, str], coun
     """Set `mhlo.sharding` in a function's `arg_attrs` or `res_attrs`, and take it from the entries without one."""
     from jaxlib.mlir import ir
 
+    attributes = {index: ir.StringAttr.get(text) for index, text in shardings.items()}
+    _write_attributes(function, name, "mhlo.sharding", attributes, count)
+
+
+def _write_attributes(function: Any, where: str, name: str, attributes: Mapping[int, Any], count: int) -> None:
+    from jaxlib.mlir import ir
+
     entries: list[dict[str, Any]] = [{} for _ in range(count)]
-    if name in function.attributes:
-        attribute = ir.ArrayAttr(function.attributes[name])
+    if where in function.attributes:
+        attribute = ir.ArrayAttr(function.attributes[where])
         entries = [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in attribute]
     for index, entry in enumerate(entries):
-        entry.pop("mhlo.sharding", None)
-        if index in shardings:
-            entry["mhlo.sharding"] = ir.StringAttr.get(shardings[index])
-    function.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+        entry.pop(name, None)
+        if index in attributes:
+            entry[name] = attributes[index]
+    function.attributes[where] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])

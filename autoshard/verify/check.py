@@ -19,6 +19,7 @@ from autoshard.verify.targets import Target, TargetError, on_target, parse_targe
 from autoshard.verify.work import compiled_work
 
 if TYPE_CHECKING:
+    from autoshard.capture.program import Program
     from autoshard.capture.sources import Source
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
@@ -135,7 +136,7 @@ def compare_compiled(
 
 def verify_plan(
     plan: Plan,
-    source: Source,
+    source: Source | Program,
     target: str | None = None,
     *,
     run: bool = False,
@@ -144,7 +145,8 @@ def verify_plan(
     """Trace the program again under the plan, as training would, compile it for `target` and compare.
 
     Args:
-        source: the model, its sample inputs, loss and optimizer that the plan was made for.
+        source: the model, its sample inputs, loss and optimizer that the plan was made for; or a program that was not
+            captured from one (a StableHLO file), whose module is then annotated as `autoshard lower` does.
         target: `cpu`, `tpu-v5e:2x4`, `h100:8`…; default the plan's own device kind.
         run: also train three steps under the plan on virtual CPU devices, against one device.
 
@@ -153,27 +155,45 @@ def verify_plan(
         TargetError, CompileError: the target's compiler is missing, or refuses the program.
     """
     from autoshard.api import captured_graph
-    from autoshard.capture.torch_xla import capture
-    from autoshard.lower.mark_sharding import annotated_program
+    from autoshard.capture.program import Program
+    from autoshard.lower.stablehlo import annotate
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
     chosen.packages()
     on_target(plan.mesh, chosen)
+    if isinstance(source, Program):
+        if run:
+            raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
+        plan.check_program(source)
+        graph = captured_graph(source)
+        say("lower")
+        module = annotate(source, graph, plan.annotations(graph), plan.mesh)
+    else:
+        graph, module = _traced_again(plan, source, say)
+    say(f"compile for {chosen}")
+    report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module)
+    if run and not isinstance(source, Program):
+        from autoshard.verify.run import run_equal
+
+        say("run")
+        report = dataclasses.replace(report, run=run_equal(plan, source))
+    return report
+
+
+def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
+    """The graph of a source's program, and its module as training under the plan would trace it."""
+    from autoshard.api import captured_graph
+    from autoshard.capture.torch_xla import capture
+    from autoshard.lower.mark_sharding import annotated_program
+
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     plan.check_program(program)
     graph = captured_graph(program)
     say("lower")
     module = annotated_program(plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
-    say(f"compile for {chosen}")
-    report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module)
-    if run:
-        from autoshard.verify.run import run_equal
-
-        say("run")
-        report = dataclasses.replace(report, run=run_equal(plan, source))
-    return report
+    return graph, module
 
 
 def default_target(mesh: Mesh) -> str:

@@ -1,0 +1,80 @@
+"""Calls of private functions replaced by the bodies they call, so that each op of main stands for one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from autoshard.graph.stablehlo import entry_block, functions_of
+
+_C = TypeVar("_C")
+
+
+def inline_calls(
+    module: Any, context_of: Callable[[Any, _C | None], _C | None], note: Callable[[Any, _C | None], None]
+) -> None:
+    """Inline every `func.call` in the module's main, in place, callees' own calls too.
+
+    Args:
+        module: MLIR module, in the current MLIR context.
+        context_of: (op, context of the call that it is inlined for, or None) -> the op's own context.
+        note: called with each op of main that is no call (in its place after inlining), and its context.
+    """
+    functions = functions_of(module)
+    for view in list(entry_block(functions["main"]).operations):
+        op = view.operation
+        context = context_of(op, None)
+        if op.name == "func.call":
+            results = _copy_body(functions, op, list(op.operands), context, context_of, note)
+            for old, new in zip(op.results, results, strict=True):
+                old.replace_all_uses_with(new)
+            op.erase()
+        else:
+            note(op, context)
+
+
+def _copy_body(
+    functions: Mapping[str, Any],
+    call: Any,
+    arguments: list[Any],
+    caller: _C | None,
+    context_of: Callable[[Any, _C | None], _C | None],
+    note: Callable[[Any, _C | None], None],
+    where: Any = None,
+) -> list[Any]:
+    """Clone the body that `call` calls in front of `where` (default the call itself); what it returns."""
+    from jaxlib.mlir import ir
+
+    where = where or ir.InsertionPoint(call)
+    body = entry_block(functions[call.attributes["callee"].value])
+    values: dict[Any, Any] = dict(zip(body.arguments, arguments, strict=True))
+    for view in body.operations:
+        op = view.operation
+        operands = [values[value] for value in op.operands]
+        if op.name == "func.return":
+            return operands
+        context = context_of(op, caller)
+        if op.name == "func.call":
+            results = _copy_body(functions, op, operands, context, context_of, note, where)
+            values.update(zip(op.results, results, strict=True))
+            continue
+        clone = op.clone(where)
+        for position, operand in enumerate(operands):
+            clone.operands[position] = operand
+        if op.regions:
+            _rebind(clone, values)
+        note(clone, context)
+        values.update(zip(op.results, clone.results, strict=True))
+    raise ValueError("a function of the module ends without a return")
+
+
+def _rebind(op: Any, values: Mapping[Any, Any]) -> None:
+    """Have the regions of a cloned op read the caller's values where they read the callee's."""
+    for region in op.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                inner = view.operation
+                for position, operand in enumerate(inner.operands):
+                    if operand in values:
+                        inner.operands[position] = values[operand]
+                _rebind(inner, values)
