@@ -18,9 +18,9 @@ from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
+from autoshard.cost.rewrite_tpu import convolved, laid_out_for_convolutions, scattered_by_rows, scattered_onto
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
-from autoshard.cost.tpu_layout import row_major, tiled
+from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
@@ -127,7 +127,7 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`."""
-        return scattered_by_rows(scattered_onto(program))
+        return laid_out_for_convolutions(scattered_by_rows(scattered_onto(program)))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -201,9 +201,16 @@ class TpuBackend(Backend):
         Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
         """
         rounded = _Rounded(program)
+        lying = convolved(program)
         for kernel in kernels:
             for array in kernel.writes:
                 found = program.arrays[array]
+                if array in lying and found.shape is not None:
+                    found.bytes = found.bytes * for_convolution(found.shape, lying[array]) // _elements(found)
+                    if rounded.is_kept_narrow(array):
+                        found.dtype, found.bytes = "bf16", found.bytes // 2
+                    found.shape = None
+                    continue
                 if self._cut_up(array, program):
                     found.bytes = found.bytes * row_major(found.shape or ()) // _elements(found)
                     found.shape = None

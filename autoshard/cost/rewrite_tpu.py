@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoshard.cost.lowered import Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.rewrite import Rewriter
-from autoshard.cost.tpu_layout import row_major, tiled
+from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
+from autoshard.graph.groups import ELEMENTWISE
+
+Dims = tuple[int, int]
 
 
 def _constant(program: Lowered, scatter: Step) -> bool:
@@ -96,3 +99,82 @@ def _by_rows(rewriter: Rewriter, like: int) -> int:
     """A new array like one that `like` names, its last dim the innermost."""
     shape = rewriter.arrays[like].shape or ()
     return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))
+
+
+COPIED = 2.0
+"""How much more an argument takes as a convolution reads it, where that is called a copy of its own."""
+
+KEEPS_DIMS = ELEMENTWISE | {"reduce_window", "select_and_scatter", "pad", "reverse", SLICE, *COLLECTIVES}
+"""Kinds of steps whose operands and results of one rank lie alike."""
+
+
+def laid_out_for_convolutions(program: Lowered) -> Lowered:
+    """Convolutions read and write batch and features as the two dims of a tile; what is elementwise around them too.
+
+    An argument that few of both make mostly padding, such as images of three channels, is copied. The copy is in bf16,
+    as products read it, and kept from the forward pass to the gradient of the kernel, which reads it too.
+    """
+    if not any(step.kind == "convolution" for step in program.steps):
+        return program
+    rewriter = Rewriter(program)
+    copies: dict[tuple[int, Dims], int] = {}
+    for step in program.steps:
+        reads = list(step.reads)
+        for array, dims in _tile_dims(program, step):
+            found = program.arrays[array]
+            if array not in reads or found.shape is None or _made(program, found):
+                continue
+            size = for_convolution(found.shape, dims)
+            if size < COPIED * tiled(found.shape):
+                continue
+            if (array, dims) not in copies:
+                narrow = found.dtype == "f32"
+                width = 2 if narrow else found.bytes // math.prod(found.shape)
+                copies[array, dims] = rewriter.array(array, size * width)
+                rewriter.arrays[copies[array, dims]].dtype = "bf16" if narrow else found.dtype
+                rewriter.emit(Step("copy", step.op, (array,), (copies[array, dims],)))
+            reads[reads.index(array)] = copies[array, dims]
+        rewriter.emit(step if tuple(reads) == step.reads else replace(step, reads=tuple(reads)))
+    return rewriter.result()
+
+
+def _made(program: Lowered, array: Array) -> bool:
+    """Whether an array is more than a device's part of an argument, or a collective of one."""
+    while array.maker >= 0:
+        step = program.steps[array.maker]
+        if step.kind != SLICE and step.kind not in COLLECTIVES:
+            return True
+        array = program.arrays[step.reads[0]]
+    return False
+
+
+def convolved(program: Lowered) -> dict[int, Dims]:
+    """Arrays that lie as a convolution reads or writes them -> their two dims that make a tile; no arguments."""
+    found: dict[int, Dims] = {}
+    for step in program.steps:
+        for array, dims in _tile_dims(program, step):
+            found.setdefault(array, dims)
+    for steps in (program.steps, reversed(program.steps)):
+        for step in steps:
+            if step.kind not in KEEPS_DIMS:
+                continue
+            around = [array for array in (*step.reads, *step.writes) if program.arrays[array].shape is not None]
+            known = next((array for array in around if array in found), None)
+            if known is not None:
+                rank = len(program.arrays[known].shape or ())
+                same = [array for array in around if len(program.arrays[array].shape or ()) == rank]
+                found |= {array: found[known] for array in same if array not in found}
+    return {array: dims for array, dims in found.items() if program.arrays[array].maker >= 0}
+
+
+def _tile_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:
+    """What a convolution reads and writes, and the dims of that which are not spatial."""
+    if step.kind != "convolution" or len(step.reads) != 2:
+        return []
+    found = []
+    for array, name in zip((*step.reads, *step.writes), ("lhs", "rhs", "out"), strict=True):
+        dims = tuple(program.graph.ops[step.op].attrs[name])
+        shape = program.arrays[array].shape
+        if shape is not None and len(shape) == len(dims) and all(shape):
+            found.append((array, (min(dims[:2]), max(dims[:2]))))
+    return found

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import lru_cache
+
+LANES, ROWS = 128, 8
 
 
 @lru_cache(maxsize=1 << 12)
@@ -28,3 +31,19 @@ def row_major(shape: tuple[int, ...]) -> int:
     if len(shape) < 2:
         return tiled(shape)
     return math.prod(shape[:-2]) * (-(-shape[-2] // 8) * 8) * (-(-shape[-1] // 128) * 128)
+
+
+@lru_cache(maxsize=1 << 12)
+def for_convolution(shape: tuple[int, ...], within: Collection[int]) -> int:
+    """Elements of an operand of a convolution: the two dims `within`, which are no spatial ones, make its tiles.
+
+    Either may be the inner one; tiles have as many rows as the other needs: 2, 4 or 8.
+    """
+    sizes = [shape[dim] for dim in within]
+    around = math.prod(shape) // max(1, math.prod(sizes))
+    return around * min(_rows(rows) * (-(-lanes // LANES) * LANES) for rows, lanes in (sizes, sizes[::-1]))
+
+
+def _rows(size: int) -> int:
+    """Rows with padding: in tiles of 2, 4 or 8."""
+    return max(2, 1 << (size - 1).bit_length()) if size < ROWS else -(-size // ROWS) * ROWS

@@ -16,7 +16,7 @@ from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip, packed
 from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
 from autoshard.cost.schedule import dependencies
-from autoshard.cost.tpu_layout import tiled
+from autoshard.cost.tpu_layout import for_convolution, tiled
 
 
 def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
@@ -215,6 +215,13 @@ def test_what_products_alone_read_is_kept_in_bf16() -> None:
     assert kept(steps, arrays)[scaled] == "bf16"
     arrays[step(steps, arrays, "sine", (scaled,))].returned = True
     assert kept(steps, arrays)[scaled] == "f32"
+
+
+def test_tiles_of_a_convolution_hold_batch_and_features() -> None:
+    """As libtpu lays out a ResNet's images (bf16, 4 to a device), and what its first stages make of them."""
+    assert 2 * for_convolution((4, 3, 224, 224), (0, 1)) == 51_380_224
+    assert 4 * for_convolution((4, 64, 112, 112), (0, 1)) == 25_690_112
+    assert for_convolution((32, 256, 7, 7), (0, 1)) == 32 * 256 * 49
 
 
 def test_tiles() -> None:

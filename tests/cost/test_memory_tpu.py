@@ -18,6 +18,7 @@ from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.work import compiled_work
+from tests.graph.helpers import program_from_text
 
 pytest.importorskip("libtpu")
 MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
@@ -114,3 +115,25 @@ def test_predicted_peaks_are_what_is_laid_out(rows: int, weights: Spec, device: 
     work = compiled_work(compiled.hlo_text, "tpu")
     assert predicted.peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.15)
     assert predicted.compiled.flops == pytest.approx(work.flops, rel=0.01)
+
+
+def test_images_are_copied_once_in_tiles_of_batch_and_channels() -> None:
+    """Three channels take four rows of a tile, 16 images 128 lanes: 25 MB are 268, for patches and their gradient."""
+    x, w, y = "tensor<128x3x512x512xf32>", "tensor<128x3x16x16xf32>", "tensor<128x128x32x32xf32>"
+    ones = "{batch_group_count = 1 : i64, feature_group_count = 1 : i64}"
+    text = f"""module @patches {{
+  func.func @main(%x: {x}, %w: {w}) -> {w} {{
+    %y = stablehlo.convolution(%x, %w) dim_numbers = [b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1],
+      window = {{stride = [16, 16]}} {ones} : ({x}, {w}) -> {y}
+    %d = stablehlo.tanh %y : {y}
+    %g = stablehlo.convolution(%x, %d) dim_numbers = [f, b, 0, 1]x[i, o, 0, 1]->[0, 1, b, f],
+      window = {{rhs_dilate = [16, 16]}} {ones} : ({x}, {y}) -> tensor<16x16x3x128xf32>
+    %t = stablehlo.transpose %g, dims = [3, 2, 0, 1] : (tensor<16x16x3x128xf32>) -> {w}
+    %n = stablehlo.subtract %w, %t : {w}
+    return %n : {w}
+  }}
+}}"""
+    graph = build_graph(program_from_text(text, ["input", "parameter"], updates={0: 1}))
+    images = Annotations({Value(0): (("data", "model"), (), (), ())})
+    predicted, compiled = both(graph, images, "tpu-v5e", "tpu-v5e:2x4")
+    assert predicted.compiled.temporary_bytes == pytest.approx(compiled.memory.temp, rel=0.02)
