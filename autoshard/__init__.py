@@ -14,7 +14,7 @@ import autoshard.capture
 import autoshard.plan  # noqa: F401
 
 # isort: on
-from autoshard.api import capture, evaluate, manual_plan, plan, plan_program
+from autoshard.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
 from autoshard.comparison import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
 from autoshard.mesh import Mesh
@@ -35,4 +35,5 @@ __all__ = [
     "manual_plan",
     "plan",
     "plan_program",
+    "register_rule",
 ]

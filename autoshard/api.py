@@ -388,6 +388,18 @@ def evaluate(program: Program, plan: Plan) -> Prediction:
     return predict_annotations(graph, plan.annotations(graph), plan.mesh)
 
 
+def register_rule(
+    target: str, dims: str | None = None, *, whole: str = "", sums: str = "", partitioned: bool = True
+) -> Any:
+    """Say how a custom call with this target may be split; see `autoshard.graph.rules_custom.register_rule`.
+
+    >>> autoshard.register_rule("my_attention", "b h q d, b h k d, b h k d -> b h q d", whole="q k d")
+    """
+    from autoshard.graph import rules_custom
+
+    return rules_custom.register_rule(target, dims, whole=whole, sums=sums, partitioned=partitioned)
+
+
 def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
     """A plan as people write it by hand: `dp`, `fsdp` or `megatron` (see `autoshard.manual`).
 

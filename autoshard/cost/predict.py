@@ -181,13 +181,17 @@ def _phase(graph: Graph, op: Op) -> str:
 def _replicated(graph: Graph, groups: Groups, flops: Sequence[float], device: Device) -> tuple[ReplicatedOp, ...]:
     found = []
     for op in graph.ops:
-        if op.kind == "argument" or op.id in groups.free or rule_for(op, graph) is not None:
+        if op.kind == "argument" or op.id in groups.free:
+            continue
+        rule = rule_for(op, graph)
+        if rule is not None and not rule.reason:
             continue
         size = sum(
             math.prod(kind.shape) * bytes_of(kind.dtype)
             for kind in (*op.results, *(graph.type_of(value) for value in op.operands))
         )
         name = op.attrs["target"] if op.kind == "custom_call" else op.kind
-        reason = f"{name} has no sharding rule: every device computes all of it"
+        why = f"{name} has no sharding rule" if rule is None else rule.reason
+        reason = f"{why}: every device computes all of it"
         found.append(ReplicatedOp(name, op.module, reason, roofline_seconds(flops[op.id], size, "f32", device), op.id))
     return tuple(found)

@@ -356,6 +356,8 @@ class Partitioner:
             return spmd_expanded.batch_norm(self, op, reads, results)
         if kind in ("gather", "scatter"):
             return IndexPartitioner(self, op, reads, results[0]).emit()
+        if kind == "custom_call":
+            return spmd_expanded.custom_call(self, op, reads, results)
         if kind in ELEMENTWISE and len(reads) > 1 and all(tiling == reads[0] for tiling in reads[1:]):
             # Operands that agree are not moved; the result is.
             made = op.results[0]

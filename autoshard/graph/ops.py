@@ -97,8 +97,12 @@ class Rule:
     A dim with factors `(f, g)` (a merged `B*S`) is split by the axes of f, then, once f is wholly split, by those of
     g. A dim with no factors is never split. A factor that a result does not mention is reduced over if its kind is
     `reduce`, else it makes no difference to that result.
+
+    Attributes:
+        reason: why nothing of an op may be split that could be: the plan names it, and what it costs.
     """
 
     factors: tuple[Factor, ...]
     operands: tuple[DimFactors, ...]
     results: tuple[DimFactors, ...]
+    reason: str = ""

@@ -6,18 +6,28 @@ price, is the business of `cost/`. A new op is one function under `@rule`, in th
 - here: elementwise, matrix products, reductions, normalisations, random numbers, linear algebra;
 - `rules_shape.py`: ops that only move elements (reshape, broadcast, slice, concatenate…);
 - `rules_index.py`: gather, scatter, sort;
-- `rules_window.py`: convolution and other sliding windows.
+- `rules_window.py`: convolution and other sliding windows;
+- `rules_custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
 
 The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it has a way to run the op split.
 """
 
 from __future__ import annotations
 
-from autoshard.graph import rules_index, rules_shape, rules_window
+from autoshard.graph import rules_custom, rules_index, rules_shape, rules_window
 from autoshard.graph.ops import Graph, Op, Rule
-from autoshard.graph.rules_base import RULES, Dim, Factors, Signature, custom_call_rule, find_rule, rule
+from autoshard.graph.rules_base import (
+    CUSTOM_CALL_RULES,
+    RULES,
+    Dim,
+    Factors,
+    Signature,
+    find_rule,
+    gathered,
+    rule,
+)
 
-__all__ = ["custom_call_rule", "has_rule", "rule", "rule_for", "rules_index", "rules_shape", "rules_window"]
+__all__ = ["has_rule", "rule", "rule_for", "rules_custom", "rules_index", "rules_shape", "rules_window"]
 
 
 def rule_for(op: Op, graph: Graph) -> Rule | None:
@@ -29,9 +39,9 @@ def rule_for(op: Op, graph: Graph) -> Rule | None:
     return find_rule(op.kind, operands, tuple(kind.shape for kind in op.results), tuple(op.attrs.items()))
 
 
-def has_rule(kind: str) -> bool:
-    """Whether ops of this kind have a rule, at least in some of their forms."""
-    return kind in RULES or kind == "custom_call"
+def has_rule(kind: str, target: str = "") -> bool:
+    """Whether ops of this kind (custom calls: with this target) have a rule, at least in some of their forms."""
+    return target in CUSTOM_CALL_RULES if kind == "custom_call" else kind in RULES
 
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------
@@ -131,9 +141,7 @@ def batch_norm(op: Signature) -> Rule:
 
     The capture switch `norm` writes batch norms as means and `rsqrt` instead.
     """
-    factors = Factors()
-    tensors = [factors.dims(shape, "replicated") for shape in (*op.operands, *op.results)]
-    return factors.rule(tensors[: len(op.operands)], tensors[len(op.operands) :])
+    return gathered(op)
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
@@ -160,26 +168,7 @@ def rng(op: Signature) -> Rule:
 # ---- linear algebra: gathered by every partitioner (measured) --------------------------------------------------------
 
 
-@rule("cholesky")
-def cholesky(op: Signature) -> Rule:
-    """Whole: no partitioner splits it, not even along batch dims."""
-    factors = Factors()
-    dims = factors.dims(op.results[0], "replicated")
-    return factors.rule([dims], [dims])
-
-
-@rule("triangular_solve")
-def triangular_solve(op: Signature) -> Rule:
-    """Whole, as `cholesky`."""
-    a_shape, b_shape = op.operands
-    factors = Factors()
-    a, b = (factors.dims(shape, "replicated") for shape in (a_shape, b_shape))
-    return factors.rule([a, b], [b])
-
-
-@rule("fft")
-def fft(op: Signature) -> Rule:
-    """Whole, as `cholesky`."""
-    (operand,), (result,) = op.operands, op.results
-    factors = Factors()
-    return factors.rule([factors.dims(operand, "replicated")], [factors.dims(result, "replicated")])
+@rule("cholesky", "triangular_solve", "fft")
+def linear_algebra(op: Signature) -> Rule:
+    """Whole: no partitioner splits these, not even along batch dims."""
+    return gathered(op)

@@ -31,6 +31,8 @@ RuleFunction: TypeAlias = Callable[[Signature], "Rule | None"]
 
 RULES: dict[str, RuleFunction] = {}
 CUSTOM_CALL_RULES: dict[str, RuleFunction] = {}
+GATHERED = "XLA's partitioners gather what it reads"
+"""Why an op is computed whole by every device though its dims are independent."""
 
 
 def rule(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -44,12 +46,6 @@ def rule(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
 def custom_call_rule(*targets: str) -> Callable[[RuleFunction], RuleFunction]:
     """Register a function as the rule of `custom_call` ops with these targets."""
     return _register(CUSTOM_CALL_RULES, targets)
-
-
-def forget_rule(target: str) -> None:
-    """Remove the rule of a custom call."""
-    del CUSTOM_CALL_RULES[target]
-    find_rule.cache_clear()
 
 
 def _register(table: dict[str, RuleFunction], names: Iterable[str]) -> Callable[[RuleFunction], RuleFunction]:
@@ -89,9 +85,16 @@ class Factors:
         """One new factor per dim of `shape`."""
         return [self.new(size, kind) for size in shape]
 
-    def rule(self, operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]]) -> Rule:
-        """The rule whose operands' and results' dims have these factors."""
-        return Rule(tuple(self.all), _freeze(operands), _freeze(results))
+    def rule(self, operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], reason: str = "") -> Rule:
+        """The rule whose operands' and results' dims have these factors; `reason` as in `Rule`."""
+        return Rule(tuple(self.all), _freeze(operands), _freeze(results), reason)
+
+
+def gathered(op: Signature) -> Rule:
+    """Whole, because partitioners gather it."""
+    factors = Factors()
+    operands, results = ([factors.dims(shape, "replicated") for shape in side] for side in (op.operands, op.results))
+    return factors.rule(operands, results, GATHERED)
 
 
 def _freeze(tensors: Sequence[Sequence[Dim]]) -> tuple[DimFactors, ...]:

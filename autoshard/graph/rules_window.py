@@ -8,7 +8,7 @@ dim (a cumulative sum, the weight gradient of a convolution) needs all of them: 
 from __future__ import annotations
 
 from autoshard.graph.ops import FactorKind, Rule
-from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, rule
+from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, gathered, rule
 
 
 def window_kind(extent: int, window: int, dilation: int, plain: bool) -> FactorKind:
@@ -82,8 +82,7 @@ def convolution(op: Signature) -> Rule:
     out_batch, out_feature, *out_spatial = attrs["out"]
     factors = Factors()
     if groups > 1 and rhs_shape[rhs_in] > 1:
-        whole = [factors.dims(shape, "replicated") for shape in (lhs_shape, rhs_shape, out_shape)]
-        return factors.rule(whole[:2], whole[2:])
+        return gathered(op)
     lhs: dict[int, Dim] = {}
     rhs: dict[int, Dim] = {}
     out: dict[int, Dim] = {}

@@ -159,8 +159,7 @@ class _Importer:
 
     def op(self, op: Any, name: str, operands: list[Bound], aten: int | None, env: dict[Any, Bound]) -> None:
         """Import one op and bind its results in `env`."""
-        kind = name.partition(".")[2]
-        kind = _KIND_NAMES.get(kind, kind)
+        kind = kind_of(name)
         reads: tuple[Value, ...] = tuple(leaf for value in operands for leaf in _leaves(value))
         attrs = read_attrs(kind, op)
         if kind in ("gather", "scatter"):
@@ -217,6 +216,12 @@ class _Importer:
             if not str(mlir_type).startswith("tuple<"):
                 self.tensors.add(mlir_type)
         return known
+
+
+def kind_of(name: str) -> str:
+    """`Op.kind` of an MLIR operation with this name."""
+    kind = name.partition(".")[2]
+    return _KIND_NAMES.get(kind, kind)
 
 
 def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Value]:

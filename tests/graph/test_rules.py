@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autoshard
 from autoshard.graph.ops import Graph, Op, Rule
-from autoshard.graph.rules import custom_call_rule, has_rule, rule_for
-from autoshard.graph.rules_base import Factors, forget_rule
+from autoshard.graph.rules import has_rule, rule_for
+from autoshard.graph.rules_base import Factors
+from autoshard.graph.rules_custom import forget_rule
 from tests.graph.helpers import graph_from_text, graph_of, only
 from tests.graph.reference import COMBINE, IDENTITY, Shard, evaluate, whole
 
@@ -605,7 +607,7 @@ def test_custom_calls_have_a_registry_that_users_extend() -> None:
     op = only(graph, "custom_call")
     assert rule_for(op, graph) is None
 
-    @custom_call_rule("my_softmax")
+    @autoshard.register_rule("my_softmax")
     def my_softmax(signature: Any) -> Rule:
         factors = Factors()
         dims = [*factors.dims(signature.operands[0][:-1]), factors.new(6, "replicated")]
@@ -616,6 +618,76 @@ def test_custom_calls_have_a_registry_that_users_extend() -> None:
     assert rule_for(op, graph) is None
     assert rule is not None
     assert kinds(rule, rule.results[0]) == [["parallel"], ["replicated"]]
+
+
+def custom(target: str, types: str, result: str) -> str:
+    count = types.count("tensor")
+    names = ", ".join(f"%x{i}" for i in range(count))
+    arguments = ", ".join(f"%x{i}: {each}" for i, each in enumerate(types.split(", ")))
+    return f"""
+func.func @main({arguments}) -> {result} {{
+  %0 = stablehlo.custom_call @{target}({names}) : ({types}) -> {result}
+  return %0 : {result}
+}}
+"""
+
+
+QKV = "tensor<2x8x32x16xf32>, tensor<2x8x64x16xf32>, tensor<2x8x64x16xf32>"
+
+
+def test_a_custom_call_is_described_by_the_names_of_its_dims() -> None:
+    graph = graph_from_text(custom("my_attention", QKV, "tensor<2x8x32x16xf32>"))
+    op = only(graph, "custom_call")
+    autoshard.register_rule("my_attention", "b h q d, b h k d, b h k d -> b h q d", whole="q k d")
+    rule = rule_for(op, graph)
+    autoshard.register_rule("my_attention", "b h q d, * , * -> b h q d", sums="", whole="q d", partitioned=False)
+    unsplit = rule_for(op, graph)
+    autoshard.register_rule("my_attention", "... d, d -> ... d")
+    other_form = rule_for(op, graph)
+    forget_rule("my_attention")
+    assert rule is not None
+    assert unsplit is not None
+    assert other_form is None
+    assert kinds(rule, rule.results[0]) == [["parallel"], ["parallel"], ["replicated"], ["replicated"]]
+    assert rule.operands[1][:2] == rule.results[0][:2]
+    assert rule.reason == ""
+    assert kinds(unsplit, unsplit.results[0]) == [["replicated"]] * 4
+    assert "gather" in unsplit.reason
+
+
+def test_leading_dims_and_sums_of_a_custom_call() -> None:
+    graph = graph_from_text(custom("my_dot", "tensor<4x6x8xf32>, tensor<8xf32>", "tensor<4x6xf32>"))
+    autoshard.register_rule("my_dot", "... k, k -> ...", sums="k")
+    rule = rule_for(only(graph, "custom_call"), graph)
+    forget_rule("my_dot")
+    assert rule is not None
+    assert kinds(rule, rule.operands[0]) == [["parallel"], ["parallel"], ["reduce"]]
+    assert rule.operands[1] == rule.operands[0][2:]
+    assert rule.results[0] == rule.operands[0][:2]
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "said"),
+    [
+        ("b k, k b", {}, "arrow"),
+        ("b k -> b", {}, "whole=, or in sums="),
+        ("b b -> b", {}, "one name twice"),
+        ("b -> b", {"whole": "k"}, "no tensor has a dim k"),
+        ("b k -> b k", {"sums": "k"}, "cannot be summed over"),
+        ("b ... -> b ...", {}, "comes first"),
+    ],
+)
+def test_dims_that_do_not_fit_are_refused(dims: str, options: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        autoshard.register_rule("never", dims, **options)
+
+
+def test_what_partitioners_gather_says_so() -> None:
+    graph = graph_from_text(custom("tpu_custom_call", QKV, "tensor<2x8x32x16xf32>"))
+    rule = rule_for(only(graph, "custom_call"), graph)
+    assert rule is not None
+    assert "gather" in rule.reason
+    assert {factor.kind for factor in rule.factors} == {"replicated"}
 
 
 def test_ops_without_a_rule_have_none() -> None:

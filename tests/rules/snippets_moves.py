@@ -231,6 +231,15 @@ def top_k(body: Body, draw: Draw) -> None:
     body.op("chlo.top_k", [body.arg(shape)], [(into, "f32"), (into, "i32")], f"k = {k} : i64")
 
 
+@case("TopK")
+def top_k_call(body: Body, draw: Draw) -> None:
+    shape = draw.shape(2, 2)  # what XLA's CPU has an implementation of
+    k = max(1, min(shape[-1], draw.one((1, 2, 8))))
+    into = [*shape[:-1], k]
+    attrs = 'call_target_name = "TopK"'
+    body.op("custom_call", [body.arg(shape)], [(into, "f32"), (into, "i32")], attrs)
+
+
 # ---- sliding windows -----------------------------------------------------------------------------------------------
 
 

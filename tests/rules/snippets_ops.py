@@ -31,6 +31,16 @@ WITHOUT.update(
     uniform_quantize="XLA's CPU compiler has no quantized types",
     uniform_dequantize="XLA's CPU compiler has no quantized types",
     constant_like="a constant once shapes are known",
+    tpu_custom_call="no compiler here has a Mosaic kernel of one device's shapes",
+    MoveToHost="XLA's CPU compiler takes it out",
+    MoveToDevice="XLA's CPU compiler takes it out",
+    annotate_device_placement="XLA's CPU compiler takes it out",
+)
+WITHOUT.update(
+    dict.fromkeys(
+        ("Qr", "Eigh", "LuDecomposition", "ProductOfElementaryHouseholderReflectors", "ApproxTopK", "LayoutConstraint"),
+        "whole by rule; expanded or gathered before it is partitioned",
+    )
 )
 
 
