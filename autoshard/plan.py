@@ -11,7 +11,7 @@ itself read back, and the same call gives the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoshard.capture.program import Argument, AtenOp, Program, TensorType
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
+    from autoshard.lower.to_jax import JaxShardings
 
 Producer = tuple[int, int] | str | None
 """What an op reads: `(k, j)` for output j of aten op k, the name of an argument, or None for a host constant."""
@@ -466,6 +467,12 @@ class Plan:
         from autoshard.lower import mark_sharding
 
         return mark_sharding.annotate(self)
+
+    def to_jax(self, devices: Sequence[Any] | None = None) -> JaxShardings:
+        """The plan in jax's words, on jax's devices: NamedShardings, and the step as a function; see `lower.to_jax`."""
+        from autoshard.lower.to_jax import to_jax
+
+        return to_jax(self, devices)
 
 
 def describe_mesh(mesh: Mesh) -> str:

@@ -123,11 +123,11 @@ def _twin(optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor])
         for group in optimizer.param_groups
     ]
     if optimizer.state:
-        _fill_state(twin)
+        fill_state(twin)
     return twin
 
 
-def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer the state that its class makes at construction (Adagrad does; most make it in a step)."""
     groups = [
         {key: list({id(p): p for p in value}.values()) if key == "params" else value for key, value in group.items()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 ArgumentRole = Literal["parameter", "buffer", "input", "optimizer_state", "scalar"]
 OutputRole = Literal["loss", "output", "parameter", "buffer", "optimizer_state"]
@@ -85,6 +86,8 @@ class Program:
             output j of aten op k goes through `custom_call @Sharding` with the location `op<k>.out<j>`.
         arguments, outputs: of the module's main function.
         ops: the aten ops in dispatch order.
+        values: name of a scalar (or another constant of the host) -> its value at capture, a CPU tensor. What an
+            optimizer works out on the host, such as bias corrections, is another one in every step.
     """
 
     kind: Literal["forward", "train"]
@@ -95,6 +98,7 @@ class Program:
     arguments: tuple[Argument, ...] = field(repr=False)
     outputs: tuple[Output, ...] = field(repr=False)
     ops: tuple[AtenOp, ...] = field(repr=False)
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -30,13 +30,12 @@ from typing import Any
 from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
 from autoshard.errors import SourceError
 from autoshard.graph.inline import inline_calls
-from autoshard.graph.stablehlo import entry_block, functions_of, mlir_context
+from autoshard.graph.stablehlo import SHARDING_ATTRIBUTES, entry_block, functions_of, mlir_context
 
 FRONTEND = "stablehlo"
 _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
 """Scopes that jax's own transformations put in names."""
 _FLOATS = re.compile(r"b?f\d")
-_SHARDINGS = ("mhlo.sharding", "sdy.sharding")
 _OWN = frozenset({"sdy.sharding_constraint"})
 _PORTABLE = b"ML\xefR\rStableHLO_v"
 """How the bytecode of a portable artifact (VHLO) begins."""
@@ -208,13 +207,13 @@ class _Reader:
                 op.results[0].replace_all_uses_with(op.operands[0])
                 op.erase()
                 continue
-            for name in _SHARDINGS:
+            for name in SHARDING_ATTRIBUTES:
                 if name in op.attributes:
                     del op.attributes[name]
         for name in ("arg_attrs", "res_attrs"):
             if name in self.main.attributes:
                 entries = [
-                    {item.name: item.attr for item in ir.DictAttr(entry) if item.name not in _SHARDINGS}
+                    {item.name: item.attr for item in ir.DictAttr(entry) if item.name not in SHARDING_ATTRIBUTES}
                     for entry in ir.ArrayAttr(self.main.attributes[name])
                 ]
                 self.main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])

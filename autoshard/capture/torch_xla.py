@@ -205,6 +205,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
         self.switches = names
         self.known: dict[str, _Known] = {}
         self.results: list[_Result] = []
+        self.values: dict[str, torch.Tensor] = {}
         self.parameters: dict[int, torch.Tensor] = {}
         self.memo: dict[int, torch.Tensor] = {}
         self.roots = {"": model}
@@ -404,6 +405,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             arguments=arguments,
             outputs=outputs,
             ops=tuple(self.labels.ops),
+            values=self.values,
         )
 
     def _results(self, loss_or_output: Any, train: bool) -> list[_Result]:
@@ -451,6 +453,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             if known is not None:
                 arguments.append(Argument(known.name, known.role, type_, known.of))
             else:
+                self.values[f"scalar{scalars}"] = tensor.cpu()
                 arguments.append(Argument(f"scalar{scalars}", "scalar", type_))
                 scalars += 1
         return tuple(arguments)

@@ -25,6 +25,9 @@ from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs
 # An SSA value is one tensor, or a tuple of such.
 Bound: TypeAlias = "Value | tuple[Bound, ...]"
 
+SHARDING_ATTRIBUTES = ("mhlo.sharding", "sdy.sharding")
+"""Of arguments and results, in GSPMD's form and in Shardy's; where a module has both, XLA falls back to GSPMD."""
+
 _MARKER = re.compile(r"(?:^|/)op(\d+)(?:\.out(\d+))?(?!\w)")
 _ALIASES = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcast", "sdy.sharding_constraint"})
 _CALLS = frozenset({"func.call", "stablehlo.composite"})

@@ -16,7 +16,14 @@ from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.inline import inline_calls
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.stablehlo import aten_of, entry_block, functions_of, mlir_context, parse_module
+from autoshard.graph.stablehlo import (
+    SHARDING_ATTRIBUTES,
+    aten_of,
+    entry_block,
+    functions_of,
+    mlir_context,
+    parse_module,
+)
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
 
 
@@ -366,7 +373,8 @@ def _write_attributes(function: Any, where: str, name: str, attributes: Mapping[
         attribute = ir.ArrayAttr(function.attributes[where])
         entries = [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in attribute]
     for index, entry in enumerate(entries):
-        entry.pop(name, None)
+        for known in SHARDING_ATTRIBUTES:
+            entry.pop(known, None)
         if index in attributes:
             entry[name] = attributes[index]
     function.attributes[where] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])

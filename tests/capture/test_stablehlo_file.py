@@ -124,6 +124,7 @@ def test_an_annotated_file_can_be_planned_again(files, tmp_path, form):
     plan = autoshard.plan_program(program, MESH, hints={"state.params.w1": "[],[model]"})
     text = annotate(program, graph, plan.annotations(graph), MESH, form, text=True, partitions=True).decode()
     assert "mhlo.num_partitions = 4" in text
+    assert ("mhlo.sharding" in text, "sdy." in text) == (form == "gspmd", form == "shardy")
     assert text.count("sdy.sharding_constraint" if form == "shardy" else "@Sharding") >= len(plan.activations)
     (tmp_path / "annotated.mlir").write_text(text)
     again = read_program(tmp_path / "annotated.mlir")

@@ -1,0 +1,182 @@
+"""The numbers that an optimizer works out on the host, step by step, for a program that takes them as arguments.
+
+PyTorch's optimizers keep their step counters on the CPU and compute step sizes and bias corrections with Python's
+numbers. In a captured program each such number is an argument, whose value belongs to the step that was captured. What
+another step needs is found out by the optimizer itself: a twin of it, on parameters of one element on the CPU, takes
+the same steps, and the numbers that it hands to its ops are recorded. Which argument is which number is told by their
+values in the captured step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autoshard.capture.optimizer import STEADY_STEP, fill_state
+from autoshard.capture.program import Program
+from autoshard.errors import LoweringError
+from autoshard.lower.place import create_state
+
+
+class HostScalars:
+    """The values of a program's scalar arguments, for one step after the other.
+
+    Args:
+        program: a training step, with the values that it was captured with.
+        optimizer: over the model's parameters; its settings are read anew for every step (schedulers change them), and
+            its state says how many steps it has taken already. None for a program without optimizer.
+        varying: names of the scalars that may differ from step to step: those that the optimizer's ops read.
+
+    Raises:
+        LoweringError: an optimizer's scalar is none of the numbers that the twin works with in the captured step.
+    """
+
+    def __init__(self, program: Program, optimizer: torch.optim.Optimizer | None, varying: Sequence[str]) -> None:
+        """Find out which number is which."""
+        self._fixed = dict(program.values)
+        self._optimizer = optimizer
+        self._places: dict[str, list[int]] = {}
+        if optimizer is None or not varying:
+            return
+        steady = _twin(optimizer, fresh=True)
+        _step(steady)
+        for state in steady.state.values():
+            _count(state, STEADY_STEP)
+        self._ops, numbers = _step(steady)
+        for name in varying:
+            value = self._fixed[name]
+            places = [i for i, number in enumerate(numbers) if _same(number, value)]
+            if not places:
+                raise LoweringError(
+                    f"{type(optimizer).__name__} computes {name} = {value.item():g} on the host in a way that cannot "
+                    "be followed from step to step"
+                )
+            self._places[name] = places
+        self._twin = _twin(optimizer)
+        self._steps = 0
+
+    def next_step(self) -> dict[str, torch.Tensor]:
+        """Every scalar's value in the next step.
+
+        Raises:
+            LoweringError: the optimizer does something else in this step than in the captured one (RAdam in its first),
+                or two numbers that were equal when the step was captured, and one argument of it, no longer are.
+        """
+        values = dict(self._fixed)
+        if not self._places:
+            return values
+        assert self._optimizer is not None
+        for group, ours in zip(self._twin.param_groups, self._optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in ours.items() if key != "params"})
+        ops, numbers = _step(self._twin)
+        self._steps += 1
+        if ops != self._ops:
+            raise LoweringError(
+                f"step {self._steps} of {type(self._optimizer).__name__} is not the captured program: the optimizer "
+                "runs other ops in it than in its later steps"
+            )
+        for name, places in self._places.items():
+            found = {numbers[i] for i in places}
+            if len(found) > 1:
+                given = " and ".join(f"{number:g}" for number in sorted(found))
+                raise LoweringError(
+                    f"{name} of the captured step stands for {given} now: two settings of "
+                    f"{type(self._optimizer).__name__} were equal when the step was captured, and are not any more; "
+                    "capture it with the settings of now"
+                )
+            values[name] = torch.tensor(found.pop(), dtype=values[name].dtype)
+        return values
+
+
+def _same(number: float, value: torch.Tensor) -> bool:
+    """Whether a number is the value of an argument, which may be of a narrower type."""
+    return value.dim() == 0 and bool(torch.tensor(number, dtype=value.dtype) == value)
+
+
+def _twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False) -> torch.optim.Optimizer:
+    """The same optimizer over parameters of one element, one for each that it would treat differently.
+
+    Its state is that of `optimizer`, begun where there is none yet; with `fresh` there is none.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    for name, value in twin.__dict__.items():
+        if "hooks" in name and isinstance(value, dict):
+            twin.__dict__[name] = type(value)()
+    state: dict[torch.Tensor, Any] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        made: dict[Any, torch.nn.Parameter] = {}
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            own = {} if fresh else optimizer.state.get(parameter, {})
+            kind = (parameter.dim(), parameter.dtype, _counter(own))
+            if kind not in made:
+                made[kind] = torch.nn.Parameter(torch.zeros([1] * parameter.dim(), dtype=parameter.dtype))
+                made[kind].grad = torch.zeros_like(made[kind])
+                if own:
+                    state[made[kind]] = {key: _small(value, parameter) for key, value in own.items()}
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(made.values())})
+    twin.param_groups = groups
+    twin.state = defaultdict(dict, state)
+    if fresh:
+        fill_state(twin)
+    else:
+        create_state(twin, [each for group in groups for each in group["params"]])
+    return twin
+
+
+def _counter(state: Mapping[str, Any]) -> float | None:
+    step = state.get("step")
+    return float(step) if step is not None else None
+
+
+def _small(value: Any, parameter: torch.Tensor) -> Any:
+    """One entry of a parameter's state, for a parameter of one element."""
+
+    def small(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return torch.zeros([1] * leaf.dim(), dtype=leaf.dtype)
+        return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+    return tree_map(small, value)
+
+
+def _count(state: dict[str, Any], step: float) -> None:
+    """Set a state's step counter."""
+    counter = state.get("step")
+    if isinstance(counter, torch.Tensor):
+        counter.fill_(step)
+    elif counter is not None:
+        state["step"] = type(counter)(step)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> tuple[list[str], list[float]]:
+    """Take a step: the ops that it runs, and the numbers that they are given."""
+    with _Numbers() as seen, torch.no_grad():
+        optimizer.step()
+    return seen.ops, seen.numbers
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[misc]
+    """Records ops, and every number, and every 0-dim tensor's value, that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.numbers: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        for leaf in tree_leaves((args, kwargs or {})):
+            scalar = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+            if scalar or (isinstance(leaf, float | int) and not isinstance(leaf, bool)):
+                self.numbers.append(float(leaf))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,537 @@
+"""A plan carried out by jax: on GPUs, TPUs, or virtual CPU devices.
+
+    shardings = plan.to_jax()                      # NamedShardings by name, for code that is jax's already
+    step = plan.to_jax().step(program, optimizer)  # the captured PyTorch step as a jax function
+    state = step.place(model, optimizer)           # parameters, buffers, optimizer state: sharded jax arrays
+    for batch in loader:
+        state, outputs = step(state, batch)        # one step; the state before it is given up
+    step.restore(state, model, optimizer)          # back into PyTorch
+
+The step is the captured StableHLO module with the plan's annotations in it, called through `jax.export`, so that its
+numbers are those of the PyTorch program. Its arguments are sharded as planned, and every pin and copy of the plan is a
+constraint inside it.
+
+**Uneven dims.** jax splits an argument only where the size of a dim is a multiple of the devices. Such an argument is
+kept padded with zeros up to the next multiple, and cut inside the step, where the partitioner splits unevenly as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from autoshard.errors import LoweringError
+from autoshard.lower.devices import device_ids
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import ROLES, ActivationKey, Plan
+
+if TYPE_CHECKING:
+    from autoshard.capture.program import Argument, Program
+    from autoshard.graph.ops import Graph
+
+Partitioner = Literal["shardy", "gspmd"]
+Precision = Literal["default", "highest"]
+_PRODUCTS = frozenset({"stablehlo.dot", "stablehlo.dot_general", "stablehlo.convolution"})
+_RANDOM = frozenset({"rng_bit_generator", "rng"})
+
+
+@dataclass(frozen=True)
+class JaxShardings:
+    """A plan in jax's words: a `jax.sharding.NamedSharding` for every tensor.
+
+    Attributes:
+        plan: what it was made from.
+        mesh: a `jax.sharding.Mesh` with the plan's axes, its devices where the plan was priced.
+        parameters, buffers, inputs, optimizer_state, outputs: name -> NamedSharding.
+        activations: of the values inside the program that are pinned, for `jax.lax.with_sharding_constraint`.
+        uneven: names of the arguments with a dim that does not divide into equal shards. jax refuses to split such an
+            argument; pad it (`JaxStep` does), or leave that dim whole.
+    """
+
+    plan: Plan = field(repr=False)
+    mesh: Any
+    parameters: Mapping[str, Any] = field(repr=False)
+    buffers: Mapping[str, Any] = field(repr=False)
+    inputs: Mapping[str, Any] = field(repr=False)
+    optimizer_state: Mapping[str, Any] = field(repr=False)
+    outputs: Mapping[str, Any] = field(repr=False)
+    activations: Mapping[ActivationKey, Any] = field(repr=False)
+    uneven: tuple[str, ...] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        """Name -> NamedSharding of parameters, buffers, inputs and optimizer state together."""
+        return {name: each for section in ROLES.values() for name, each in getattr(self, section).items()}
+
+    def step(
+        self,
+        program: Program,
+        optimizer: Any = None,
+        *,
+        partitioner: Partitioner = "shardy",
+        precision: Precision = "default",
+        seed: int = 0,
+    ) -> JaxStep:
+        """The planned program as a jax function; see `JaxStep`.
+
+        Args:
+            program: what `autoshard.capture` made of the PyTorch program (or a StableHLO file's).
+            optimizer: the torch optimizer over the model's parameters, where the program is a training step with one.
+            partitioner: which of XLA's: `shardy`, jax's default, or `gspmd`, for which plans are predicted.
+            precision: of products of f32 values: the device's `default` (TF32 on GPUs since A100, bf16 on TPU), or
+                `highest`, which is f32 as PyTorch computes on a CPU.
+            seed: of the random numbers that the program draws, other ones in each step.
+
+        Raises:
+            PlanMismatchError: the program is not the planned one.
+            LoweringError: an optimizer is missing, or works out numbers on the host that cannot be followed.
+        """
+        return JaxStep(self, program, optimizer, partitioner, precision, seed)
+
+
+def to_jax(plan: Plan, devices: Sequence[Any] | None = None) -> JaxShardings:
+    """The plan's shardings on jax's devices, all of them unless given.
+
+    Raises:
+        LoweringError: there are not as many devices as the plan's mesh has.
+    """
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax_mesh(plan.mesh, devices)
+
+    def named(spec: Spec) -> Any:
+        return NamedSharding(mesh, PartitionSpec(*(partition(plan.mesh, spec))))
+
+    sections = {
+        section: {name: named(tensor.spec) for name, tensor in getattr(plan, section).items()}
+        for section in (*ROLES.values(), "outputs")
+    }
+    activations = {each.key: named(each.spec) for each in plan.activations if each.spec is not None}
+    arguments = [item for section in ROLES.values() for item in getattr(plan, section).items()]
+    uneven = tuple(name for name, each in arguments if padded(plan.mesh, each.shape, each.spec) != each.shape)
+    return JaxShardings(plan, mesh, **sections, activations=activations, uneven=uneven)
+
+
+def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> Any:
+    """The `jax.sharding.Mesh` of a mesh, each device in the place that it was priced in.
+
+    Raises:
+        LoweringError: the wrong number of devices.
+    """
+    import jax
+
+    found = list(jax.devices() if devices is None else devices)
+    if len(found) != mesh.size:
+        shape = "x".join(map(str, mesh.shape))
+        kind = found[0].platform if found else "jax"
+        hint = ""
+        if kind == "cpu":
+            hint = (
+                f"; for a trial run set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} before jax starts"
+            )
+        elif len(found) > mesh.size:
+            hint = f"; pass which {mesh.size} of them to use"
+        raise LoweringError(f"the plan's mesh {shape} has {mesh.size} devices, jax has {len(found)} ({kind}){hint}")
+    attributes = [_attributes(number, device) for number, device in enumerate(found)]
+    order = device_ids(mesh, attributes)
+    return jax.sharding.Mesh(np.array([found[i] for i in order]).reshape(mesh.shape), mesh.axis_names)
+
+
+def _attributes(number: int, device: Any) -> dict[str, Any]:
+    """A jax device as torch_xla describes one."""
+    found: dict[str, Any] = {"name": f"{device.platform}:{number}"}
+    if getattr(device, "coords", None) is not None:
+        found["coords"] = device.coords
+        found["core_on_chip"] = getattr(device, "core_on_chip", 0)
+        found["slice_index"] = getattr(device, "slice_index", 0)
+    return found
+
+
+def partition(mesh: Mesh, spec: Spec) -> tuple[str | tuple[str, ...] | None, ...]:
+    """A spec as a `PartitionSpec` says it; axes of one device drop out."""
+    dims = [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec]
+    return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
+
+
+def padded(mesh: Mesh, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+    """The least shape that holds `shape` and divides into equal shards."""
+    return tuple(-(-size // ways) * ways for size, ways in zip(shape, map(mesh.ways, spec), strict=True))
+
+
+class JaxStep:
+    """A captured PyTorch program as a jax function, partitioned as planned.
+
+    Attributes:
+        shardings: of its arguments and results.
+        program: the captured one.
+        jitted: the function of all arguments (name -> array; those of the state are donated) that jax compiles;
+            `step.lower()` gives what it lowers to.
+    """
+
+    def __init__(
+        self,
+        shardings: JaxShardings,
+        program: Program,
+        optimizer: Any,
+        partitioner: Partitioner,
+        precision: Precision,
+        seed: int,
+    ) -> None:
+        """Annotate the program's module and make it callable; nothing is compiled yet."""
+        import jax
+
+        from autoshard.api import captured_graph
+
+        if partitioner not in ("shardy", "gspmd"):
+            raise ValueError(f"partitioner {partitioner!r}: jax has shardy and gspmd")
+        if precision not in ("default", "highest"):
+            raise ValueError(f"precision {precision!r}: default or highest")
+        plan = shardings.plan
+        plan.check_program(program)
+        graph = captured_graph(program)
+        self.shardings, self.program, self.partitioner = shardings, program, partitioner
+        self._mesh = plan.mesh
+        module = annotate(program, graph, plan.annotations(graph), plan.mesh, partitioner)
+        self._call = _exported_call(module, program, plan.mesh.size, precision)
+        self._types = {argument.name: argument.type for argument in program.arguments}
+        specs = {argument.name: plan.argument(argument) for argument in program.arguments}
+        self._specs = {name: tensor for name, tensor in specs.items() if tensor is not None}
+        updated = {program.arguments[o.updates].name for o in program.outputs if o.updates is not None}
+        own = [name for name in self._types if name not in program.values and name not in updated]
+        self._inputs = [name for name in own if name in plan.inputs or name not in self._specs]
+        self._state = [name for name in self._types if name not in program.values and name not in self._inputs]
+        none = jax.sharding.NamedSharding(shardings.mesh, jax.sharding.PartitionSpec())
+        self._shardings = dict.fromkeys((*self._state, *self._inputs), none) | shardings.arguments()
+        self._seeds = random_seeds(graph) if program.values else {}
+        self._random = np.random.default_rng(seed)
+        self._scalars = self._host_scalars(graph, optimizer)
+        self.jitted = self._jitted()
+
+    def _host_scalars(self, graph: Graph, optimizer: Any) -> Callable[[], Mapping[str, Any]]:
+        """What gives the scalars of the next step."""
+        if not self.program.values:
+            return dict
+        varying = optimizer_scalars(graph)
+        if varying and optimizer is None:
+            raise LoweringError(
+                "the program is a training step whose optimizer works on the host too (step sizes, bias corrections): "
+                "pass the torch optimizer, step(program, optimizer)"
+            )
+        from autoshard.lower.host_scalars import HostScalars
+
+        return HostScalars(self.program, optimizer, varying).next_step
+
+    def _whole(self, name: str) -> tuple[int, ...]:
+        """The shape of an argument with its padding."""
+        tensor = self._specs.get(name)
+        return self._types[name].shape if tensor is None else padded(self._mesh, tensor.shape, tensor.spec)
+
+    # The function.
+
+    def _jitted(self) -> Any:
+        import jax
+        from jax import lax
+
+        program = self.program
+        shardings, outputs, whole = self._shardings, self.shardings.outputs, self._whole
+
+        def step(state: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+            given = {**state, **others}
+            values = []
+            for argument in program.arguments:
+                value = given[argument.name]
+                if value.shape != argument.type.shape:
+                    value = lax.slice(value, (0,) * value.ndim, argument.type.shape)
+                if argument.name in shardings:
+                    value = lax.with_sharding_constraint(value, shardings[argument.name])
+                values.append(value)
+            results = self._call(*values)
+            new, made = dict(state), {}
+            for output, result in zip(program.outputs, results, strict=True):
+                if output.updates is None:
+                    if output.name in outputs:
+                        result = lax.with_sharding_constraint(result, outputs[output.name])
+                    made[output.name] = result
+                    continue
+                name = program.arguments[output.updates].name
+                if name in state:
+                    result = lax.with_sharding_constraint(result, shardings[name])
+                    widths = [(0, have - size, 0) for have, size in zip(whole(name), result.shape, strict=True)]
+                    new[name] = lax.pad(result, np.zeros((), result.dtype), widths)
+            return new, made
+
+        of_state = {name: shardings[name] for name in self._state}
+        return jax.jit(step, donate_argnums=0, in_shardings=(of_state, None), out_shardings=(of_state, None))
+
+    def __call__(self, state: Mapping[str, Any], inputs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One step: the state after it, and the program's outputs (`loss`…) by name, as jax arrays.
+
+        Args:
+            state: what `place` or the step before gave; it is donated.
+            inputs: torch tensors, arrays, or jax arrays: a mapping by name (`plan.inputs`, and what scalars a
+                StableHLO file takes), a sequence in that order, or the only one.
+        """
+        with self._settings():
+            return self.jitted(dict(state), {**self.place_inputs(inputs), **self._next_scalars()})  # type: ignore[no-any-return]
+
+    def lower(self) -> Any:
+        """The `jax.stages.Lowered` of the step, to compile ahead of time or to look at."""
+        import jax
+
+        dtypes = _numpy_dtypes()
+
+        def aval(argument: Argument) -> Any:
+            sharding = self._shardings.get(argument.name)
+            return jax.ShapeDtypeStruct(self._whole(argument.name), dtypes[argument.type.dtype], sharding=sharding)
+
+        with self._settings():
+            avals = {argument.name: aval(argument) for argument in self.program.arguments}
+            state = {name: avals.pop(name) for name in self._state}
+            return self.jitted.lower(state, avals)
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """64-bit types are PyTorch's (its indices), and the partitioner is the one that was asked for."""
+        import jax
+        from jax._src import config
+
+        with jax.enable_x64(True), config.use_shardy_partitioner(self.partitioner == "shardy"):
+            yield
+
+    def _next_scalars(self) -> dict[str, Any]:
+        found = {name: _numpy(value) for name, value in self._scalars().items()}
+        for name, dtype in self._seeds.items():
+            found[name] = self._random.integers(0, 2**31, dtype=np.int64).astype(dtype)
+        return found
+
+    # Between PyTorch and jax.
+
+    def place(
+        self, model: Any = None, optimizer: Any = None, *, tensors: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Parameters, buffers and optimizer state as jax arrays, each device holding its shard.
+
+        Args:
+            model: a PyTorch model with weights.
+            optimizer: its optimizer; state that it has not yet begins as its own first step would begin it.
+            tensors: arrays or tensors by name, in the place of those of `model`.
+
+        Raises:
+            PlanMismatchError: the model or optimizer is not the planned one; LoweringError: it has no weights.
+        """
+        found: dict[str, Any] = dict(tensors or {})
+        if model is not None:
+            from autoshard.lower import place
+
+            place.check_model(self.shardings.plan, model, optimizer)
+            found.update({name: value.detach() for name, value in model.named_parameters()})
+            found.update({name: value.detach() for name, value in model.named_buffers()})
+            if optimizer is not None:
+                found.update(self._begun(model, optimizer))
+        missing = next((name for name in self._state if name not in found), None)
+        if missing is not None:
+            raise LoweringError(
+                f"nothing was given for {missing}: place(model, optimizer), or tensors={{{missing!r}: …}}"
+            )
+        return {name: self._placed(name, found[name]) for name in self._state}
+
+    def _begun(self, model: Any, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's state by name; what it has none of begins with what its own first step would begin with."""
+        from autoshard.lower import place
+
+        owners = {name.rpartition(".")[0] for name in self.shardings.plan.optimizer_state}
+        before = {parameter: dict(optimizer.state[parameter]) for parameter in optimizer.state}
+        wanted = [parameter for name, parameter in model.named_parameters() if name in owners]
+        place.create_state(optimizer, [parameter for parameter in wanted if parameter.requires_grad])
+        found = {name: value.detach() for name, _, _, value in place.states(model, optimizer)}
+        for parameter in list(optimizer.state):
+            if parameter not in before:
+                del optimizer.state[parameter]
+        return found
+
+    def place_inputs(self, inputs: Any) -> dict[str, Any]:
+        """A batch as jax arrays, sharded as planned, by name."""
+        wanted = self._inputs
+        names = ", ".join(wanted)
+        if not isinstance(inputs, Mapping):
+            several = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+            if len(several) != len(wanted):
+                raise LoweringError(f"the program has {len(wanted)} inputs ({names}), {len(several)} were given")
+            inputs = dict(zip(wanted, several, strict=True))
+        unknown = next((name for name in inputs if name not in wanted), None)
+        if unknown is not None:
+            raise LoweringError(
+                f"the program has no input {unknown}; it has {names} (two samples that were one tensor are one input)"
+            )
+        missing = next((name for name in wanted if name not in inputs), None)
+        if missing is not None:
+            raise LoweringError(f"input {missing} was not given; the program has {names}")
+        return {name: self._placed(name, value) for name, value in inputs.items()}
+
+    def _placed(self, name: str, value: Any) -> Any:
+        import jax
+
+        kind, sharding, whole = self._types[name], self._shardings[name], self._whole(name)
+        if isinstance(value, jax.Array) and value.shape == whole:
+            return value if value.sharding == sharding else jax.device_put(value, sharding)
+        array = _numpy(value)
+        dtype = _numpy_dtypes()[kind.dtype]
+        if array.shape != kind.shape or array.dtype != dtype:
+            given = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+            raise LoweringError(f"{name} is {given}, planned was {kind.dtype}[{','.join(map(str, kind.shape))}]")
+        if whole != kind.shape:
+            array = np.pad(array, [(0, have - size) for have, size in zip(whole, kind.shape, strict=True)])
+        with jax.enable_x64(True):
+            return jax.make_array_from_callback(whole, sharding, lambda index: array[index])
+
+    def fetch(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state as whole numpy arrays, without padding."""
+        return {
+            name: np.asarray(state[name])[tuple(slice(size) for size in self._specs[name].shape)]
+            for name in self._state
+        }
+
+    def restore(self, state: Mapping[str, Any], model: Any, optimizer: Any = None) -> None:
+        """Write a state back into a PyTorch model, in place, and into the state of its optimizer."""
+        import torch
+
+        found = {name: _torch(array) for name, array in self.fetch(state).items()}
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name in found:
+                    tensor.copy_(found[name])
+            if optimizer is None:
+                return
+            for name, parameter in model.named_parameters():
+                prefix = f"{name}."
+                for key in (key for key in found if key.startswith(prefix)):
+                    if self.shardings.plan.optimizer_state.get(key) is not None:
+                        optimizer.state[parameter][key.removeprefix(prefix)] = found[key].clone()
+
+
+def optimizer_scalars(graph: Graph) -> list[str]:
+    """Names of the scalars that ops of the optimizer read, without dims and floating: they may differ between steps."""
+    program = graph.program
+    read = {
+        operand.op
+        for op in graph.ops
+        if op.aten is not None and op.aten < len(program.ops) and program.ops[op.aten].phase == "optimizer"
+        for operand in op.operands
+    }
+    return [
+        argument.name
+        for op, argument in zip(graph.arguments, program.arguments, strict=True)
+        if argument.role == "scalar" and op in read and not argument.type.shape and "f" in argument.type.dtype
+    ]
+
+
+def random_seeds(graph: Graph) -> dict[str, Any]:
+    """Names of the integer scalars that random numbers are made from -> numpy dtype."""
+    before: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.kind in _RANDOM or op.id in before:
+            before.update(operand.op for operand in op.operands)
+    dtypes = _numpy_dtypes()
+    return {
+        argument.name: dtypes[argument.type.dtype]
+        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
+        if argument.role == "scalar" and op in before and "i" in argument.type.dtype
+    }
+
+
+def _exported_call(module: bytes, program: Program, devices: int, precision: Precision) -> Callable[..., Sequence[Any]]:
+    """The module as a function of jax arrays, in the order of its arguments."""
+    import jax
+    from jax import export
+    from jax._src import core
+    from jax._src.lib import _jax
+    from jax._src.lib.mlir.dialects import hlo
+
+    from autoshard.graph.stablehlo import mlir_context, parse_module
+
+    with mlir_context():
+        parsed = parse_module(module)
+        if precision == "highest":
+            _set_highest(parsed.operation)
+        version = hlo.get_version_from_compatibility_requirement(hlo.StablehloCompatibilityRequirement.WEEK_4)
+        serialized = _jax.mlir.serialize_portable_artifact(parsed, version, True)
+    dtypes = _numpy_dtypes()
+    with jax.enable_x64(True):
+        taken = tuple(core.ShapedArray(each.type.shape, dtypes[each.type.dtype]) for each in program.arguments)
+        given = tuple(core.ShapedArray(each.type.shape, dtypes[each.type.dtype]) for each in program.outputs)
+    none = (None,) * len(taken)
+    exported = export.Exported(
+        fun_name="autoshard_step",
+        in_tree=jax.tree.structure((tuple(taken), {})),
+        in_avals=taken,
+        out_tree=jax.tree.structure(tuple(given)),
+        out_avals=given,
+        _has_named_shardings=False,
+        _in_named_shardings=none,
+        _out_named_shardings=(None,) * len(given),
+        in_shardings_hlo=none,
+        out_shardings_hlo=(None,) * len(given),
+        nr_devices=devices,
+        platforms=("cpu",),
+        ordered_effects=(),
+        unordered_effects=(),
+        disabled_safety_checks=(export.DisabledSafetyCheck.platform(),),
+        mlir_module_serialized=serialized,
+        calling_convention_version=export.maximum_supported_calling_convention_version,
+        module_kept_var_idx=tuple(range(len(taken))),
+        uses_global_constants=False,
+        _get_vjp=None,
+    )
+    return exported.call  # type: ignore[no-any-return]
+
+
+def _set_highest(op: Any) -> None:
+    """Have every product in an op's regions computed in the precision of its operands."""
+    from jaxlib.mlir import ir
+
+    for region in op.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                inner = view.operation
+                if inner.name in _PRODUCTS:
+                    highest = ir.Attribute.parse("#stablehlo<precision HIGHEST>")
+                    inner.attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])
+                _set_highest(inner)
+
+
+def _numpy_dtypes() -> dict[str, Any]:
+    import ml_dtypes
+
+    return {
+        "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
+        "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
+        "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "ui8": np.dtype(np.uint8), "ui32": np.dtype(np.uint32),
+        "ui64": np.dtype(np.uint64), "i1": np.dtype(np.bool_), "complex<f32>": np.dtype(np.complex64),
+        "complex<f64>": np.dtype(np.complex128),
+    }  # fmt: skip
+
+
+def _numpy(value: Any) -> np.ndarray[Any, Any]:
+    """A tensor, or whatever numpy takes, as a numpy array; bf16 keeps its bits."""
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    import torch
+
+    tensor = value.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return np.asarray(tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    return np.asarray(tensor.numpy())
+
+
+def _torch(array: np.ndarray[Any, Any]) -> Any:
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))

@@ -1,0 +1,101 @@
+"""Numbers that optimizers work out on the host, followed from step to step: against captures of those very steps."""
+
+import pytest
+import torch
+
+pytest.importorskip("torch_xla")
+
+import autoshard
+from autoshard.api import captured_graph
+from autoshard.capture import optimizer as capturing
+from autoshard.errors import LoweringError
+from autoshard.lower.host_scalars import HostScalars
+from autoshard.lower.to_jax import optimizer_scalars
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3, betas=(0.8, 0.95)),
+    "adam amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-3, amsgrad=True, weight_decay=0.02),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
+    "adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-3),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.5),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-3, lr_decay=0.1),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.5),
+}
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+
+def program(optimizer):
+    x = torch.zeros(2, 4)
+    return autoshard.capture(net(), (x, x), loss_fn=torch.nn.functional.mse_loss, optimizer=optimizer)
+
+
+def scalars(optimizer, captured, steps):
+    """Values of the `steps`-th step of a new optimizer."""
+    followed = HostScalars(captured, optimizer(net().parameters()), optimizer_scalars(captured_graph(captured)))
+    for _ in range(steps):
+        values = followed.next_step()
+    return values
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "nadam"])
+def test_values_are_those_of_a_capture_of_that_step(name, monkeypatch):
+    captured = program(OPTIMIZERS[name])
+    monkeypatch.setattr(capturing, "STEADY_STEP", 3.0)
+    wanted = program(OPTIMIZERS[name]).values
+    found = scalars(OPTIMIZERS[name], captured, 4)
+    assert found.keys() == wanted.keys()
+    for scalar, value in wanted.items():
+        torch.testing.assert_close(found[scalar], value, rtol=1e-6, atol=0)
+
+
+def test_a_state_on_the_host_advances_with_the_steps():
+    captured = program(OPTIMIZERS["nadam"])
+    varying = optimizer_scalars(captured_graph(captured))
+    model = net()
+    optimizer = OPTIMIZERS["nadam"](model.parameters())
+    followed = HostScalars(captured, optimizer, varying)
+    first, second = followed.next_step(), followed.next_step()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    resumed = HostScalars(captured, optimizer, varying)
+    assert any(first[name] != second[name] for name in varying)
+    assert resumed.next_step() == second
+
+
+def test_a_schedule_is_followed():
+    captured = program(OPTIMIZERS["sgd"])
+    optimizer = OPTIMIZERS["sgd"](net().parameters())
+    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    before = followed.next_step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    after = followed.next_step()
+    changed = [name for name in before if before[name] != after[name]]
+    assert [round(float(before[name] / after[name]), 5) for name in changed] == [2.0]
+
+
+def test_two_numbers_that_were_one_are_refused():
+    def twice(ps):
+        return torch.optim.SGD(ps, lr=0.5, momentum=0.1, weight_decay=0.1)
+
+    captured = program(twice)
+    optimizer = twice(net().parameters())
+    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    followed.next_step()
+    optimizer.param_groups[0]["momentum"] = 0.2
+    with pytest.raises(LoweringError, match=r"stands for 0\.1 and 0\.2 now: two settings of SGD were equal"):
+        followed.next_step()
+
+
+def test_a_first_step_that_is_another_program_is_refused():
+    def radam(ps):
+        return torch.optim.RAdam(ps, lr=1e-3)
+
+    captured = program(radam)
+    followed = HostScalars(captured, radam(net().parameters()), optimizer_scalars(captured_graph(captured)))
+    with pytest.raises(LoweringError, match="step 1 of RAdam is not the captured program"):
+        followed.next_step()
