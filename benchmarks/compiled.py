@@ -32,7 +32,7 @@ from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
-from autoshard.solver.formulate import random_annotations
+from autoshard.solver.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 

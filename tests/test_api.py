@@ -24,7 +24,8 @@ from autoshard.mesh import Mesh, spec_axes
 from autoshard.plan import NoPlanError
 from autoshard.solver import guard
 from autoshard.solver.evaluate import evaluate as evaluate_choice
-from autoshard.solver.formulate import formulate, random_annotations
+from autoshard.solver.formulate import formulate
+from autoshard.solver.random_plans import random_annotations
 
 pytest.importorskip("torch_xla")
 

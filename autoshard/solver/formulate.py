@@ -89,19 +89,19 @@ class Formulation:
             chosen = choice[first_group + group.id]
             made = op_specs(ways, group, graph, chosen)
             pins.update((value, spec) for value, spec in made.items() if value in annotatable)
-        copies: dict[tuple[Value, int], Spec] = {}
+        wants: dict[tuple[Value, int], list[Spec]] = {}
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
             for position, value in enumerate(group.inputs):
                 if value not in pins or graph.type_of(value).dtype not in FLOATS:
                     continue
                 wanted = ways.read(position, chosen)
-                if wanted == pins[value]:
-                    continue
                 for op_id in group.ops:
                     op = graph.ops[op_id]
                     if value in op.operands and op.aten is not None:
-                        copies[value, op.aten] = wanted
+                        wants.setdefault((value, op.aten), []).append(wanted)
+        read = {key: one_copy(specs) for key, specs in wants.items()}
+        copies = {key: spec for key, spec in read.items() if spec != pins[key[0]]}
         return Annotations(pins, copies, self._hops(choice, pins, copies))
 
     def _hops(
@@ -128,6 +128,14 @@ class Formulation:
                 if hops:
                     found[value, spec] = hops
         return found
+
+
+def one_copy(wants: Sequence[Spec]) -> Spec:
+    """What the HLO ops of one aten op read that want these shardings of one value: all read one copy.
+
+    The one that all others are slices of, which the partitioner takes by itself; else what the last of them wants.
+    """
+    return next((spec for spec in wants if all(_is_slice(spec, other) for other in wants)), wants[-1])
 
 
 def formulate(
@@ -184,6 +192,7 @@ class _Builder:
         arguments = self._arguments()
         ways = self._groups()
         copies = self._edges(ways)
+        self._shared_reads(ways)
         self._ties()
         if memory is not None:
             self._usages(ways, copies)
@@ -386,6 +395,35 @@ class _Builder:
             self._edge(copy, reader, self._expand(out_key, self._matrices[out_key], held, wanted))
         return Copy(value, held, same)
 
+    def _shared_reads(self, ways: Sequence[Strategies]) -> None:
+        """Groups that one aten op's HLO ops fall into read one copy of a value: see `one_copy`."""
+        wants: dict[tuple[Value, int], dict[int, Specs]] = {}
+        for group, own in zip(self.groups.groups, ways, strict=True):
+            for value, specs in zip(group.inputs, own.inputs, strict=True):
+                if self._copied(value) and not any(isinstance(spec, Partial) for spec in specs.choices):
+                    for op in (self.graph.ops[number] for number in group.ops):
+                        if op.aten is not None and value in op.operands:
+                            wants.setdefault((value, op.aten), {})[group.id] = specs
+        for (value, _), found in wants.items():
+            *others, (last, read) = found.items()
+            for other, wanted in others:
+                item = self._moved_as(value, [self.first_group + other])
+                matrix = self._differently(value, read.choices, wanted.choices, item)
+                key = ("shared", self.graph.type_of(value), item, read.choices, wanted.choices)
+                self._edge(self.first_group + last, self.first_group + other, self._expand(key, matrix, read, wanted))
+
+    def _differently(self, value: Value, reads: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int) -> Matrix:
+        """Seconds for an op that wants one of `wanted` (columns) where what is read was made as one of `reads`."""
+        kind = self.graph.type_of(value)
+        key = ("differently", kind, item, reads, wanted)
+        if key not in self._matrices:
+            rows, columns = [plain(spec) for spec in reads], [plain(spec) for spec in wanted]
+            found = reshard_matrix(kind.shape, item, rows, columns, self.mesh, self.device)[0].copy()
+            sliced = [[_is_slice(row, column) or _is_slice(column, row) for column in columns] for row in rows]
+            found[np.array(sliced)] = 0.0
+            self._matrices[key] = found
+        return self._matrices[key]
+
     def _edge(self, tail: int, head: int, costs: Matrix) -> int:
         self.edges.append((tail, head))
         self.edge_costs.append(costs)
@@ -563,29 +601,3 @@ def check_hints(graph: Graph, hints: Mapping[str, Spec]) -> None:
                 f"hint {name}={format_spec(spec)}: the program has no parameter, buffer, input or optimizer state of "
                 f"that name" + (f"; did you mean {', '.join(near)}?" if near else "")
             )
-
-
-def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:
-    """A plan drawn at random: every group takes some strategy, every argument some sharding, ties are kept.
-
-    What a model of the partitioner must predict as well as it predicts good plans.
-    """
-    from autoshard.cost.device import load_device
-    from autoshard.solver.guard import guarded
-
-    draw = np.random.default_rng(seed)
-    formulation = formulate(graph, mesh, load_device(mesh.device))
-    problem = formulation.problem
-    choice = [int(draw.integers(len(costs))) for costs in problem.node_costs]
-    ties: dict[int, list[tuple[int, Matrix]]] = {}
-    for (tail, head), costs in zip(problem.edges, problem.edge_costs, strict=True):
-        ties.setdefault(tail, []).append((head, costs))
-        ties.setdefault(head, []).append((tail, costs.T))
-    for node in range(len(choice)):  # arguments come first: what they feed back into follows them
-        allowed = np.isfinite(problem.node_costs[node])
-        for other, costs in ties.get(node, ()):
-            if other < node:
-                allowed = allowed & np.isfinite(costs[:, choice[other]])
-        if not allowed[choice[node]] and allowed.any():
-            choice[node] = int(draw.choice(np.flatnonzero(allowed)))
-    return guarded(graph, formulation.annotations(choice), mesh)

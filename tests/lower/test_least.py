@@ -12,7 +12,7 @@ from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
-from autoshard.solver.formulate import random_annotations
+from autoshard.solver.random_plans import random_annotations
 from tests.capture.models import Mlp, mean_square, sample
 
 MESH = Mesh((2, 4), ("data", "model"))

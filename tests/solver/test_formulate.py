@@ -15,8 +15,9 @@ from autoshard.cost.reshard import reshard_steps
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.formulate import Formulation, formulate, random_annotations
+from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import Problem, Status
+from autoshard.solver.random_plans import random_annotations
 from autoshard.solver.solve import solve
 from tests.graph.helpers import graph_of
 
