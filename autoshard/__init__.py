@@ -17,6 +17,7 @@ import autoshard.plan  # noqa: F401
 from autoshard.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
 from autoshard.comparison import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
+from autoshard.explanation import Explanation, explain
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, PlanError, PlanMismatchError
 
@@ -24,6 +25,7 @@ __all__ = [
     "AutoshardError",
     "CaptureError",
     "Comparison",
+    "Explanation",
     "Mesh",
     "Plan",
     "PlanError",
@@ -32,6 +34,7 @@ __all__ = [
     "capture",
     "compare",
     "evaluate",
+    "explain",
     "manual_plan",
     "plan",
     "plan_program",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +15,12 @@ from autoshard.mesh import MAX_DEVICES, Mesh, Spec, as_spec, format_spec, parse_
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
+    from autoshard.cost.collectives import Collective
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
-    from autoshard.plan import Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.plan import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.solver.formulate import Formulation
     from autoshard.solver.problem import Problem, Solution
 
 Progress = Callable[[str], None]
@@ -321,20 +323,39 @@ def plan_graph(
 ) -> Decision:
     """Choose a strategy for every op of a graph."""
     from autoshard.cost.device import load_device
+    from autoshard.solver.formulate import check_hints, formulate
+
+    say = progress or (lambda stage: None)
+    check_hints(graph, hints or {})
+    say("strategies")
+    formulation = formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=hints)
+    return decide(
+        formulation, mesh, hints=hints, fold=fold, time_limit=time_limit, seed=seed, backend=backend, progress=progress
+    )
+
+
+def decide(
+    formulation: Formulation,
+    mesh: Mesh,
+    *,
+    hints: Mapping[str, Spec] | None = None,
+    fold: bool = True,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Decision:
+    """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
+    from autoshard.cost.device import load_device
     from autoshard.plan import NoPlanError
     from autoshard.solver.evaluate import evaluate as evaluate_choice
-    from autoshard.solver.formulate import check_hints, formulate
     from autoshard.solver.guard import guarded
     from autoshard.solver.problem import Status
     from autoshard.solver.shared import solved_together
     from autoshard.solver.solve import solve
 
-    say = progress or (lambda stage: None)
-    check_hints(graph, hints or {})
-    say("strategies")
+    (progress or (lambda stage: None))("solve")
     device = load_device(mesh.device)
-    formulation = formulate(graph, mesh, device, memory=memory, hints=hints)
-    say("solve")
     ends = time.perf_counter() + time_limit
 
     def solved(problem: Problem) -> Solution:
@@ -359,9 +380,10 @@ def plan_graph(
         raise NoPlanError(
             f"no plan {found} on mesh {shape}: {solution.message}", least.reached if least is not None else math.inf
         )
-    counted = evaluate_choice(formulation.problem, solution.choice).peak if memory is not None else math.inf
+    limited = formulation.problem.limit is not None
+    counted = evaluate_choice(formulation.problem, solution.choice).peak if limited else math.inf
     chosen = formulation.annotations(solution.choice)
-    written = guarded(graph, chosen, mesh)
+    written = guarded(formulation.graph, chosen, mesh)
     if written != chosen and solution.status is Status.OPTIMAL:
         solution = replace(solution, status=Status.FEASIBLE)
     return Decision(written, solution, formulation.problem, counted)
@@ -432,31 +454,43 @@ def written_plan(
         mesh,
         annotations,
         options=options,
-        predicted=totals(predicted),
+        predicted=totals(predicted, graph),
         solver=solver,
         replicated_ops=replicated_ops(predicted),
         outputs=predicted.specs,
     )
 
 
-def totals(prediction: Prediction) -> Predicted:
-    """What a plan records of a prediction: collectives summed per kind and axes."""
-    from autoshard.plan import CollectiveTotal, Predicted
+def totals(prediction: Prediction, graph: Graph | None = None) -> Predicted:
+    """What a plan records of a prediction: collectives summed per kind and axes; with its graph, also per module."""
+    from autoshard.cost.breakdown import by_module
+    from autoshard.plan import ModuleCost, Predicted
 
-    summed: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for one in prediction.collectives:
-        entry = summed.setdefault((one.kind, one.axes), [0, 0])
-        entry[0] += one.count
-        entry[1] += one.count * one.bytes
+    shares = {} if graph is None else by_module(graph, prediction)
     return Predicted(
         step_time_s=prediction.step_time_s,
         compute_s=prediction.compute_s,
         communication_s=prediction.communication_s,
         overlapped_s=prediction.overlapped_s,
         mfu=prediction.mfu,
-        collectives=tuple(CollectiveTotal(*key, *entry) for key, entry in sorted(summed.items())),
+        collectives=_summed(prediction.collectives),
         peak_memory_bytes=prediction.peak_memory_bytes,
+        modules=tuple(
+            ModuleCost(*place, share.compute_s, share.communication_s, _summed(share.collectives))
+            for place, share in shares.items()
+        ),
     )
+
+
+def _summed(collectives: Iterable[Collective]) -> tuple[CollectiveTotal, ...]:
+    from autoshard.plan import CollectiveTotal
+
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for one in collectives:
+        entry = found.setdefault((one.kind, one.axes), [0, 0])
+        entry[0] += one.count
+        entry[1] += one.count * one.bytes
+    return tuple(CollectiveTotal(*key, *entry) for key, entry in sorted(found.items()))
 
 
 def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:

@@ -23,18 +23,18 @@ import autoshard
 from autoshard import files
 from autoshard.api import candidate_meshes, collector_paused, plan_program
 from autoshard.capture.sources import is_stablehlo
-from autoshard.cli_compare import compare
+from autoshard.cli_compare import compare, explain
 from autoshard.cli_lower import lower
 from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import (
     JSON,
     PLAN_FILE,
+    as_planned,
     captured,
     known_device,
     loaded,
     module,
-    planned_with,
     print_json,
     with_source,
 )
@@ -245,9 +245,7 @@ def verify(
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
     if target is not None:
         on_target(found.mesh, parse_target(target, found.mesh.size))
-    if source.startswith("hf:"):  # the plan knows what it was planned with
-        planned_batch, planned_seq, planned_train = planned_with(found)
-        batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train
+    batch, seq, train = as_planned(found, source, batch, seq, train)
     with Stages() as stages:
         load = module if is_stablehlo(source) else loaded
         loaded_source = load(source, batch, seq, fields, train, stages)
@@ -270,13 +268,24 @@ def verify(
 
 @commands.command()
 @PLAN_FILE
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="OUT.HTML", help="Write it as a page, with all modules."
+)
 @JSON
-def show(plan_file: Path, as_json: bool) -> None:
-    """Print a plan: what splits what, what it is predicted to cost, how good it is proved to be."""
+def show(plan_file: Path, html: Path | None, as_json: bool) -> None:
+    """Print a plan: what splits what, what it is predicted to cost, how good it is proved to be.
+
+    --html writes one self-contained page instead, with shardings drawn and costs module by module.
+    """
     found = Plan.load(plan_file)
-    click.echo(str(found))
+    if html is None:
+        click.echo(str(found))
+    else:
+        files.write(html, found.to_html())
+        click.echo(f"Wrote {html}")
     if as_json:
-        print_json({"plan": str(plan_file), **_summary(found)})
+        written = {} if html is None else {"html": str(html)}
+        print_json({"plan": str(plan_file), **written, **_summary(found)})
 
 
 @commands.command()
@@ -362,14 +371,14 @@ def calibrate(
 
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
-    from autoshard.plan_json import to_dict
+    from autoshard.plan_json import predicted_to, to_dict
 
     whole = to_dict(found)
     return {
         "fingerprint": found.program.fingerprint,
         "kind": found.program.kind,
         "mesh": whole["mesh"],
-        "predicted": whole["predicted"],
+        "predicted": None if found.predicted is None else predicted_to(found.predicted, modules=False),
         "solver": whole["solver"],
         "activations": len(found.activations),
         "replicated_ops": len(found.replicated_ops),
@@ -378,4 +387,5 @@ def _summary(found: Plan) -> dict[str, Any]:
 
 
 commands.add_command(compare)
+commands.add_command(explain)
 commands.add_command(lower)

@@ -1,4 +1,4 @@
-"""`autoshard compare`: plans of one program beside one another."""
+"""`autoshard compare` and `explain`: a plan beside others, and beside what each other sharding of a tensor costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from autoshard import files
 from autoshard.api import collector_paused
 from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_setting
 from autoshard.cli_progress import Stages
-from autoshard.cli_source import JSON, captured, known_device, print_json, with_source
+from autoshard.cli_source import (
+    JSON,
+    PLAN_FILE,
+    as_planned,
+    captured,
+    known_device,
+    print_json,
+    with_source,
+)
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 
@@ -108,3 +116,51 @@ def _asked(plans: str | None) -> tuple[list[str] | None, list[Path]]:
     return [each for each in asked if not each.endswith(".json")], [
         Path(each) for each in asked if each.endswith(".json")
     ]
+
+
+@click.command()
+@PLAN_FILE
+@with_source
+@click.argument("tensors", metavar="TENSOR...", nargs=-1, required=True)
+@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
+@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, metavar="S")
+@click.option("--html", type=click.Path(path_type=Path), metavar="OUT.HTML", help="Also write the plan's page with it.")
+@JSON
+def explain(
+    plan_file: Path,
+    source: str,
+    tensors: Sequence[str],
+    batch: int | None,
+    seq: int | None,
+    settings: Sequence[str],
+    train: str | None,
+    time_limit: float,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Say what each other sharding of TENSORs would cost, SOURCE planned again around it.
+
+    A TENSOR is a parameter, buffer, input or optimizer state (with * for several that are fixed alike), a module's path
+    for what it returns, or op12 for the result of aten op 12.
+    """
+    from autoshard.explanation import explain_all
+
+    found = Plan.load(plan_file)
+    if html is not None:
+        files.check_writable(html)
+    fields = pairs("--set", [parse_setting(setting) for setting in settings])
+    batch, seq, train = as_planned(found, source, batch, seq, train)
+    with Stages() as stages:
+        program = captured(source, batch, seq, fields, train, stages)
+        said = explain_all(found, tensors, program, time_limit=time_limit, progress=stages.begin)
+        if html is not None:
+            stages.begin("write")
+            files.write(html, found.to_html(said))
+    click.echo("\n\n".join(map(str, said)))
+    if html is not None:
+        click.echo(f"\nWrote {html}")
+    if as_json:
+        written = None if html is None else str(html)
+        print_json(
+            {"plan": str(plan_file), "html": written, "explained": [each.to_dict() for each in said], **stages.spent()}
+        )

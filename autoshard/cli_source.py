@@ -12,6 +12,7 @@ import click
 import autoshard
 from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_progress import Stages
+from autoshard.plan import Plan
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
@@ -91,6 +92,16 @@ def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
     if found.program.kind == "forward":
         return batch, seq, None
     return batch, seq, "adamw" if any(name.endswith(".exp_avg") for name in found.optimizer_state) else "sgd"
+
+
+def as_planned(
+    plan: Plan, source: str, batch: int | None, seq: int | None, train: str | None
+) -> tuple[int | None, int | None, str | None]:
+    """What to build SOURCE with for a plan: what is given, else what the plan was made with, where SOURCE is `hf:`."""
+    if not source.startswith("hf:"):
+        return batch, seq, train
+    planned_batch, planned_seq, planned_train = planned_with(plan)
+    return batch or planned_batch, seq or planned_seq, train or planned_train
 
 
 def print_json(value: dict[str, Any]) -> None:

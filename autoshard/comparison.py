@@ -121,9 +121,9 @@ class Comparison:
             "plans": [
                 {
                     "name": row.name,
-                    "predicted": predicted_to(row.predicted),
+                    "predicted": predicted_to(row.predicted, modules=False),
                     "fits_memory": self._fits(row.predicted),
-                    "compiled": None if row.compiled is None else predicted_to(row.compiled),
+                    "compiled": None if row.compiled is None else predicted_to(row.compiled, modules=False),
                     "fidelity": row.fidelity,
                     "error": row.error or None,
                 }

@@ -22,6 +22,7 @@ from autoshard.mesh import Mesh, Spec, format_spec, replicated
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Argument, AtenOp, Program, TensorType
+    from autoshard.explanation import Explanation
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
     from autoshard.lower.to_jax import JaxShardings
@@ -155,6 +156,25 @@ class CollectiveTotal(_Figures):
 
 
 @dataclass(frozen=True)
+class ModuleCost(_Figures):
+    """What one module takes of a step, in one phase; its submodules are not counted.
+
+    Attributes:
+        module: its path, `""` for what belongs to none.
+        phase: `forward`, `backward` or `optimizer`; `""` for what is done with its parameters before any op reads them,
+            and where the phase is unknown.
+        compute_s, communication_s: seconds of its kernels (a kernel counts where its last op is) and collectives.
+        collectives: totals, per kind and axes.
+    """
+
+    module: str
+    phase: str
+    compute_s: float
+    communication_s: float
+    collectives: tuple[CollectiveTotal, ...] = ()
+
+
+@dataclass(frozen=True)
 class Predicted(_Figures):
     """What the cost model says of one step.
 
@@ -165,6 +185,7 @@ class Predicted(_Figures):
         mfu: useful FLOP (every op counted once over the whole mesh) / (step time x peak FLOP/s of all devices).
         collectives: totals, per kind and axes.
         peak_memory_bytes: per device.
+        modules: compute and communication per module and phase, in program order; empty where nobody worked it out.
     """
 
     step_time_s: float
@@ -174,6 +195,7 @@ class Predicted(_Figures):
     mfu: float
     collectives: tuple[CollectiveTotal, ...]
     peak_memory_bytes: int
+    modules: tuple[ModuleCost, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -288,6 +310,7 @@ class Plan:
         predicted: what the cost model says; None for a plan that was written by hand and not evaluated.
         solver: None for a plan that no solver made.
         replicated_ops: what was replicated for want of a rule.
+        captured: the program itself, where the plan was made in this process; not saved, and not compared.
 
     Raises:
         PlanError: a spec that does not fit its tensor or the mesh, naming the tensor.
@@ -305,6 +328,7 @@ class Plan:
     predicted: Predicted | None = None
     solver: SolverInfo | None = None
     replicated_ops: tuple[ReplicatedOp, ...] = ()
+    captured: Program | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check every spec against its tensor and the mesh."""
@@ -368,6 +392,12 @@ class Plan:
         except OSError as error:
             raise PlanError(f"cannot read {path}: {error.strerror or error}") from None
         return cls.from_json(text, str(path))
+
+    def to_html(self, explanations: Sequence[Explanation] = ()) -> str:
+        """The plan as one self-contained page, with what `autoshard.explain` said of some tensors."""
+        from autoshard.page import page
+
+        return page(self, explanations)
 
     # What it is for.
 
@@ -591,6 +621,7 @@ def plan_of(
         predicted=predicted,
         solver=solver,
         replicated_ops=tuple(replicated_ops),
+        captured=program,
     )
 
 

@@ -19,6 +19,7 @@ from autoshard.plan import (
     ActivationPlan,
     CollectiveTotal,
     Copy,
+    ModuleCost,
     OpSignature,
     Options,
     Plan,
@@ -132,23 +133,36 @@ def _op_to(op: OpSignature) -> Json:
     return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs}
 
 
-def predicted_to(predicted: Predicted) -> Json:
-    """Predicted figures as plain JSON values, keys in the format's order."""
-    return {
+def predicted_to(predicted: Predicted, *, modules: bool = True) -> Json:
+    """Predicted figures as plain JSON values, keys in the format's order; `modules`: also those of each module."""
+    found = {
         "step_time_s": predicted.step_time_s,
         "compute_s": predicted.compute_s,
         "communication_s": predicted.communication_s,
         "overlapped_s": predicted.overlapped_s,
         "mfu": predicted.mfu,
-        "collectives": [
-            {"kind": each.kind, "axes": list(each.axes), "count": each.count, "bytes": each.bytes}
-            for each in predicted.collectives
-        ],
+        "collectives": _collectives_to(predicted.collectives),
         "peak_memory_bytes": predicted.peak_memory_bytes,
     }
+    if modules and predicted.modules:
+        found["modules"] = [
+            {
+                "module": each.module,
+                "phase": each.phase,
+                "compute_s": each.compute_s,
+                "communication_s": each.communication_s,
+                "collectives": _collectives_to(each.collectives),
+            }
+            for each in predicted.modules
+        ]
+    return found
 
 
-_ONE_LINE_EACH = frozenset({"collectives", "hints", "ops"})
+def _collectives_to(totals: Sequence[CollectiveTotal]) -> list[Json]:
+    return [{"kind": each.kind, "axes": list(each.axes), "count": each.count, "bytes": each.bytes} for each in totals]
+
+
+_ONE_LINE_EACH = frozenset({"collectives", "hints", "modules", "ops"})
 """Collections below the second level that get a line per entry; those at the top all do."""
 
 
@@ -334,5 +348,12 @@ def _op_from(op: Json) -> OpSignature:
 
 
 def _predicted_from(value: Json) -> Predicted:
-    collectives = tuple(CollectiveTotal(**(each | {"axes": tuple(each["axes"])})) for each in value["collectives"])
-    return Predicted(**(value | {"collectives": collectives}))
+    modules = tuple(
+        ModuleCost(**(each | {"collectives": _collectives_from(each["collectives"])}))
+        for each in value.get("modules", ())
+    )
+    return Predicted(**(value | {"collectives": _collectives_from(value["collectives"]), "modules": modules}))
+
+
+def _collectives_from(totals: Sequence[Json]) -> tuple[CollectiveTotal, ...]:
+    return tuple(CollectiveTotal(**(each | {"axes": tuple(each["axes"])})) for each in totals)

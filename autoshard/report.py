@@ -63,7 +63,7 @@ def layout(spec: Spec) -> str:
     return "[" + ", ".join("+".join(dim) or "-" for dim in spec) + "]"
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Sorts `h.2` before `h.10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
@@ -84,7 +84,7 @@ def module_table(plan: Plan) -> list[str]:
     """
     rows: list[_Row] = []
     for title, tensors in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
-        for name, tensor in sorted(tensors.items(), key=lambda item: _natural(item[0])):
+        for name, tensor in sorted(tensors.items(), key=lambda item: natural(item[0])):
             module, _, short = name.rpartition(".")
             rows.append(_row(module if title != "inputs" else "inputs", short, tensor))
     joined = _join(rows) + _optimizer_state(plan) + _join(_activations(plan.activations))
@@ -122,11 +122,12 @@ def _join(rows: Iterable[_Row]) -> list[_Row]:
 
 def _numbered(between: Sequence[str], numbers: Sequence[tuple[str, ...]]) -> str:
     """What lies between the numbers of a path (`h.`, `.attn`), and the numbers of its members, as `h.0-11.attn`."""
-    places = [_ranges(sorted({int(number) for number in each})) for each in zip(*numbers, strict=True)]
+    places = [ranges(sorted({int(number) for number in each})) for each in zip(*numbers, strict=True)]
     return between[0] + "".join(place + text for place, text in zip(places, between[1:], strict=True))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-2,5`, of increasing numbers."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -154,24 +155,71 @@ def _optimizer_state(plan: Plan) -> list[_Row]:
     return rows + _join(_row(*name.rpartition(".")[::2], tensor) for name, tensor in other)
 
 
+def states_of(plan: Plan) -> dict[str, str]:
+    """Parameter -> what the optimizer keeps for it: `2 optimizer states alike`, or how those split otherwise are."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for name, state in plan.optimizer_state.items():
+        parameter, _, short = name.rpartition(".")
+        alike, other = found.setdefault(parameter, ([], []))
+        if (of := plan.parameters.get(parameter)) is not None and of.spec == state.spec:
+            alike.append(short)
+        else:
+            other.append(f"{short} {layout(state.spec)}")
+    return {
+        parameter: ", ".join(
+            [f"{len(alike)} optimizer state{'s' if len(alike) > 1 else ''} alike"] * bool(alike) + other
+        )
+        for parameter, (alike, other) in found.items()
+    }
+
+
 def _parameter_of(state: str, parameters: Mapping[str, TensorPlan]) -> TensorPlan | None:
     return parameters.get(state.rpartition(".")[0])
 
 
-def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
-    """Per module one row for all values that are split alike, with the ops that most of them come from.
+@dataclass(frozen=True)
+class ValueGroup:
+    """Values of one module that are split alike, and read alike.
 
-    What comes after the last op of a module is the optimizer's.
+    Attributes:
+        module: its path; `(optimizer step)` for what comes after the last op of a module.
+        members: the values, in program order.
     """
+
+    module: str
+    members: tuple[ActivationPlan, ...]
+
+    @property
+    def names(self) -> str:
+        """`5 values: add, gelu, ...`."""
+        ops = Counter[str]()
+        for each in self.members:
+            name = each.key.name.split(".")[1:2] or [each.key.name]  # namespace.op.overload
+            ops[name[0].removesuffix("_copy")] += 1
+        return _values(ops)
+
+
+def activation_groups(activations: Sequence[ActivationPlan]) -> list[ValueGroup]:
+    """Per module one group for all values that are split alike; the optimizer's last."""
     last = max((each.key.index for each in activations if each.module), default=-1)
-    groups: dict[tuple[str, str, str], Counter[str]] = {}
+    groups: dict[tuple[str, str, str], list[ActivationPlan]] = {}
     for each in activations:
         module = each.module or ("(optimizer step)" if 0 <= last < each.key.index else "")
-        split = "not pinned" if each.spec is None else layout(each.spec)
-        name = each.key.name.split(".")[1:2] or [each.key.name]  # namespace.op.overload
-        groups.setdefault((module, split, _reads(each.copies)), Counter())[name[0].removesuffix("_copy")] += 1
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0].startswith("("), _natural(item[0][0])))
-    return [_Row(module, _values(names), "", split, reads) for (module, split, reads), names in ordered]
+        groups.setdefault((module, _split(each), _reads(each.copies)), []).append(each)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0].startswith("("), natural(item[0][0])))
+    return [ValueGroup(module, tuple(members)) for (module, _, _), members in ordered]
+
+
+def _split(value: ActivationPlan) -> str:
+    return "not pinned" if value.spec is None else layout(value.spec)
+
+
+def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
+    """A row per group of values, with the ops that most of them come from."""
+    return [
+        _Row(group.module, group.names, "", _split(group.members[0]), _reads(group.members[0].copies))
+        for group in activation_groups(activations)
+    ]
 
 
 def _values(names: Counter[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 from autoshard import cli
+from autoshard.cli_source import planned_with
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, TensorPlan
 from autoshard.verify.check import VerifyReport
@@ -261,10 +262,10 @@ def test_what_a_plan_was_planned_with():
     tokens = {"input_ids": TensorPlan((8, 512), "i64", ((), ()))}
     adamw = {"w.exp_avg": TensorPlan((2,), "f32", ((),))}
     plan = plans.plan()
-    assert cli.planned_with(replace(plan, inputs=tokens, optimizer_state=adamw)) == (8, 512, "adamw")
-    assert cli.planned_with(replace(plan, inputs=tokens)) == (8, 512, "sgd")
-    assert cli.planned_with(plan) == (8, None, "sgd")
-    assert cli.planned_with(plans.plan(plans.program(kind="forward"))) == (8, None, None)
+    assert planned_with(replace(plan, inputs=tokens, optimizer_state=adamw)) == (8, 512, "adamw")
+    assert planned_with(replace(plan, inputs=tokens)) == (8, 512, "sgd")
+    assert planned_with(plan) == (8, None, "sgd")
+    assert planned_with(plans.plan(plans.program(kind="forward"))) == (8, None, None)
 
 
 def test_plans_are_compared(run, tmp_path):
@@ -296,3 +297,25 @@ def test_a_comparison_that_cannot_be_made(run, arguments, message):
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_page_is_written(run, tmp_path):
+    assert run("plan", "nets.py:step", "--mesh", "2x2", "-o", "plan.json")[0] == 0
+    status, out, err = run("show", "plan.json", "--html", "plan.html", "--json")
+    assert (status, err) == (0, "")
+    assert out.startswith("Wrote plan.html\n")
+    assert json.loads(out.splitlines()[-1])["html"] == "plan.html"
+    assert (tmp_path / "plan.html").read_text() == Plan.load(tmp_path / "plan.json").to_html()
+
+
+def test_other_shardings_are_explained(run, tmp_path):
+    assert run("plan", "nets.py:step", "--mesh", "2x2", "-o", "plan.json")[0] == 0
+    status, out, err = run("explain", "plan.json", "nets.py:step", "0.weight", "0", "--html", "why.html", "--json")
+    assert (status, err) == (0, "")
+    weight, activation = json.loads(out.splitlines()[-1])["explained"]
+    assert (weight["tensor"], weight["shape"], activation["tensor"]) == ("0.weight", [256, 64], "0")
+    assert out.startswith("0.weight f32[256,64], * as planned")
+    assert "Why this" in (tmp_path / "why.html").read_text()
+    status, out, err = run("explain", "plan.json", "nets.py:step", "1.weight")
+    assert (status, out) == (2, "")
+    assert "no tensor called '1.weight'; did you mean" in err

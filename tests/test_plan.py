@@ -21,6 +21,7 @@ from autoshard.plan import (
     ActivationPlan,
     CollectiveTotal,
     Copy,
+    ModuleCost,
     OpSignature,
     Options,
     Plan,
@@ -74,7 +75,12 @@ def any_plan(draw):
     ops = st.builds(OpSignature, names, st.lists(types).map(tuple), st.lists(producers, max_size=3).map(tuple))
     kinds = st.sampled_from(["all-reduce", "all-gather", "collective-permute"])
     totals = st.builds(CollectiveTotal, kinds, st.just(mesh.axis_names), naturals, naturals)
-    predicted = st.builds(Predicted, *[figures] * 5, st.lists(totals, max_size=2).map(tuple), naturals)
+    some = st.lists(totals, max_size=2).map(tuple)
+    phases = st.sampled_from(["forward", "backward", "optimizer", ""])
+    modules = st.lists(st.builds(ModuleCost, st.text(max_size=5), phases, figures, figures, some), max_size=2).map(
+        tuple
+    )
+    predicted = st.builds(Predicted, *[figures] * 5, some, naturals, modules)
     solver = st.builds(SolverInfo, names, figures, figures | st.none() | st.just(-math.inf), figures, names)
     hints = st.dictionaries(names, specs(mesh.axis_names), max_size=2)
     options = st.builds(

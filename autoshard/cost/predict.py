@@ -58,6 +58,7 @@ class Prediction:
         replicated_ops: what had to be replicated for want of a rule.
         specs: value -> the sharding its readers find.
         compiled: the kernels of one device in the order in which the target's compiler is taken to run them.
+        kernel_s, collective_s: seconds of every kernel, with the graph op that it ends with, and of every collective.
     """
 
     step_time_s: float
@@ -70,6 +71,8 @@ class Prediction:
     replicated_ops: tuple[ReplicatedOp, ...] = field(repr=False)
     specs: Mapping[Value, Spec] = field(repr=False)
     compiled: Compiled = field(repr=False)
+    kernel_s: tuple[tuple[int | None, float], ...] = field(repr=False)
+    collective_s: tuple[float, ...] = field(repr=False)
 
 
 def predict(
@@ -87,7 +90,8 @@ def predict(
     target = device.target
     lowered = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")
     compiled = backend_of(device).compile(lowered)
-    compute = _per_group(compiled, groups, device)
+    kernels = _per_op(compiled, device)
+    compute = _per_group(kernels, groups)
     collectives = partitioned.collectives
     times = collective_seconds(collectives, compiled, mesh, device)
     compute_s, communication_s = sum(compute), sum(times)
@@ -104,17 +108,27 @@ def predict(
         compiled=compiled,
         replicated_ops=_replicated(graph, groups, flops, device),
         specs=shardings.specs,
+        kernel_s=tuple(kernels),
+        collective_s=tuple(times),
     )
 
 
-def _per_group(compiled: Compiled, groups: Groups, device: Device) -> list[float]:
+def _per_op(compiled: Compiled, device: Device) -> list[tuple[int | None, float]]:
+    """Seconds of the compiler's kernels, with the op that their last step is of; None for copies that are no op's."""
+    steps = compiled.program.steps
+    return [
+        (steps[kernel.steps[-1]].op if kernel.steps else None, seconds)
+        for kernel, seconds in zip(compiled.kernels, kernel_seconds(compiled, device), strict=True)
+    ]
+
+
+def _per_group(kernels: Sequence[tuple[int | None, float]], groups: Groups) -> list[float]:
     """Seconds of the compiler's kernels, per group that their last op is in."""
     found = [0.0] * max(1, len(groups.groups))
-    steps = compiled.program.steps
-    group = 0  # copies that a combination of collectives needs are no op's
-    for kernel, seconds in zip(compiled.kernels, kernel_seconds(compiled, device), strict=True):
-        if kernel.steps:
-            group = groups.of.get(steps[kernel.steps[-1]].op, 0)
+    group = 0  # copies that a combination of collectives needs are no op's: they count where they stand
+    for op, seconds in kernels:
+        if op is not None:
+            group = groups.of.get(op, 0)
         found[group] += seconds
     return found
 

@@ -1,0 +1,355 @@
+"""Why a tensor is split as it is: what each other sharding of it would cost.
+
+The program is solved again with the tensor fixed to each of its possible shardings; everything else is free to follow
+it. Times are those predicted of the plan that comes out, in seconds; bytes are per device.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from autoshard.api import (
+    Decision,
+    Progress,
+    captured_graph,
+    collector_paused,
+    decide,
+    predict_annotations,
+    within_limit,
+)
+from autoshard.capture.program import TensorType
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import NoPlanError, Plan, PlanError
+from autoshard.report import columns, duration, layout, size
+
+if TYPE_CHECKING:
+    from autoshard.capture.program import Program
+    from autoshard.cost.predict import Prediction
+    from autoshard.graph.annotations import Annotations
+    from autoshard.graph.ops import Graph, Value
+    from autoshard.solver.formulate import Formulation
+
+_EQUAL = 1e-6
+"""Steps whose times differ by no more than this part are called equal: plans round what they record."""
+_LISTED = 3
+"""Names of changed tensors that are listed before the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best plan that was found with the tensor split one way.
+
+    Attributes:
+        spec: how the tensor is split.
+        step_time_s, compute_s, communication_s, overlapped_s: predicted of that plan; None where there is none.
+        peak_memory_bytes: per device.
+        changed: parameters, buffers and inputs that it splits otherwise than the chosen plan, the tensor left out.
+        error: why there is no such plan, for a person; empty where there is one.
+    """
+
+    spec: Spec
+    step_time_s: float | None = None
+    compute_s: float | None = None
+    communication_s: float | None = None
+    overlapped_s: float | None = None
+    peak_memory_bytes: int | None = None
+    changed: tuple[str, ...] = field(default=(), repr=False)
+    error: str = ""
+
+    def changes(self) -> str:
+        """What it splits otherwise, the numbers of alike tensors left open: `h.*.mlp.c_fc.weight` and 3 more."""
+        names = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in self.changed)
+        listed = ", ".join(list(names)[:_LISTED])
+        return f"{listed} and {len(names) - _LISTED} more" if len(names) > _LISTED else listed
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What every sharding of a tensor would cost.
+
+    Attributes:
+        tensor: its name as it was asked for.
+        type: of the whole tensor.
+        chosen: how the plan splits it.
+        alternatives: shortest step first, then those that there is no plan for; the chosen sharding is among them.
+        mesh: of the plan.
+    """
+
+    tensor: str
+    type: TensorType
+    chosen: Spec
+    alternatives: tuple[Alternative, ...]
+    mesh: Mesh
+
+    def more(self, other: Alternative) -> str:
+        """How much longer a step takes than under the chosen sharding: `+1.2 ms (+3.4 %)`."""
+        mine = next((each.step_time_s for each in self.alternatives if each.spec == self.chosen), None)
+        if mine is None or other.step_time_s is None or other.spec == self.chosen:
+            return ""
+        difference = other.step_time_s - mine
+        if abs(difference) <= _EQUAL * mine:
+            return "equal"
+        sign = "+" if difference >= 0 else "-"
+        share = f" ({100 * difference / mine:+.2g} %)" if mine else ""
+        return f"{sign}{duration(abs(difference))}{share}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `explain --json` prints them."""
+        return {
+            "tensor": self.tensor,
+            "shape": list(self.type.shape),
+            "dtype": self.type.dtype,
+            "chosen": [list(dim) for dim in self.chosen],
+            "alternatives": [
+                {
+                    "spec": [list(dim) for dim in each.spec],
+                    "step_time_s": each.step_time_s,
+                    "compute_s": each.compute_s,
+                    "communication_s": each.communication_s,
+                    "overlapped_s": each.overlapped_s,
+                    "peak_memory_bytes": each.peak_memory_bytes,
+                    "changed": list(each.changed),
+                    "error": each.error or None,
+                }
+                for each in self.alternatives
+            ],
+        }
+
+    def __str__(self) -> str:
+        """A table for a person."""
+        lines = [("split", "step", "more than chosen", "compute", "communication", "memory", "splits otherwise")]
+        errors = []
+        for each in self.alternatives:
+            mark = " *" if each.spec == self.chosen else ""
+            if each.step_time_s is None:
+                errors.append(f"  {layout(each.spec)}: {each.error}")
+                continue
+            times = (each.step_time_s, each.compute_s or 0.0, each.communication_s or 0.0)
+            step, compute, communication = map(duration, times)
+            lines.append(
+                (
+                    layout(each.spec) + mark,
+                    step,
+                    self.more(each),
+                    compute,
+                    communication,
+                    size(each.peak_memory_bytes or 0),
+                    each.changes(),
+                )
+            )
+        title = f"{self.tensor} {self.type.dtype}[{','.join(map(str, self.type.shape))}], * as planned"
+        return "\n".join([title, *("  " + line for line in columns(lines)), *errors])
+
+
+def explain(
+    plan: Plan,
+    tensor: str,
+    program: Program | None = None,
+    *,
+    time_limit: float = 20.0,
+    progress: Progress | None = None,
+) -> Explanation:
+    """What each sharding of a tensor would cost, everything else planned again around it.
+
+    Args:
+        plan: of the program; its options (memory, hints, fold, seed) hold for the others too, a hint for the tensor
+            itself excepted.
+        tensor: name of a parameter, buffer, input or optimizer state; with `*` for several that are fixed alike
+            (`transformer.h.*.mlp.c_fc.weight`); or a value inside the program: a module's path for what it returns, or
+            `op12` or `op12.1` for output 0 or 1 of aten op 12.
+        program: what `autoshard.capture` gave; needed for a plan that was read from a file.
+        time_limit: seconds for the solver, for each sharding.
+        progress: called with the name of each stage as it begins.
+
+    Raises:
+        PlanError: no tensor has that name, or the tensors that the pattern fits have different shapes; there is no
+            program.
+        PlanMismatchError: the plan is for another program.
+    """
+    return explain_all(plan, [tensor], program, time_limit=time_limit, progress=progress)[0]
+
+
+def explain_all(
+    plan: Plan,
+    tensors: Sequence[str],
+    program: Program | None = None,
+    *,
+    time_limit: float = 20.0,
+    progress: Progress | None = None,
+) -> tuple[Explanation, ...]:
+    """`explain`, of several tensors."""
+    from autoshard.cost.device import load_device
+    from autoshard.solver.formulate import formulate
+
+    say = progress or (lambda stage: None)
+    program = program or plan.captured
+    if program is None:
+        raise PlanError("this plan was read from a file: pass its program, autoshard.capture(model, inputs, ...)")
+    plan.check_program(program)
+    with collector_paused():
+        say("graph")
+        graph = captured_graph(program)
+        asked = [_asked(graph, plan, name) for name in tensors]
+        found = []
+        for name, values in zip(tensors, asked, strict=True):
+            ops = {value.op for value in values}
+            own = {each.name for op, each in zip(graph.arguments, program.arguments, strict=True) if op in ops}
+            hints = {hinted: spec for hinted, spec in plan.options.hints.items() if hinted not in own}
+            say("strategies")
+            formulation = formulate(
+                graph, plan.mesh, load_device(plan.mesh.device), memory=plan.options.memory, hints=hints
+            )
+            say("solve")
+            found.append(_explained(plan, graph, formulation, name, values, hints, time_limit))
+        return tuple(found)
+
+
+def _asked(graph: Graph, plan: Plan, name: str) -> tuple[Value, ...]:
+    """The values that a name stands for."""
+    from autoshard.graph.ops import Value
+    from autoshard.manual import subtree_outputs
+
+    arguments = {
+        argument.name: (Value(op), argument.type)
+        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
+        if argument.role != "scalar"
+    }
+    matches = [name] if name in arguments else fnmatch.filter(arguments, name) if "*" in name else []
+    if matches:
+        shapes = {arguments[match][1].shape for match in matches}
+        if len(shapes) > 1:
+            raise PlanError(f"{name} fits tensors of {len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}")
+        specs = {plan.tensor(match).spec for match in matches}
+        if len(specs) > 1:
+            raise PlanError(
+                f"{name} fits tensors that are split differently: {', '.join(sorted(map(layout, specs)))}; name one"
+            )
+        return tuple(arguments[match][0] for match in matches)
+    if numbered := re.fullmatch(r"op(\d+)(?:\.(\d+))?", name):
+        value = graph.aten_outputs.get((int(numbered[1]), int(numbered[2] or 0)))
+    else:
+        value = subtree_outputs(graph).get(name)
+    if value is not None:
+        return (value,)
+    near = difflib.get_close_matches(name, arguments, n=3)
+    raise PlanError(
+        f"the program has no tensor called {name!r}"
+        + (f"; did you mean {', '.join(near)}?" if near else "; op12 is the result of aten op 12")
+    )
+
+
+def _explained(
+    plan: Plan,
+    graph: Graph,
+    formulation: Formulation,
+    name: str,
+    values: Sequence[Value],
+    hints: Mapping[str, Spec],
+    time_limit: float,
+) -> Explanation:
+    import numpy as np
+
+    per_value = [_strategies(formulation, value) for value in values]
+    common = [spec for spec in per_value[0][1] if all(spec in specs for _, specs in per_value)]
+    planned = plan.annotations(graph)
+    chosen = planned.pins.get(values[0])
+    if chosen is None:  # of a plan that pins no more than it has to
+        chosen = predict_annotations(graph, planned, plan.mesh).specs[values[0]]
+    others = []
+    for spec in dict.fromkeys([chosen, *common]):
+        if spec == chosen and plan.predicted is not None:
+            others.append(_as_planned(plan, spec))
+            continue
+        masked = list(formulation.problem.node_costs)
+        for node, specs in per_value:
+            allowed = np.array([each == spec for each in specs])
+            masked[node] = np.where(allowed, masked[node], math.inf)
+        problem = replace(formulation.problem, node_costs=masked)
+        others.append(_alternative(plan, graph, replace(formulation, problem=problem), spec, values, hints, time_limit))
+    order = sorted(others, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
+    return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh)
+
+
+def _strategies(formulation: Formulation, value: Value) -> tuple[int, list[Spec]]:
+    """The node that decides a value, and the value's sharding under each of its strategies."""
+    from autoshard.solver.strategies import op_specs, plain
+
+    if value in formulation.argument_values:
+        node = formulation.argument_values.index(value)
+        specs = formulation.argument_specs[node]
+        return node, [plain(specs[i]) for i in range(len(specs.index))]
+    group = formulation.groups.of.get(value.op)
+    if group is None:
+        raise PlanError("that value follows from constants alone: it is free in every sharding")
+    ways, members = formulation.strategies[group], formulation.groups.groups[group]
+    made = [op_specs(ways, members, formulation.graph, number)[value] for number in range(len(ways))]
+    return len(formulation.argument_values) + members.id, made
+
+
+def _as_planned(plan: Plan, spec: Spec) -> Alternative:
+    assert plan.predicted is not None
+    figures = plan.predicted
+    return Alternative(
+        spec,
+        figures.step_time_s,
+        figures.compute_s,
+        figures.communication_s,
+        figures.overlapped_s,
+        figures.peak_memory_bytes,
+    )
+
+
+def _alternative(
+    plan: Plan,
+    graph: Graph,
+    formulation: Formulation,
+    spec: Spec,
+    values: Sequence[Value],
+    hints: Mapping[str, Spec],
+    time_limit: float,
+) -> Alternative:
+    """The best plan of a formulation in which the tensor can only be split as `spec` says."""
+
+    def attempt(limit: float | None) -> tuple[Decision, Annotations, Prediction]:
+        limited = replace(formulation, problem=replace(formulation.problem, limit=limit))
+        decided = decide(
+            limited, plan.mesh, hints=hints, fold=plan.options.fold, time_limit=time_limit, seed=plan.options.seed
+        )
+        return decided, decided.annotations, predict_annotations(graph, decided.annotations, plan.mesh)
+
+    try:
+        _, written, prediction = within_limit(plan.options.memory, attempt)
+    except NoPlanError as error:
+        if math.isfinite(error.least):
+            return Alternative(spec, error=f"needs at least {size(error.least)} per device")
+        return Alternative(spec, error="what the program ties to it cannot be split so")
+    return Alternative(
+        spec,
+        prediction.step_time_s,
+        prediction.compute_s,
+        prediction.communication_s,
+        prediction.overlapped_s,
+        prediction.peak_memory_bytes,
+        _changed(plan, graph, written, {value.op for value in values}),
+    )
+
+
+def _changed(plan: Plan, graph: Graph, written: Annotations, fixed: Container[int]) -> tuple[str, ...]:
+    """Parameters, buffers and inputs that are split otherwise than planned."""
+    pins = {value.op: spec for value, spec in written.pins.items()}
+    planned = {
+        op: (argument, plan.argument(argument))
+        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
+        if argument.role in ("parameter", "buffer", "input") and op not in fixed
+    }
+    return tuple(
+        argument.name
+        for op, (argument, before) in planned.items()
+        if before is not None and pins.get(op, before.spec) != before.spec
+    )
