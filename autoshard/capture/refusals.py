@@ -134,6 +134,15 @@ def execution(where: str, line: str) -> CaptureError:
     )
 
 
+def apart(where: str, line: str) -> CaptureError:
+    """The error for a body that torch traces by itself; `line` as `line_of` gives it."""
+    return CaptureError(
+        f"{where} has torch trace a function apart (torch.cond, while_loop, torch.compile, torch.func){line}, "
+        "which cannot be captured. Compute both sides and choose with torch.where, write a loop whose count is known "
+        "in Python (or as torch_xla's scan), and leave torch.compile to the training loop."
+    )
+
+
 def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
     """The error for an op that torch_xla computes outside XLA; `line` as `line_of` gives it, or the running one."""
     line = _source() if line is None else line

@@ -13,6 +13,7 @@ tensors on an XLA device.
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear and cubic ones as products with their weights; 2-d grid sampling as gathers | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
 | `groups` | convolutions of groups with several features each, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads |
+| `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -31,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture import interpolation, ops
 from autoshard.capture.grouped import grouped_convolution
+from autoshard.capture.loops import unrolled
+from autoshard.capture.transformers_library import transformers_traced
 
 DEFAULT: tuple[str, ...] = (
     "linear",
@@ -40,6 +43,7 @@ DEFAULT: tuple[str, ...] = (
     "embedding",
     "interpolate",
     "groups",
+    "scan",
     "transformers",
 )
 
@@ -76,7 +80,9 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
     handlers = {function: handler for name in names for function, handler in _HANDLERS[name].items()}
     with contextlib.ExitStack() as stack:
         if "transformers" in names:
-            stack.enter_context(_transformers_traced(model))
+            stack.enter_context(transformers_traced(model))
+        if "scan" in names:
+            stack.enter_context(unrolled())
         if "linear" in names:
             stack.enter_context(_conv1d())
         stack.enter_context(_Replace(handlers))
@@ -94,6 +100,9 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func in _FLATTENS:
             return _remember_flattened(func, args, kwargs)
+        if func is torch.Tensor.backward:  # what checkpoints compute again runs in here
+            with self:
+                return _backward(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self, _body_of_functional():
                 return func(*args, **kwargs)
@@ -103,6 +112,13 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
             if result is not _UNTOUCHED:
                 return result
         return func(*args, **kwargs)
+
+
+def _backward(
+    loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward`, which would ask the mode again."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _on_xla(value: Any) -> bool:
@@ -563,48 +579,3 @@ def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: i
 def _per_dim(value: Any, rank: int) -> list[Any] | None:
     values = list(value) if isinstance(value, list | tuple) else [value] * rank
     return values if len(values) == rank else None
-
-
-@contextlib.contextmanager
-def _transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
-    """transformers' mask code leaves values alone when traced; a key-value cache is off."""
-    configs: dict[int, Any] = {}
-    for module in model.modules() if model is not None else ():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            configs[id(config)] = config
-    utilities: Any = sys.modules.get("transformers.utils.import_utils")
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    is_fake = getattr(utilities, "is_fake_tensor", None)
-    find_packed = getattr(masks, "find_packed_sequence_indices", None)
-
-    def packed(position_ids: torch.Tensor) -> Any:
-        # Traced, transformers supposes that any positions may be of packed sequences; those that a model counts
-        # itself are of one sequence each, as it would find by looking at them.
-        return find_packed(position_ids) if find_packed and _reads_data(position_ids) else None
-
-    try:
-        for config in configs.values():
-            config.use_cache = False
-        if is_fake is not None:
-            utilities.is_fake_tensor = lambda x: _on_xla(x) or is_fake(x)
-        if find_packed is not None:
-            masks.find_packed_sequence_indices = packed
-        yield
-    finally:
-        for config in configs.values():
-            config.use_cache = True
-        if is_fake is not None:
-            utilities.is_fake_tensor = is_fake
-        if find_packed is not None:
-            masks.find_packed_sequence_indices = find_packed
-
-
-def _reads_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor depends on any data on the device that is more than one number (an input, a parameter)."""
-    if not _on_xla(tensor):
-        return True
-    import torch_xla
-
-    _, leaves = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
-    return any(leaf.numel() > 1 for leaf in leaves)

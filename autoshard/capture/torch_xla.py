@@ -364,6 +364,8 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
                 raise (
                     refusals.no_lowering(running, where, line) if running else refusals.execution(where, line)
                 ) from error
+            if first.startswith("Expected XLA tensor. Got: XLA"):
+                raise refusals.apart(where, refusals.line_of(error)) from error
             if "device_ready_queues_" in first:  # autograd counts devices once, at its first backward pass
                 raise CaptureError(
                     "this process ran a backward pass before torch_xla was loaded, and autograd has no queue for XLA "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 
 from autoshard.capture.torch_xla import capture
 from autoshard.errors import CaptureError
@@ -193,3 +194,18 @@ print(len(kept), bool(layer.weight.grad.cpu().eq(4).all()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "1 True", (done.returncode, done.stderr[-2000:])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y - 1, (x,)),
+        lambda x: while_loop(lambda i, y: i[0] < 5, lambda i, y: (i + 1, y * 2), (torch.tensor([0]).to(x.device), x))[
+            1
+        ],
+    ],
+)
+def test_branches_and_loops_that_depend_on_values_are_refused(function: Callable[[torch.Tensor], Any]) -> None:
+    text = refusal(function)
+    assert "torch.where" in text
+    assert "test_refusals.py:" in text

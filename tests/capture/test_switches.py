@@ -204,6 +204,50 @@ def aten_names(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> list[
     return [op.name for op in capture(model, inputs, **options).ops]
 
 
+class Layered(nn.Module):
+    """Layers under torch_xla's scan_layers, or its scan, or its checkpoint."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(3))
+        self.weights = nn.Parameter(torch.linspace(-1, 1, 3 * D).reshape(3, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch_xla.experimental.scan import scan
+        from torch_xla.experimental.scan_layers import scan_layers
+        from torch_xla.utils.checkpoint import checkpoint
+
+        if self.how == "scan":
+            last, each = scan(lambda carry, w: (torch.tanh(carry * w), carry.sum()), x, self.weights)
+            return last.sum() + each.sum()
+        x = x * self.weights.sum()
+        if self.how == "scan_layers":
+            return scan_layers(self.layers, x).sum()
+        for layer in self.layers:
+            x = checkpoint(layer, x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("how", ["scan", "scan_layers", "checkpoint"])
+def test_loops_and_checkpoints_train_with_ops_of_their_own(how: str) -> None:
+    names = aten_names(Layered(how), torch.empty(B, D), train=True)
+    assert names.count("aten.tanh.default") == (6 if how == "checkpoint" else 3)
+    if how != "scan":
+        # One dot per layer forward (again in the backward pass, where it is computed again), two backward.
+        assert names.count("autoshard.einsum.default") == (12 if how == "checkpoint" else 9)
+        assert not {"aten.mm.default", "aten.addmm.default", "aten.stack.default"} & set(names)
+
+
+def test_scan_is_left_as_it_was() -> None:
+    from torch_xla.experimental import scan, scan_layers
+
+    before = scan.Scan, scan_layers.scan
+    with active(DEFAULT):
+        assert scan.Scan is not before[0]
+    assert (scan.Scan, scan_layers.scan) == before
+
+
 def test_multi_head_attention_is_made_of_einsums() -> None:
     class Attend(nn.Module):
         def __init__(self) -> None:
