@@ -31,6 +31,8 @@ SLICE = "partition_slice"
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 
 
+SUMS = frozenset({"all-reduce", "reduce-scatter"})
+
 MASKED = frozenset({"dot_general", "reduce"})
 """Kinds that sum over dims: what lies beyond the end of an unevenly split one must not count."""
 
@@ -130,6 +132,7 @@ class _Lowering:
         self.copies: dict[int, int | None] = {}
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those that are part of it
         self.free = free_ops(graph)
         self.folded = fold(graph)
         self.copies_of: dict[Value, list[int]] = {}
@@ -199,13 +202,34 @@ class _Lowering:
                 elif op.operands[source] in self.behind:
                     self.behind[value] = self.behind[op.operands[source]]
             return
+        beside: list[int | None] = []
+        later = self.partitioned.joined.get(number)
+        if later is not None:
+            self.absorbed.setdefault(later, []).extend((*self.absorbed.pop(number, ()), *reads[1:]))
+            self.of[results[0]] = None
+            return
+        if number in self.absorbed:  # operands end to end with those of another one, moved for that
+            beside = self.absorbed.pop(number)
+            count = next((i for i, each in enumerate(own) if each.kind in SUMS), len(own))
+            for collective in own[:count]:
+                beside.append(self._exchanged(beside[-1], collective, number))
+            own = own[count:]
         if op.kind in UPDATES and reads[0] is None:
             reads[0] = self._filled(op.operands[0], results[0], number)
-        made = self._made(op, reads, results, own)
+        made = self._made(op, reads, results, own, beside)
         for value, array in zip(results, made, strict=True):
             self.of[value] = array
         if own:
             self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _exchanged(self, source: int | None, collective: Collective, op: int) -> int:
+        """What a collective over parts of an operand makes."""
+        dtype = "f32" if source is None else self.arrays[source].dtype
+        self.arrays.append(Array(None, dtype, collective.bytes, -1))
+        self._step(
+            collective.kind, op, () if source is None else (source,), (len(self.arrays) - 1,), collective=collective
+        )
+        return len(self.arrays) - 1
 
     def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
         """A step that passes on what it reads; arguments and what has no array are not held back."""
@@ -221,9 +245,18 @@ class _Lowering:
             self.behind[value] = op
 
     def _made(
-        self, op: Op, reads: Sequence[int | None], results: Sequence[Value], own: Sequence[Collective]
+        self,
+        op: Op,
+        reads: Sequence[int | None],
+        results: Sequence[Value],
+        own: Sequence[Collective],
+        beside: Sequence[int | None] = (),
     ) -> tuple[int, ...]:
-        """The arrays of an op's results, before its own collectives; equal steps are one."""
+        """The arrays of an op's results, before its own collectives; equal steps are one.
+
+        Args:
+            beside: what it reads beside its operands.
+        """
         tilings = tuple(self.shardings.made[value] for value in results)
         key: Hashable = None
         if op.kind in REPEATABLE:
@@ -243,7 +276,8 @@ class _Lowering:
         share = self.partitioned.runs[op.id].share
         flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS else 0.0
         held = tuple(value for value, array in zip(op.operands, reads, strict=True) if array is not None)
-        self._step(op.kind, op.id, [array for array in reads if array is not None], made, flops, values=held)
+        arrays = [array for array in (*reads, *beside) if array is not None]
+        self._step(op.kind, op.id, arrays, made, flops, values=held)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)

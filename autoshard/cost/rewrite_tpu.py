@@ -24,7 +24,7 @@ def scattered_onto(program: Lowered) -> Lowered:
     at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
     gone: set[int] = set()
     for number, step in enumerate(program.steps):
-        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) != 3 or not _constant(program, step):
+        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) < 3 or not _constant(program, step):
             continue
         chain, end = [number], step.writes[0]
         readers = program.arrays[end].readers

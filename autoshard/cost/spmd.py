@@ -89,11 +89,13 @@ class Partitioned:
         runs: one per op, in program order.
         copies: collectives of annotated copies (a reshard from the value to its annotation).
         copied: copy number -> how the copy is made; absent where it is the value itself.
+        joined: op -> the later one that it is part of (`spmd_chained`).
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)
     copies: tuple[Collective, ...] = field(repr=False)
     copied: Mapping[int, Move] = field(repr=False, default_factory=dict)
+    joined: Mapping[int, int] = field(repr=False, default_factory=dict)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -140,6 +142,7 @@ class Partitioner:
         self.memo: dict[Hashable, Emission] = {}
         self.emissions: list[Emission] = []
         self.order: dict[int, Dim] = {}
+        self.joined: dict[int, int] = {}
         self.made: set[Hashable] = set()
         self.kept = KeptGathers(graph) if target == "tpu" else None
         self.collectives: list[Collective] = []
@@ -173,7 +176,7 @@ class Partitioner:
             self._sum_once(runs)
             scatter_later(self, runs)
             chained_scatters(self, runs)
-        return Partitioned(tuple(runs), tuple(copies), made)
+        return Partitioned(tuple(runs), tuple(copies), made, self.joined)
 
     def _uneven_results(self) -> list[Collective]:
         """Results that no annotation holds are gathered where their parts would be uneven (compiled so on all targets).

@@ -2,8 +2,8 @@
 
 A scatter-add into zeros whose result is added to something scatters onto that instead, and a scatter onto the result of
 another one with the same dims is one scatter, of indices and updates end to end. So the gradients of a table that
-encoder and decoder share are summed over devices once. Compiled so for GPUs (T5). A TPU's compiler keeps two scatters,
-whose sums are one as those of any two terms are.
+encoder and decoder share are summed over devices once. Compiled so for GPUs and TPUs (T5). Scatters whose results are
+annotated stay two, whose sums are one as those of any two terms are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.cost.spmd_reshard import Step
-from autoshard.cost.spmd_shape import moved_off
+from autoshard.cost.spmd_shape import concatenated
 from autoshard.graph.groups import unscaled
 from autoshard.graph.ops import Op, Value
 
@@ -36,7 +36,8 @@ def chained_scatters(owner: Partitioner, runs: list[OpRun]) -> None:
             last[op.id] = scatter
             before = _scatter_of(owner, other) or (last.get(other.op) if _alone(owner, other) else None)
             if before is not None and all(before.attrs[name] == scatter.attrs[name] for name in _SAME):
-                _join(owner, runs, before, scatter)
+                first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
+                _join(owner, runs, first, last[op.id])
             break
 
 
@@ -63,8 +64,9 @@ def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> Non
         (first,), (second,) = sums
         if (first.kind, first.axes, first.bytes) == (second.kind, second.axes, second.bytes):
             runs[before.id] = replace(runs[before.id], collectives=runs[before.id].collectives[:-1])
-    if owner.target == "tpu":
+    if _annotated(owner, before) or _annotated(owner, scatter):
         return
+    owner.joined[before.id] = scatter.id
     steps = [
         *_end_to_end(owner, before, scatter, 1, (scatter.attrs["index_vector_dim"],)),
         *_end_to_end(owner, before, scatter, 2, scatter.attrs["window_dims"]),
@@ -75,10 +77,21 @@ def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> Non
     runs[scatter.id] = replace(runs[scatter.id], collectives=(*ours[:moved], *added, *ours[moved:]))
 
 
+def _annotated(owner: Partitioner, scatter: Op) -> bool:
+    """Whether an annotation lies between a scatter and the add that reads its result."""
+    value: Value | None = Value(scatter.id)
+    while value is not None:
+        if owner.shardings.copy_read(None, value) is not None or owner.copies_of.get(value):
+            return True
+        reader = next(iter(owner.readers.get(value, ())), None)
+        value = Value(reader.id) if reader is not None and reader.kind in ("multiply", "transpose") else None
+    return False
+
+
 def _end_to_end(owner: Partitioner, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:
     """Reshards around the concatenation of one operand of both, along its first dim that is not in `apart`.
 
-    A split dim gives way to another one while its parts are put together (see `spmd_shape.concatenate`).
+    As of any concatenation: see `spmd_shape.concatenated`.
     """
     kinds = [owner.graph.type_of(op.operands[place]) for op in (before, scatter)]
     splits = [owner.shardings.read(op.id, op.operands[place]) for op in (before, scatter)]
@@ -86,11 +99,11 @@ def _end_to_end(owner: Partitioner, before: Op, scatter: Op, place: int, apart: 
     extent = sum(kind.shape[dim] for kind in kinds)
     shape = tuple(extent if at == dim else size for at, size in enumerate(kinds[0].shape))
     wanted = max(splits, key=owner.subaxes.tiles)
-    run_as = moved_off(owner, shape, wanted, dim)
+    reads, own = concatenated(owner, kinds, shape, splits, wanted, dim)
     reshard = owner.resharder.reshard
     steps = [
         step
-        for kind, split in zip(kinds, splits, strict=True)
-        for step in reshard(kind.shape, kind.dtype, split, run_as)
+        for kind, split, read in zip(kinds, splits, reads, strict=True)
+        for step in reshard(kind.shape, kind.dtype, split, read)
     ]
-    return [*steps, *reshard(shape, kinds[0].dtype, run_as, wanted)]
+    return [*steps, *own]
