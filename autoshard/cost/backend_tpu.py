@@ -18,7 +18,13 @@ from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.on_chip import Life, off_chip, packed
-from autoshard.cost.rewrite_tpu import convolved, laid_out_for_convolutions, scattered_by_rows, scattered_onto
+from autoshard.cost.rewrite_tpu import (
+    convolved,
+    laid_out_for_convolutions,
+    moved_by_rows,
+    scattered_by_rows,
+    scattered_onto,
+)
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
 from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
@@ -127,7 +133,7 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`."""
-        return laid_out_for_convolutions(scattered_by_rows(scattered_onto(program)))
+        return laid_out_for_convolutions(moved_by_rows(scattered_by_rows(scattered_onto(program))))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""

@@ -1,0 +1,62 @@
+"""Scatters and gathers as libtpu compiles them: two into one table, and rows that are narrower than a tile."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, Spec
+from autoshard.verify.check import VerifyReport, compare_compiled
+from autoshard.verify.targets import parse_target
+from tests.graph.helpers import graph_of
+
+pytest.importorskip("libtpu")
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
+
+
+def f32(*shape: int) -> object:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def ids(*shape: int) -> object:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def compiled(function: object, arguments: list[object], specs: list[Spec]) -> VerifyReport:
+    graph = graph_of(function, *arguments)
+    annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
+    module = annotate(graph.program, graph, annotations, MESH)
+    return compare_compiled(graph, annotations, MESH, parse_target("tpu-v5e:2x4"), module)[0]
+
+
+def twice(table: object, i: object, j: object, u: object, v: object) -> object:
+    """An embedding that is looked up twice, updated: the gradients are scattered into one table."""
+    zero = jnp.zeros_like(table)
+    added = zero.at[i].add(u, mode="promise_in_bounds") + zero.at[j].add(v, mode="promise_in_bounds")
+    return table - added
+
+
+def narrow(table: object, i: object, x: object) -> object:
+    """Rows of 8 numbers are looked up, and their gradient is scattered."""
+    y = jnp.tanh(table.at[i].get(mode="promise_in_bounds") * x)
+    return table - jnp.zeros_like(table).at[i].add(y, mode="promise_in_bounds")
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("data",)], ids=["one row each", "four rows each"])
+def test_two_scatters_into_one_table_are_one(axes: tuple[str, ...]) -> None:
+    """Their updates are put end to end: rows are permuted where each device has one, else exchanged and back."""
+    split = [((), ())] + [(axes, ())] * 2 + [(axes, (), ())] * 2
+    report = compiled(twice, [f32(32128, 512), *[ids(8, 512)] * 2, *[f32(8, 512, 512)] * 2], split)
+    assert report.fidelity.value == 0.0
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
+
+
+def test_narrow_rows_take_128_numbers_each() -> None:
+    arguments = [f32(32, 8), ids(512, 512), f32(512, 512, 8)]
+    report = compiled(narrow, arguments, [((), ()), ((), ()), ((), (), ())])
+    assert report.memory_bytes > 512 * 512 * 128 * 4
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
