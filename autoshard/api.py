@@ -67,7 +67,7 @@ def plan(
         memory: bytes per device that the step may use; default what the device kind has; None is no limit.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have.
         fold: let equal layers share their decision (faster; the bound is still that of the whole program).
-        time_limit: seconds for the solver.
+        time_limit: seconds for the solver. An interrupt ends it too: with the best plan so far, if there is one.
         seed: of the solver.
         backend: of the solver's integer programs.
         frontend: `auto` or `torch_xla`.
@@ -178,6 +178,7 @@ def plan_captured(
     from autoshard.lower.least import least
     from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo
     from autoshard.solver import iopddl
+    from autoshard.solver.problem import Status
 
     if annotations not in ("all", "least"):
         raise ValueError(f"annotations are all or least, not {annotations!r}")
@@ -221,6 +222,8 @@ def plan_captured(
         )
         if best is None or _time(found) < _time(best[0]):
             best = found, decided.problem
+        if solved.status is Status.INTERRUPTED:
+            break  # whoever ended this solve does not want another
     if best is None:
         raise min(infeasible, key=lambda error: error.least) if infeasible else PlanError("no mesh to plan for")
     if dump_problem is not None:

@@ -6,14 +6,18 @@ one line on standard error that says what to do; nothing was written. 70: a bug 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import os
 import re
+import signal
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,7 +191,7 @@ def plan(
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
-    with Stages() as stages, collector_paused():
+    with Stages() as stages, collector_paused(), _terminable():
         program = captured(source, batch, seq, fields, train, stages)
         found = plan_program(
             program,
@@ -300,20 +304,27 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
     """Solve a strategy-selection problem in IOPDDL JSON: one strategy per node, with a proven bound.
 
     The solution is a list of one strategy index per node. Exit status 1: there is none, or none was found in time.
+    The time limit includes reading; Ctrl-C (or SIGTERM) ends the solve with the best found so far.
     """
+    started = time.perf_counter()
     from autoshard.solver import iopddl
     from autoshard.solver.solve import solve as solved
 
     if output is not None:
         files.check_writable(output)
-    with Stages() as stages:
+    with Stages() as stages, _terminable():
         stages.begin("read")
         try:
             problem = iopddl.read(problem_file)
         except OSError as error:
             raise click.ClickException(f"cannot read {problem_file}: {error.strerror}") from error
         stages.begin("solve")
-        found = solved(problem, time_limit=time_limit, seed=seed)
+        left = max(0.0, time_limit - (time.perf_counter() - started))
+
+        def progress(stage: str, objective: float, bound: float) -> None:
+            stages.say(f"solve ({stage}): objective {objective:,.10g}, bound {bound:,.10g}")
+
+        found = solved(problem, time_limit=left, seed=seed, progress=progress)
     if found.choice and output is not None:
         files.write(output, json.dumps(list(found.choice)))
     said = f"objective {found.objective:,.10g}, bound {found.bound:,.10g}, gap {found.gap:.3%}, {found.backend}"
@@ -367,6 +378,23 @@ def calibrate(
         click.echo(f"\nWrote {output}: autoshard plan … --device {output}")
     if as_json:
         print_json({"output": None if output is None else str(output), **found.as_dict(), **stages.spent()})
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM interrupts, as Ctrl-C does: a solve ends with the best choice so far."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _summary(found: Plan) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Stages:
         if self._status is not None:
             self._status.update(stage)
 
+    def say(self, text: str) -> None:
+        """Show how far the running stage is, where there is a terminal."""
+        if self._status is not None:
+            self._status.update(text)
+
     def _end(self) -> None:
         if self._running is not None:
             stage, started, cpu = self._running

@@ -203,7 +203,7 @@ class SolverInfo(_Figures):
     """How far the solver got.
 
     Attributes:
-        status: `optimal`, `feasible` or `time_limit`.
+        status: `optimal`, `feasible`, `time_limit` or `interrupted`.
         objective: of the plan, in seconds.
         bound: proven lower bound on the objective, in seconds; None when none is known.
         gap: (objective - bound) / objective; None when no bound is known.

@@ -42,10 +42,10 @@ def measure(path: Path, solver: str, time_limit: float) -> dict[str, Any]:
     from autoshard.solver.network import Network
     from autoshard.solver.solve import solve
 
-    problem = read(path)
     start, wall = time.process_time(), time.perf_counter()
+    problem = read(path)
     if solver == "autoshard":
-        solution = solve(problem, time_limit=time_limit)
+        solution = solve(problem, time_limit=time_limit - (time.perf_counter() - wall))
         status, bound, choice = solution.status.value, solution.bound, list(solution.choice)
     else:
         net = Network.of(problem)

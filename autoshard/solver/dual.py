@@ -29,6 +29,8 @@ REPAIRS = 400
 """Moves of one repair at most: a choice that needs more is better rounded anew."""
 CHECKED = 100
 """Sweeps after which the ascent ends unless they helped."""
+STEPS, PASSES = 40, 200
+"""Moves of a repair between two looks at the clock; passes of local moves over all nodes at most."""
 
 
 class Dual:
@@ -69,6 +71,7 @@ class Dual:
         self._best = (self.message.copy(), self.multipliers.copy(), self.x.copy())
         self._latest = self.x.copy()
         self._ascent = Ascent()
+        self._halted = False
 
     def _read_matrices(self) -> None:
         """Matrices by class into one pool, each distinct one once, except where memory terms make an edge's own."""
@@ -186,9 +189,10 @@ class Dual:
         Ends early when `upper` is met or the bound rises by less than `precision` of the gap in `CHECKED` sweeps.
         """
         checkpoint = self.bound
+        self._halted = False
         for step in range(sweeps):
             bound = self.sweep()
-            if self.bound >= upper or time.perf_counter() > deadline:
+            if self.bound >= upper or time.perf_counter() > deadline or self._halted:
                 break
             gap = upper - bound if math.isfinite(upper) else 0.02 * abs(bound)
             if len(self.room):
@@ -199,6 +203,10 @@ class Dual:
                 checkpoint = self.bound
         self._latest = self.x.copy()
         self._restore()
+
+    def halt(self) -> None:
+        """End an `ascend` that runs in another thread, after its sweep; the next one starts anew."""
+        self._halted = True
 
     def _step(self, gap: float, upper: float) -> None:
         best_gap = upper - self.bound if math.isfinite(upper) else 0.02 * abs(self.bound)
@@ -242,33 +250,48 @@ class Dual:
         room = self.room * (1.0 - 1e-12) if self.net.slack else self.room + 0.25 / self.unit
         return room, self.node_items, self.edge_items
 
-    def rounded(self) -> list[int] | None:
+    def rounded(self, *, deadline: float = math.inf) -> list[int] | None:
         """The cheaper, once improved, of the choices rounded at the best bound and in the latest sweep, or None.
 
         A rule of the multipliers on trial may have led the latest sweep astray; the best bound may long be the same.
         """
-        one = self._improve(self.x.copy())
-        if np.array_equal(self._latest, self.x):
+        one = self._improve(self.x.copy(), deadline)
+        if np.array_equal(self._latest, self.x) or time.perf_counter() > deadline:
             return one
-        two = self._improve(self._latest.copy())
+        two = self._improve(self._latest.copy(), deadline)
         return one if two is None or (one is not None and self.net.value(one) <= self.net.value(two)) else two
 
-    def improved(self, choice: list[int]) -> list[int] | None:
+    def improved(self, choice: list[int], *, deadline: float = math.inf) -> list[int] | None:
         """A choice, brought within the memory rows and improved by local moves, or None."""
-        return self._improve(np.array([choice[int(v)] for v in self.nodes], np.int64))
+        return self._improve(np.array([choice[int(v)] for v in self.nodes], np.int64), deadline)
 
-    def _improve(self, x: np.ndarray) -> list[int] | None:
-        if not self._kernels.repair(x, *self.memory(), self._costs(), min(2 * len(x) + 16, REPAIRS)):
+    def _improve(self, x: np.ndarray, deadline: float) -> list[int] | None:
+        if not self._repair(x, deadline):
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
-        self._kernels.descend(x, *self.memory(), self._costs(), self.moff, smallest, 200)
+        for _ in range(PASSES):
+            moved = self._kernels.descend(x, *self.memory(), self._costs(), self.moff, smallest)
+            if not moved or time.perf_counter() > deadline:
+                break
         return self.named(x)
 
-    def repaired(self) -> list[int]:
+    def repaired(self, *, deadline: float = math.inf) -> list[int]:
         """The rounded choice with the overflow of the memory rows brought down as far as single moves do."""
         x = self.x.copy()
-        self._kernels.repair(x, *self.memory(), self._costs(), min(2 * len(x) + 16, REPAIRS))
+        self._repair(x, deadline)
         return self.named(x)
+
+    def _repair(self, x: np.ndarray, deadline: float) -> bool:
+        """Bring `x` within the memory rows; whether it is."""
+        banned = np.zeros(len(x), np.bool_)
+        left = min(2 * len(x) + 16, REPAIRS)
+        while left > 0:
+            steps = min(STEPS, left)
+            outcome = self._kernels.repair(x, banned, *self.memory(), self._costs(), steps)
+            left -= steps
+            if outcome != 0 or time.perf_counter() > deadline:
+                return bool(outcome > 0)
+        return False
 
     def _costs(self) -> tuple[Any, ...]:
         return self._shape(self.unary, self.pairwise)

@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import tempfile
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,13 @@ _ORTOOLS = {"highs": "highs", "scip": "scip", "cp-sat": "sat"}
 SPAN, WHOLE_SPAN = 2.0**20, 2.0**40
 """Costs are scaled so that the range that matters is this wide: solvers in float64 stop at absolute gaps of 1e-6, which
 is then 1e-12 of the range; CP-SAT, which takes whole numbers only, gets a finer grid."""
+
+
+GRACE, LOOK = 0.5, 0.1
+"""Seconds that a solver may go on beyond its limit before it is left behind; seconds between two looks at the clock."""
+Outcome = tuple[Array | None, float, bool, bool]
+"""Values of the variables or None, lower bound, whether infeasible, whether finished."""
+NOTHING: Outcome = (None, -math.inf, False, False)
 
 
 class BackendMissingError(RuntimeError):
@@ -197,10 +206,7 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
     """
     scale = _scale(net, largest, WHOLE_SPAN if backend == "cp-sat" else SPAN)
     model = build(net, cost_scale=scale, whole=backend == "cp-sat")
-    if backend == "cbc":
-        x, bound, infeasible, finished = _run_cbc(model, time_limit, seed)
-    else:
-        x, bound, infeasible, finished = _run_ortools(model, _ORTOOLS[backend], time_limit, seed)
+    x, bound, infeasible, finished = _run(model, backend, time_limit, seed)
     choice = None if x is None else _decode(net, model, x)
     return IlpResult(choice, net.offset + bound / scale, infeasible, finished)
 
@@ -228,10 +234,7 @@ def solve_least_overflow(
         A choice (or None), a lower bound in bytes, and whether it is exact (then the choice reaches it).
     """
     model = build(net, cost_scale=SPAN, whole=False, overflow=most)
-    if backend == "cbc":
-        x, bound, _, finished = _run_cbc(model, time_limit, seed)
-    else:
-        x, bound, _, finished = _run_ortools(model, _ORTOOLS[backend], time_limit, seed)
+    x, bound, _, finished = _run(model, backend, time_limit, seed)
     choice = None if x is None else _decode(net, model, x)
     return choice, max(0.0, bound / SPAN * most), finished
 
@@ -258,7 +261,42 @@ def _highest(values: Array) -> float:
     return float(np.abs(finite).max(initial=0.0))
 
 
-def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple[Array | None, float, bool, bool]:
+def _run(model: Model, backend: str, time_limit: float, seed: int) -> Outcome:
+    """What the solver finds in its time.
+
+    It works in a thread of its own: presolve ignores limits and interrupts. One that does not end is left behind.
+    """
+    found: list[Outcome] = []
+    failed: list[BaseException] = []
+    stops: list[Callable[[], Any]] = []
+
+    def work() -> None:
+        try:
+            name = _ORTOOLS.get(backend)
+            found.append(
+                _run_cbc(model, time_limit, seed)
+                if name is None
+                else _run_ortools(model, name, time_limit, seed, stops)
+            )
+        except BaseException as error:  # handed on to the caller's thread
+            failed.append(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    end = time.perf_counter() + time_limit + GRACE
+    with _quiet():
+        worker.start()
+        try:
+            while worker.is_alive() and time.perf_counter() < end:
+                worker.join(LOOK)
+        finally:
+            for stop in stops:
+                stop()
+    if failed:
+        raise failed[0]
+    return found[0] if found else NOTHING
+
+
+def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: list[Callable[[], Any]]) -> Outcome:
     import scipy.sparse
     from ortools.linear_solver.python import model_builder_helper as helper
 
@@ -281,8 +319,8 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
         "sat": f"num_workers:1,random_seed:{seed},relative_gap_limit:0",
     }
     solver.set_solver_specific_parameters(parameters[name])
-    with _quiet():
-        solver.solve(program)
+    stops.append(solver.interrupt_solve)
+    solver.solve(program)
     status = solver.status()
     optimal, infeasible = status == helper.SolveStatus.OPTIMAL, status == helper.SolveStatus.INFEASIBLE
     x = np.asarray(solver.variable_values()) if solver.has_solution() else None
@@ -294,13 +332,13 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int) -> tuple
     return x, bound, infeasible, optimal or infeasible
 
 
-def _run_cbc(model: Model, time_limit: float, seed: int) -> tuple[Array | None, float, bool, bool]:
+def _run_cbc(model: Model, time_limit: float, seed: int) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3.3 announces the names of PuLP 4 at every call
         return _run_pulp(model, time_limit, seed)
 
 
-def _run_pulp(model: Model, time_limit: float, seed: int) -> tuple[Array | None, float, bool, bool]:
+def _run_pulp(model: Model, time_limit: float, seed: int) -> Outcome:
     import pulp
 
     n = len(model.cost)

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """`function` compiled by numba, kept on disk between processes."""
-    made: Callable[..., T] = numba.njit(cache=True)(function)
+    """`function` compiled by numba, kept on disk between processes; bound and search run beside each other."""
+    made: Callable[..., T] = numba.njit(cache=True, nogil=True)(function)
     return made
 
 
@@ -342,88 +342,84 @@ def _best_of_classes(costs: F, k: int, classes: int, base: int, kind: I, best: I
 
 
 @compiled
-def descend(
-    x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, moff: I, smallest: float, rounds: int
-) -> None:
-    """Improve a feasible choice in place by moves of one node and of the two nodes of an edge, until none is left."""
+def descend(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, moff: I, smallest: float) -> bool:
+    """One pass over a feasible choice in place: moves of one node, or else of the two nodes of an edge. Whether any."""
     noff, _, low, high, eoff, pairwise, _, koff, kind, _, _, _ = graph
     widest = _widest(noff)
     mine, other = np.empty(widest), np.empty(widest)
     rows, columns = np.empty(widest, np.int64), np.empty(widest, np.int64)
     used = usage_of(x, len(room), graph, node_items, edge_items)
-    for _ in range(rounds):
-        moved = False
-        for i in range(len(noff) - 1):
-            k = noff[i + 1] - noff[i]
-            _label_costs(i, -1, x, graph, mine)
-            old = x[i]
-            while True:  # from the cheapest label on
-                a = 0
-                for b in range(1, k):
-                    if mine[b] < mine[a]:
-                        a = b
-                if not mine[a] < mine[old] - smallest:
-                    break
-                _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
-                _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
-                if np.all(used <= room):
+    moved = False
+    for i in range(len(noff) - 1):
+        k = noff[i + 1] - noff[i]
+        _label_costs(i, -1, x, graph, mine)
+        old = x[i]
+        while True:  # from the cheapest label on
+            a = 0
+            for b in range(1, k):
+                if mine[b] < mine[a]:
+                    a = b
+            if not mine[a] < mine[old] - smallest:
+                break
+            _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+            _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
+            if np.all(used <= room):
+                x[i] = a
+                moved = True
+                break
+            _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
+            _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
+            mine[a] = np.inf
+    if moved:
+        return True
+    for e in range(len(low)):
+        i, j = low[e], high[e]
+        k, kj = noff[i + 1] - noff[i], noff[j + 1] - noff[j]
+        _label_costs(i, e, x, graph, mine)
+        _label_costs(j, e, x, graph, other)
+        ci, cj = moff[2 * e + 1] - moff[2 * e], moff[2 * e + 2] - moff[2 * e + 1]
+        _best_of_classes(mine, k, ci, koff[2 * e], kind, rows)
+        _best_of_classes(other, kj, cj, koff[2 * e + 1], kind, columns)
+        now = mine[x[i]] + other[x[j]]
+        now += pairwise[eoff[e] + kind[koff[2 * e] + x[i]] * cj + kind[koff[2 * e + 1] + x[j]]]
+        for c in range(ci):
+            for d in range(cj):
+                a, b = rows[c], columns[d]
+                value = mine[a] + other[b] + pairwise[eoff[e] + c * cj + d]
+                if value < now - smallest and (a != x[i] or b != x[j]):
+                    old, before = x[i], x[j]
+                    _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+                    _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
                     x[i] = a
-                    moved = True
-                    break
-                _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
-                _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
-                mine[a] = np.inf
-        if moved:
-            continue
-        for e in range(len(low)):
-            i, j = low[e], high[e]
-            k, kj = noff[i + 1] - noff[i], noff[j + 1] - noff[j]
-            _label_costs(i, e, x, graph, mine)
-            _label_costs(j, e, x, graph, other)
-            ci, cj = moff[2 * e + 1] - moff[2 * e], moff[2 * e + 2] - moff[2 * e + 1]
-            _best_of_classes(mine, k, ci, koff[2 * e], kind, rows)
-            _best_of_classes(other, kj, cj, koff[2 * e + 1], kind, columns)
-            now = mine[x[i]] + other[x[j]]
-            now += pairwise[eoff[e] + kind[koff[2 * e] + x[i]] * cj + kind[koff[2 * e + 1] + x[j]]]
-            for c in range(ci):
-                for d in range(cj):
-                    a, b = rows[c], columns[d]
-                    value = mine[a] + other[b] + pairwise[eoff[e] + c * cj + d]
-                    if value < now - smallest and (a != x[i] or b != x[j]):
-                        old, before = x[i], x[j]
-                        _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
-                        _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
-                        x[i] = a
-                        _shift(j, before, -1.0, x, used, graph, node_items, edge_items)
-                        _shift(j, b, 1.0, x, used, graph, node_items, edge_items)
-                        x[j] = b
-                        if np.all(used <= room):
-                            now = value
-                            moved = True
-                        else:
-                            _shift(j, b, -1.0, x, used, graph, node_items, edge_items)
-                            _shift(j, before, 1.0, x, used, graph, node_items, edge_items)
-                            x[j] = before
-                            _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
-                            _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
-                            x[i] = old
-        if not moved:
-            break
+                    _shift(j, before, -1.0, x, used, graph, node_items, edge_items)
+                    _shift(j, b, 1.0, x, used, graph, node_items, edge_items)
+                    x[j] = b
+                    if np.all(used <= room):
+                        now = value
+                        moved = True
+                    else:
+                        _shift(j, b, -1.0, x, used, graph, node_items, edge_items)
+                        _shift(j, before, 1.0, x, used, graph, node_items, edge_items)
+                        x[j] = before
+                        _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
+                        _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
+                        x[i] = old
+    return moved
 
 
 @compiled
-def repair(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, steps: int) -> bool:
+def repair(x: I, banned: Any, room: F, node_items: Any, edge_items: Any, graph: Graph, steps: int) -> int:
     """Bring a choice within the room in place: again and again the move with the least cost per byte taken off the
-    overflowing rows (never one that raises the overflow). Whether it succeeded."""
+    overflowing rows (never one that raises the overflow; `banned` nodes have no other). 1: done, 0: not yet, -1: no
+    move is left."""
     noff, _, low, high, _, _, width, koff, kind, first, edge, _ = graph
     mine = np.empty(_widest(noff))
     rows = len(room)
     used = usage_of(x, rows, graph, node_items, edge_items)
-    banned = np.zeros(len(noff) - 1, np.bool_)
     overflow = np.maximum(used - room, 0.0).sum()
     for _ in range(steps):
         if overflow == 0.0:
-            return True
+            return 1
         weight = np.zeros(rows + 1)
         for r in range(rows):
             weight[r + 1] = weight[r] + (1.0 if used[r] > room[r] else 0.0)
@@ -466,7 +462,7 @@ def repair(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, steps:
                     if ratio < best_ratio:
                         best_i, best_a, best_ratio = i, a, ratio
         if best_i < 0:
-            return False
+            return -1
         old_label = x[best_i]
         _shift(best_i, old_label, -1.0, x, used, graph, node_items, edge_items)
         _shift(best_i, best_a, 1.0, x, used, graph, node_items, edge_items)
@@ -478,4 +474,4 @@ def repair(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, steps:
             _shift(best_i, best_a, -1.0, x, used, graph, node_items, edge_items)
             _shift(best_i, old_label, 1.0, x, used, graph, node_items, edge_items)
             banned[best_i] = True
-    return bool(np.all(used <= room))
+    return 1 if np.all(used <= room) else 0

@@ -10,7 +10,7 @@ from autoshard.solver.kernels import F, Graph, I, _shift, compiled
 
 
 @compiled
-def _random(state: I, below: int) -> int:
+def random_below(state: I, below: int) -> int:
     """The next whole number in [0, below) of Marsaglia's xorshift64 (2003)."""
     s = state[0]
     s ^= s << np.uint64(13)
@@ -34,7 +34,7 @@ def _grow(seed: int, most: int, state: I, graph: Graph, stamp: I, mark: int, mem
     while at < count and count < most:
         v = members[at]
         degree = first[v + 1] - first[v]
-        offset = _random(state, degree) if degree else 0
+        offset = random_below(state, degree) if degree else 0
         for step in range(degree):
             q = first[v] + (offset + step) % degree
             u = high[edge[q]] if side[q] == 0 else low[edge[q]]
@@ -182,8 +182,8 @@ def move_trees(
     by, new = np.empty(most, np.int64), np.empty(most, np.int64)
     gained, mark = 0.0, 0
     for _ in range(trials):
-        seed = _random(state, n)
-        size = 1 + _random(state, most)
+        seed = random_below(state, n)
+        size = 1 + random_below(state, most)
         while size > 0:
             count = _grow(seed, size, state, graph, stamp, mark, members, parent, by)
             cost, old = _best_labels(count, members, parent, by, stamp, mark, x, graph, moff, new)

@@ -64,25 +64,25 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
     )
     net = Network.of(usage_only)
     size = math.inf
-    while size > (size := sum(net.size(i) for i in net.alive)):
-        arc_consistency(net)
-        contract_functions(net)
-        remove_dominated(net)
-        eliminate_low_degree(net)
+    while size > (size := sum(net.size(i) for i in net.alive)) and time.perf_counter() < deadline:
+        arc_consistency(net, deadline=deadline)
+        contract_functions(net, deadline=deadline)
+        remove_dominated(net, deadline=deadline)
+        eliminate_low_degree(net, deadline=deadline)
     # `room` is now minus what is used whatever is chosen; the largest is a bound, and rows that cannot reach it go.
     bound = max(0.0, float((-net.room).max(initial=0.0)))
     first = int(net.times[np.argmin(net.room)]) if len(net.room) else None
     net.room = net.room + bound
-    drop_rows(net)
-    eliminate_low_degree(net)
+    drop_rows(net, deadline=deadline)
+    eliminate_low_degree(net, deadline=deadline)
 
-    best = _repaired(problem, net)
+    best = _repaired(problem, net, deadline)
     if len(net.room):
         most = evaluate(usage_only, best).peak - bound if best is not None else _most(net)
         name = ilp.require(backend)
         name = next((b for b in ilp.available() if b != "cp-sat"), name) if name == "cp-sat" else name
         left = max(0.1, deadline - time.perf_counter())
-        if most > 0.0 and name != "cp-sat" and ilp.nonzeros(net) <= LARGEST_PROGRAM:
+        if most > 0.0 and name != "cp-sat" and time.perf_counter() < deadline and ilp.nonzeros(net) <= LARGEST_PROGRAM:
             choice, overflow, _ = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)
             if choice is not None:
                 best = _better(usage_only, best, net.expand(choice))
@@ -96,7 +96,7 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
     return LeastPeak(LeastUsage(bound, result.peak), best, result.peak_time)
 
 
-def _repaired(problem: Problem, net: Network) -> list[int] | None:
+def _repaired(problem: Problem, net: Network, deadline: float) -> list[int] | None:
     """A choice with a low peak, from local search; None if it violates a pair."""
     choice = [0] * len(net.cost)
     if net.alive:
@@ -108,7 +108,9 @@ def _repaired(problem: Problem, net: Network) -> list[int] | None:
         )
         for _ in range(PASSES):
             dual.sweep()
-        choice = dual.repaired()
+            if time.perf_counter() > deadline:
+                break
+        choice = dual.repaired(deadline=deadline)
     full = net.expand(choice)
     return full if math.isfinite(evaluate(replace(problem, limit=None), full).objective) else None
 

@@ -63,6 +63,8 @@ class Status(enum.Enum):
     """A choice within the limit, not proven best; the search ended by itself."""
     TIME_LIMIT = "time_limit"
     """A choice within the limit, not proven best, because time ran out."""
+    INTERRUPTED = "interrupted"
+    """A choice within the limit, not proven best, because someone ended the solve."""
     INFEASIBLE = "infeasible"
     """Proven: no choice exists; `Solution.message` says why."""
     UNKNOWN = "unknown"

@@ -38,19 +38,17 @@ def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, dead
     Raises:
         ImpossibleError: there is no choice.
     """
+    steps: list[Callable[..., None]] = [tighten_rows, arc_consistency, contract_functions, drop_modular_edges]
+    steps += [remove_dominated] * dominance + [eliminate_low_degree] * eliminate
     for _ in range(ROUNDS):
         before = _measure(net)
-        tighten_rows(net)
-        arc_consistency(net)
-        contract_functions(net, deadline=deadline)
-        drop_modular_edges(net)
-        if dominance:
-            remove_dominated(net, deadline=deadline)
-        if eliminate:
-            eliminate_low_degree(net, deadline=deadline)
-        if _measure(net) == before or time.perf_counter() > deadline:
+        for step in steps:
+            step(net, deadline=deadline)
+            if time.perf_counter() > deadline:
+                return
+        if _measure(net) == before:
             break
-    arc_consistency(net)
+    arc_consistency(net, deadline=deadline)
 
 
 def _measure(net: Network) -> tuple[int, int, int, int]:
@@ -60,7 +58,7 @@ def _measure(net: Network) -> tuple[int, int, int, int]:
 
 
 # --- memory rows -----------------------------------------------------------------------------------------------------
-def tighten_rows(net: Network) -> None:
+def tighten_rows(net: Network, *, deadline: float = np.inf) -> None:
     """Drop rows that cannot overflow or that follow from a neighbour; forbid what alone overflows a row.
 
     Raises:
@@ -68,18 +66,18 @@ def tighten_rows(net: Network) -> None:
     """
     if (net.room < -net.slack).any():
         raise ImpossibleError(time=int(net.times[np.argmin(net.room)]))
-    drop_rows(net)
-    if len(net.room):
+    drop_rows(net, deadline=deadline)
+    if len(net.room) and time.perf_counter() < deadline:
         _forbid_overflowing(net)
 
 
-def drop_rows(net: Network) -> None:
+def drop_rows(net: Network, *, deadline: float = np.inf) -> None:
     """Drop rows that cannot overflow, or that earlier or later rows imply.
 
     Row s follows from row r < s when its room is larger by at least as much as usage can rise from r to s, which the
     sum of what it can rise by at each row between bounds; and the other way round.
     """
-    while len(net.room):
+    while len(net.room) and time.perf_counter() < deadline:
         count = len(net.room)
         net.keep_rows(_most_used(net) > net.room + net.slack)
         least = np.minimum.accumulate(net.room - np.cumsum(_rises(net)))
@@ -147,7 +145,7 @@ def _finite(net: Network, matrix: Array) -> np.ndarray | None:
     return net.memo.get(("finite",), (matrix,), make)
 
 
-def arc_consistency(net: Network) -> None:
+def arc_consistency(net: Network, *, deadline: float = np.inf) -> None:
     """Drop strategies that are in no finite pair with some neighbour, to a fixpoint.
 
     Raises:
@@ -155,7 +153,7 @@ def arc_consistency(net: Network) -> None:
     """
     keep = {i: np.isfinite(net.costs(i)) for i in net.alive}
     queue = dict.fromkeys(keep)  # an ordered set of nodes whose neighbours are to be looked at
-    while queue:
+    while queue and time.perf_counter() < deadline:
         u = next(iter(queue))
         del queue[u]
         if not keep[u].any():
@@ -318,7 +316,7 @@ def _undominated(net: Network, node: int | None, cost: Array, *matrices: Array) 
     return keep
 
 
-def drop_modular_edges(net: Network) -> None:
+def drop_modular_edges(net: Network, *, deadline: float = np.inf) -> None:
     """Turn a matrix that is r[a] + c[b] into node costs."""
 
     def split(matrix: Array) -> tuple[Array, Array] | None:
@@ -329,6 +327,8 @@ def drop_modular_edges(net: Network) -> None:
         return (rows, columns) if error <= MODULAR_ROUNDING * np.abs(matrix).max() else None
 
     for u in net.alive:
+        if time.perf_counter() > deadline:
+            break
         for v, matrix in list(net.adj[u].items()):
             if v < u or net.pair_terms(u, v):
                 continue

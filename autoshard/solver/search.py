@@ -32,7 +32,11 @@ TREES_PER_NODE, LEAST_TREES, CHUNK = 2, 200, 2000
 
 
 class TreeSearch:
-    """The search over the network of a `Dual`, whose best multipliers and arrays it uses."""
+    """The search over the network of a `Dual`, whose best multipliers and arrays it uses.
+
+    Attributes:
+        best: what `improve` has found so far, per node of the network.
+    """
 
     def __init__(self, dual: Dual, seed: int = 0) -> None:
         """Nothing searched yet."""
@@ -44,6 +48,7 @@ class TreeSearch:
         self._room, self._node_items, self._edge_items = dual.memory()
         self._plain = dual.priced(np.zeros(len(self._room)))
         self._step = 0.0
+        self.best: list[int] | None = None
 
     def improve(self, choice: list[int], *, deadline: float, patience: int = PATIENCE) -> list[int]:
         """The best choice found from a feasible one, per node of the network.
@@ -57,7 +62,8 @@ class TreeSearch:
         start = dual.net.value(choice)
         self._step = ROUNDING * (abs(start) if np.isfinite(start) else dual.forbidden)
         self._descend(best, deadline)
-        value, stalled, turn = dual.net.value(dual.named(best)), 0, 0
+        self.best = dual.named(best)
+        value, stalled, turn = dual.net.value(self.best), 0, 0
         while stalled < patience and time.perf_counter() < deadline:
             x = best.copy()
             prices = dual.best_multipliers
@@ -70,7 +76,8 @@ class TreeSearch:
             stalled += 1
             if found < value - self._step:
                 best, value, stalled = x, found, 0
-        return dual.named(best)
+                self.best = dual.named(best)
+        return self.best
 
     def _descend(self, x: np.ndarray, deadline: float) -> None:
         """Without prices, until a pass helps no more."""

@@ -5,7 +5,10 @@
    choice happens to fit, it is optimal.
 3. Otherwise bound it (`dual.py`), find choices by rounding, local moves and moves of trees (`search.py`), forbid what
    the bound excludes, reduce again, and give what is left to the integer program (`ilp.py`).
-4. What is too large for that is bounded and searched in turn until neither helps.
+4. What is too large for that is bounded, and searched about the limit of memory (`oscillate.py`) on another core, until
+   neither helps.
+
+Whatever takes long looks at the clock. An interrupt (KeyboardInterrupt) ends the solve with the best choice so far.
 
 Every choice handed out is re-evaluated by `evaluate.py`, which shares no code with the search.
 """
@@ -16,6 +19,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +32,7 @@ from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.peak import explain, least_peak
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.reduce import reduce
+from autoshard.solver.start import first_choices, least_sum
 
 if TYPE_CHECKING:
     from autoshard.solver.dual import Dual
@@ -63,11 +68,14 @@ FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
 LARGEST_PROGRAM, LARGEST_UNKNOWN = 1_000_000, 4_000_000
 """Entries of the integer program's matrix up to which it is tried when a choice is known, and when none is: presolve
 ignores limits."""
-ALTERNATING, PATIENCE, LEAST_GAIN, STALLED = 300, 3, 1e-2, 4
-"""What is too large for the integer program: sweeps of the dual between two searches; rounds without a better choice
-that end a search; and that many turns that close less than this share of the gap end the solve."""
-PEAK_TIME = 8.0
-"""Seconds at most for the least reachable peak, which goes into the message when no choice fits."""
+ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 3
+"""What is too large for the integer program: sweeps of the dual, and rounds of the search beside them, between two
+exchanges; and that many exchanges that close less than this share of the gap end the solve."""
+REDUCING = 0.5
+"""Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
+PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
+"""Seconds at most for the least reachable peak, which goes into the message when no choice fits; seconds for
+it in any case."""
 
 
 class SolverError(AssertionError):
@@ -89,7 +97,8 @@ def solve(
 
     Args:
         problem: see `Problem`; infinite costs are forbidden, usages may not be negative.
-        time_limit: seconds; when they are over the best choice so far is returned with its bound.
+        time_limit: seconds; when they are over the best choice so far is returned with its bound. An interrupt ends
+            the solve in the same way; where nothing has been found yet, it stays a KeyboardInterrupt.
         seed: for whatever is random.
         backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
         fold: whether repeated parts may be solved as one (`fold.py`) to find a first choice where exact methods are
@@ -154,11 +163,11 @@ class _Run:
     ) -> None:
         self.problem, self.deadline, self.seed = problem, deadline, seed
         self.asked_backend, self.fold, self._progress = backend, fold, progress
-        self.choice: tuple[int, ...] | None = None
-        self.objective, self.bound = math.inf, -math.inf
-        self.backend = "none"
+        self._best: tuple[tuple[int, ...] | None, float, str] = None, math.inf, "none"
+        self.bound = -math.inf
         self._width = NEAR_WIDTH
         self._searches = 0
+        self._interrupted = False
 
     def offer(self, choice: list[int], backend: str) -> bool:
         """Take over a full choice if it is feasible and better; whether it is feasible."""
@@ -166,8 +175,23 @@ class _Run:
         if not result.feasible:
             return False
         if result.objective < self.objective:
-            self.choice, self.objective, self.backend = tuple(choice), result.objective, backend
+            self._best = tuple(choice), result.objective, backend  # at once: an interrupt may come at any time
         return True
+
+    @property
+    def choice(self) -> tuple[int, ...] | None:
+        """The best choice so far."""
+        return self._best[0]
+
+    @property
+    def backend(self) -> str:
+        """What made the best choice so far."""
+        return self._best[2]
+
+    @property
+    def objective(self) -> float:
+        """Of the best choice so far, infinite without one."""
+        return self._best[1]
 
     def raise_bound(self, bound: float) -> None:
         """Take over a proven bound."""
@@ -191,6 +215,10 @@ class _Run:
             if self.choice is not None:
                 raise SolverError(f"a choice exists, but the search proved there is none: {error}") from error
             return self._infeasible(error)
+        except KeyboardInterrupt:
+            if self.choice is None:
+                raise
+            self._interrupted = True
         return self._unknown() if self.choice is None else self._found()
 
     def _found(self) -> Solution:
@@ -198,22 +226,28 @@ class _Run:
         if self.bound - self.objective > 1e-6 * abs(self.objective):
             raise SolverError(f"the bound {self.bound} is above the objective {self.objective}")
         self.bound = min(self.bound, self.objective)
-        status = Status.OPTIMAL if self.optimal else Status.TIME_LIMIT if self.late else Status.FEASIBLE
+        ended = Status.TIME_LIMIT if self.late else Status.FEASIBLE
+        status = Status.OPTIMAL if self.optimal else Status.INTERRUPTED if self._interrupted else ended
         if status is Status.OPTIMAL:
             self.bound = self.objective
         return Solution(self.choice, status, self.objective, self.bound, self.backend)
 
     def search(self) -> None:
         """Find choices and bounds until one meets the other or time is over."""
+        self.raise_bound(least_sum(self.problem))
+        for choice in first_choices(self.problem):
+            self.offer(choice, "greedy")
+        if self.optimal or self.late:
+            return
         net = Network.of(self.problem)
-        reduce(net, deadline=self.deadline)
+        reduce(net, deadline=self._share(REDUCING))
         if math.isinf(net.offset):
             raise ImpossibleError()
         self.report("reduced")
         relaxed = net.copy(memory=False)
         if len(net.room):
-            reduce(relaxed, deadline=self.deadline)
-        exact = exact_minimum(relaxed, deadline=self.deadline)
+            reduce(relaxed, deadline=self._share(REDUCING))
+        exact = exact_minimum(relaxed, deadline=self._share(REDUCING))
         if exact is not None:
             choice, bound = exact
             if math.isinf(bound):
@@ -241,7 +275,7 @@ class _Run:
             for sweeps in SWEEPS:
                 dual.ascend(sweeps, self.objective, deadline=self.deadline)
                 self.raise_bound(min(dual.bound, self.objective))
-                choice = dual.rounded()
+                choice = dual.rounded(deadline=self.deadline)
                 if choice is not None:
                     held = cheaper(net, held, choice)
                     self.offer(net.expand(choice), "dual")
@@ -252,14 +286,17 @@ class _Run:
             self.report("dual")
             if self.optimal or self.late:
                 return
+            large = ilp.nonzeros(net) > LARGEST_PROGRAM
             if held is not None:
-                self._searched(net, dual, held, patience=1)
+                held = self._searched(net, dual, held, patience=1)
+            if large and dual.share(self.objective) > UNFIXED_SHARE:
+                return self._alternate(net, dual, held)
             self._folded()
             multipliers = {int(t): m / dual.unit for t, m in zip(net.times, dual.multipliers, strict=True)}
             if math.isinf(self.objective):
                 break
-            if dual.share(self.objective) > UNFIXED_SHARE and ilp.nonzeros(net) > LARGEST_PROGRAM:
-                return self._alternate(net, dual)
+            if large and dual.share(self.objective) > UNFIXED_SHARE:
+                return self._alternate(net, dual, held)
             before = sum(net.size(i) for i in net.alive)
             try:
                 dual.fix(net, self.objective)
@@ -288,25 +325,42 @@ class _Run:
 
         self._searches += 1
         search = TreeSearch(dual, self.seed + self._searches)
-        found = search.improve(choice, deadline=self.deadline, patience=patience)
-        self.offer(net.expand(found), "search")
+        try:
+            found = search.improve(choice, deadline=self.deadline, patience=patience)
+        finally:  # also when interrupted
+            if search.best is not None:
+                self.offer(net.expand(search.best), "search")
         self.report("search")
         return found
 
-    def _alternate(self, net: Network, dual: Dual) -> None:
-        """Better bounds and better choices in turn, until neither gets better or time is over."""
-        held: list[int] | None = None
+    def _alternate(self, net: Network, dual: Dual, held: list[int] | None = None) -> None:
+        """Better bounds and better choices beside each other, until neither gets better or time is over.
+
+        They exchange multipliers and costs after a number of sweeps and rounds, not of seconds: what comes out does
+        not depend on which of them is faster.
+        """
+        from autoshard.solver.oscillate import Oscillation
+
+        search = Oscillation(dual, self.seed)
+        if held is not None:
+            search.learn(held)
         stalled = 0
-        while stalled < STALLED and not self.optimal and not self.late:
-            objective, bound = self.objective, self.bound
-            dual.ascend(ALTERNATING, self.objective, deadline=self.deadline)
-            self.raise_bound(min(dual.bound, self.objective))
-            rounded = dual.rounded()
-            for choice in (rounded, held):
-                if choice is not None and not self.late:
-                    held = cheaper(net, held, self._searched(net, dual, choice, patience=PATIENCE))
-            gained = (objective - self.objective) + (self.bound - bound)
-            stalled = 0 if gained > LEAST_GAIN * (objective - bound) else stalled + 1
+        with ThreadPoolExecutor(1) as other:
+            while stalled < STALLED and not self.optimal and not self.late:
+                objective, bound = self.objective, self.bound
+                search.exchange()
+                ascent = other.submit(dual.ascend, ALTERNATING, objective, deadline=self.deadline)
+                try:
+                    search.run(SEARCHED, self.deadline)
+                    ascent.result()
+                finally:  # also when interrupted
+                    dual.halt()
+                    if search.best is not None:
+                        self.offer(net.expand(search.best), "search")
+                self.raise_bound(min(dual.bound, self.objective))
+                self.report("search")
+                gained = (objective - self.objective) + (self.bound - bound)
+                stalled = 0 if gained > LEAST_GAIN * (objective - bound) else stalled + 1
 
     def _near(self, net: Network, dual: Dual) -> bool:
         """Solve exactly what may cost little more than the dual's bound; whether that settled the whole network.
@@ -360,7 +414,7 @@ class _Run:
                 return cost
             whole = part.expand(relaxed.expand(choice))
             self.raise_bound(min(cost, upper, self.objective))
-            better = dual.improved(whole)
+            better = dual.improved(whole, deadline=self.deadline)
             if better is not None:
                 self.offer(net.expand(better), "dynamic programming")
             if cost > upper:
@@ -387,11 +441,13 @@ class _Run:
         small, expand = fold(self.problem, classes)
         left = FOLD_TIME * (self.deadline - time.perf_counter())
         part = _Run(small, time.perf_counter() + left, self.seed, self.asked_backend, False, None)
-        with contextlib.suppress(ImpossibleError):
-            part.search()
-        if part.choice is not None:
-            self.offer(expand(part.choice), f"fold, {part.backend}")
-            self.report("fold")
+        try:
+            with contextlib.suppress(ImpossibleError):
+                part.search()
+        finally:  # also when interrupted
+            if part.choice is not None:
+                self.offer(expand(part.choice), f"fold, {part.backend}")
+        self.report("fold")
 
     def _integer(self, net: Network) -> None:
         left = self.deadline - time.perf_counter()
@@ -415,13 +471,18 @@ class _Run:
         """Everything cheaper than the choice at hand was excluded."""
         self.raise_bound(self.objective)
 
+    def _share(self, share: float) -> float:
+        """The time at which this share of what is left is over."""
+        now = time.perf_counter()
+        return now + share * max(0.0, self.deadline - now)
+
     @property
     def late(self) -> bool:
         """Whether time is over."""
         return time.perf_counter() > self.deadline
 
     def _infeasible(self, error: ImpossibleError) -> Solution:
-        problem, left = self.problem, min(PEAK_TIME, max(1.0, self.deadline - time.perf_counter()))
+        problem, left = self.problem, min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.perf_counter()))
         least = None
         try:
             found = least_peak(problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
@@ -439,7 +500,7 @@ class _Run:
         return self.problem.names[node] if self.problem.names else f"node {node}"
 
     def _unknown(self) -> Solution:
-        left = min(PEAK_TIME, max(1.0, self.deadline - time.perf_counter()))
+        left = min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.perf_counter()))
         found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
         if found.choice is not None and self.offer(found.choice, "least peak"):
             return self._found()

@@ -1,0 +1,135 @@
+"""Oscillation about the limit of memory (after Glover's strategic oscillation, 1977), by moves of whole regions.
+
+A choice is improved by regions (`kernels_region.py`) under the costs and a price of every memory row; rows may
+overflow. Where they do, their prices rise, elsewhere they fall. Each choice that fits is then improved within the
+limit, under falling prices, so that free memory goes where it buys most.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from autoshard.solver.dual import Dual
+from autoshard.solver.problem import Array
+
+REGIONS = (400, 400, 1000, 200)
+"""Nodes of a region at most, in turn."""
+LARGEST = 20_000
+"""Numbers of the largest table while a region is solved (times the node that is minimised out)."""
+ENTRIES = 8_000_000
+"""Numbers of all tables of a region: 96 MB."""
+COVER = 2.0
+"""Regions of one pass, together, have so many nodes per node of the network; at least one region."""
+CHUNK = 4
+"""Regions between two looks at the clock."""
+RISE, FALL, LEAST = 4.0, 1.5, 1e-2
+"""Prices change by the factor exp(RISE * overflow) or exp(-FALL * free), in fractions of the largest room; the least
+price of a row that overflows, as a fraction of the mean."""
+HEIGHTS, PASSES = (0.7, 0.4, 0.2), 5
+"""Factors on the prices within the limit; passes at most without prices after that."""
+WORTH = 1.03
+"""What costs more than this times the best is not improved within the limit."""
+NOISE, TIRED = 0.3, 40
+"""After TIRED rounds without a better choice prices start again from the dual's, times random factors whose logarithm
+has this standard deviation."""
+ROUNDING = 1e-12
+"""What falls by less than this share of the cost is rounding."""
+
+
+class Oscillation:
+    """A search over the network of a `Dual`; goes on where it stopped."""
+
+    def __init__(self, dual: Dual, seed: int = 0) -> None:
+        """Start at the choice and the multipliers of the dual's best bound."""
+        from autoshard.solver import kernels_region
+
+        self._dual, self._kernels = dual, kernels_region
+        self._rng = np.random.default_rng(seed)
+        self._state = np.array([2 * seed + 0x9E3779B97F4A7C15], np.uint64)
+        self._marks = np.zeros(1, np.int64)
+        self._limit, *items = dual.memory()
+        self._items = tuple(items)
+        count = len(dual.nodes)
+        self._bench = kernels_region.bench(count, len(dual.low), ENTRIES)
+        self._new = np.zeros(count, np.int64)
+        self._plain = dual.priced(np.zeros(len(self._limit)))
+        self._x = dual.x.copy()
+        self._multipliers: Array = dual.best_multipliers.copy()
+        self._prices: Array = self._multipliers
+        self._best: np.ndarray | None = None
+        self._turn = self._stalled = 0
+        self._smallest = ROUNDING * (abs(dual.bound) if np.isfinite(dual.bound) else dual.forbidden)
+        self.value = np.inf
+
+    @property
+    def best(self) -> list[int] | None:
+        """The best choice so far, per node of the network."""
+        return None if self._best is None else self._dual.named(self._best)
+
+    def learn(self, choice: list[int]) -> None:
+        """Take over a choice that fits, if it is better."""
+        self._keep(np.array([choice[int(v)] for v in self._dual.nodes], np.int64))
+
+    def exchange(self) -> None:
+        """Read the dual's best multipliers, and remember them: it may go on ascending while the search runs."""
+        self._multipliers = self._dual.best_multipliers.copy()
+
+    def run(self, rounds: int, deadline: float) -> None:
+        """Look for better choices; `rounds` of prices."""
+        largest = float(self._limit.max(initial=1.0))
+        for _ in range(rounds if len(self._x) else 0):
+            self._moves(self._x, self._prices, deadline, strict=False)
+            over = (self._dual.usage(self._x) - self._limit) / largest
+            before = self.value
+            if float(over.max(initial=-1.0)) <= 0.0 and self._cost(self._x) < WORTH * self.value:
+                self._within(self._x.copy(), deadline)
+            if time.perf_counter() > deadline:
+                break
+            self._stalled = 0 if self.value < before else self._stalled + 1
+            if self._stalled and self._stalled % TIRED == 0 and self._best is not None:
+                self._restart()
+                continue
+            floor = LEAST * float(self._prices.mean()) if len(self._prices) else 0.0
+            risen = np.maximum(self._prices, floor) * np.exp(RISE * over)
+            self._prices = np.where(over > 0.0, risen, self._prices * np.exp(FALL * over))
+
+    def _restart(self) -> None:
+        assert self._best is not None
+        self._x = self._best.copy()
+        self._prices = self._multipliers * np.exp(NOISE * self._rng.standard_normal(len(self._multipliers)))
+
+    def _within(self, x: np.ndarray, deadline: float) -> None:
+        """Improve a choice that fits, and keep it if it is the best."""
+        for height in HEIGHTS:
+            self._moves(x, self._prices * height, deadline, strict=True)
+        for _ in range(PASSES):
+            if self._moves(x, None, deadline, strict=True) <= 0.0:
+                break
+        self._keep(x)
+
+    def _keep(self, x: np.ndarray) -> None:
+        cost = self._cost(x)
+        if cost < self.value - ROUNDING * abs(cost):
+            self._best, self.value = x, cost
+
+    def _cost(self, x: np.ndarray) -> float:
+        return self._dual.net.value(self._dual.named(x))
+
+    def _moves(self, x: np.ndarray, prices: Array | None, deadline: float, *, strict: bool) -> float:
+        """One pass of regions over all nodes; by how much the costs fell."""
+        graph: Any = self._plain if prices is None else self._dual.priced(prices)
+        size = min(len(x), REGIONS[self._turn % len(REGIONS)])
+        self._turn += 1
+        used = self._dual.usage(x)
+        gained, left = 0.0, max(1, int(COVER * len(x) / size))
+        while left > 0:
+            trials = min(CHUNK, left)
+            fixed = self._state, self._marks, trials, size, LARGEST, self._smallest, self._bench, self._new
+            gained += self._kernels.move_regions(x, self._limit, self._items, graph, used, strict, *fixed)
+            left -= trials
+            if time.perf_counter() > deadline:
+                break
+        return gained
