@@ -1,8 +1,11 @@
-"""Plans that XLA would run with wrong numbers are annotated so that it does not.
+"""Plans that XLA would run with wrong numbers, or abort on, are annotated so that it does not.
 
 GSPMD sums the partial results of a convolution whose input and kernel are both split in space over all devices, also
 where some of them hold the same part (`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`; measured with jaxlib
 0.10.2 on CPU: results four times too large with an idle axis of four).
+
+libtpu aborts where it would pad the indices of a scatter that are unsigned or of 64 bits, because propagation splits
+the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). Strategies never do.
 """
 
 from __future__ import annotations
@@ -38,8 +41,53 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
     }
 
 
+def padded_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
+    """Scatters that libtpu aborts on: op id -> the spec under which their updates are found."""
+    suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
+    if not suspects or load_device(mesh.device).target != "tpu":
+        return {}
+    shardings = propagate(graph, annotations, mesh, simplified=True)
+    found: dict[int, Spec] = {}
+    for op in suspects:
+        updates = op.operands[-1]
+        spec = shardings.subaxes.spec(shardings.read(op.id, updates))
+        shape = graph.type_of(updates).shape
+        if any(shape[dim] % mesh.ways(spec[dim]) for dim in _along_indices(graph, op)):
+            found[op.id] = spec
+    return found
+
+
+def _may_pad(graph: Graph, op: Op, mesh: Mesh) -> bool:
+    dtype, shape = graph.type_of(op.operands[len(op.results)]).dtype, graph.type_of(op.operands[-1]).shape
+    unpaddable = dtype.startswith("u") or dtype.endswith("64")
+    return unpaddable and any(shape[dim] % mesh.size for dim in _along_indices(graph, op))
+
+
+def _along_indices(graph: Graph, scatter: Op) -> list[int]:
+    """Dims of a scatter's updates along which it has indices."""
+    rank = len(graph.type_of(scatter.operands[-1]).shape)
+    return [dim for dim in range(rank) if dim not in scatter.attrs["window_dims"]]
+
+
 def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """`annotations`, with copies whole in space for the convolutions whose numbers would be wrong.
+    """`annotations`, with copies that are whole where XLA's numbers would be wrong or libtpu would abort.
+
+    Raises:
+        WrongNumbersError: numbers would still be wrong: their operands take no annotation.
+    """
+    annotatable = {*graph.aten_outputs.values(), *map(Value, graph.arguments)}
+    copies = dict(annotations.copies)
+    for number, spec in padded_indices(graph, annotations, mesh).items():
+        op = graph.ops[number]
+        along = _along_indices(graph, op)
+        if op.aten is not None and op.operands[-1] in annotatable:
+            whole = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
+            copies[op.operands[-1], op.aten] = whole
+    return _summed_once(graph, replace(annotations, copies=copies), mesh)
+
+
+def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
+    """With copies whole in space for the convolutions whose numbers would be wrong.
 
     Raises:
         WrongNumbersError: some would still be: their operands take no annotation.

@@ -1,14 +1,19 @@
-"""Convolutions that XLA would sum over idle devices too are read whole in space."""
+"""Convolutions that XLA would sum over idle devices too are read whole in space; indices that libtpu pads, whole."""
 
 import dataclasses
 
 import pytest
 
+from autoshard.capture.program import AtenOp
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
+from autoshard.graph.stablehlo import build_graph
+from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
-from autoshard.solver.guard import WrongNumbersError, guarded, overcounted
+from autoshard.solver.guard import WrongNumbersError, guarded, overcounted, padded_indices
+from autoshard.verify.compile import compile_module
 from tests.cost.zoo import WINDOWS, program
+from tests.graph.helpers import program_from_text
 
 MESH = Mesh((2, 4), ("data", "model"))
 WHOLE, IN_SPACE = ((), (), (), ()), ((), (), ("data",), ())
@@ -51,3 +56,37 @@ def test_numbers_that_stay_wrong_are_refused_with_the_op():
     annotations = Annotations({Value(0): IN_SPACE, Value(1): (("model",), (), (), ())})
     with pytest.raises(WrongNumbersError, match=r"convolution op \d+ in conv over devices that hold the same part"):
         guarded(graph, annotations, MESH)
+
+
+PAIRS = """module { func.func public @main(%z: tensor<64x90xf32>, %i: tensor<3xi64>, %u: tensor<64x3xf32>)
+    -> tensor<64x90xf32> {
+  %s = "stablehlo.scatter"(%z, %i, %u) <{scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [0],
+      inserted_window_dims = [1], scatter_dims_to_operand_dims = [1], index_vector_dim = 1>}> ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %c = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %c : tensor<f32>
+    }) : (tensor<64x90xf32>, tensor<3xi64>, tensor<64x3xf32>) -> tensor<64x90xf32> loc("op0")
+  return %s : tensor<64x90xf32> } }"""
+
+
+@pytest.mark.parametrize(
+    ("device", "indices", "split", "found"),
+    [
+        ("tpu-v5e", "i64", (("data",), ("model",)), True),
+        ("tpu-v5e", "i32", (("data",), ("model",)), False),
+        ("tpu-v5e", "i64", (("data", "model"), ()), False),
+        ("cpu", "i64", (("data",), ("model",)), False),
+    ],
+)
+def test_indices_that_libtpu_cannot_pad_are_whole(device, indices, split, found):
+    """DLRM's pairs, an odd number of columns: the compiler aborts where propagation splits them."""
+    text = PAIRS.replace("i64", indices)
+    graph = build_graph(program_from_text(text, ops=[AtenOp(0, "index_put", "", "backward", ())]))
+    mesh = dataclasses.replace(MESH, device=device)
+    annotations = Annotations({Value(2): split})
+    assert bool(padded_indices(graph, annotations, mesh)) == found
+    safe = guarded(graph, annotations, mesh)
+    assert safe.copies == ({(Value(2), 0): (split[0], ())} if found else {})
+    if found:
+        pytest.importorskip("libtpu")
+        compile_module(annotate(graph.program, graph, safe, mesh), "tpu-v5e:2x4")  # aborts without the copy
