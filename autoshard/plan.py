@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autoshard.explanation import Explanation
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
+    from autoshard.lower.dtensor import DTensorPlan
     from autoshard.lower.to_jax import JaxShardings
 
 Producer = tuple[int, int] | str | None
@@ -503,6 +504,12 @@ class Plan:
         from autoshard.lower.to_jax import to_jax
 
         return to_jax(self, devices)
+
+    def to_dtensor(self, device_mesh: Any) -> DTensorPlan:
+        """The plan in DTensor's words, on a `torch.distributed` device mesh; see `lower.dtensor`."""
+        from autoshard.lower.dtensor import to_dtensor
+
+        return to_dtensor(self, device_mesh)
 
 
 def describe_mesh(mesh: Mesh) -> str:

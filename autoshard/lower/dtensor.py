@@ -1,0 +1,437 @@
+"""A plan carried out by PyTorch's DTensor: on GPUs over NCCL, on CPUs over gloo.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "model"))
+    lowered = plan.to_dtensor(mesh)
+    lowered.apply(model, optimizer)        # or parallelize_module(model, mesh, lowered.parallelize_plan())
+    loss = model(**batch).loss             # every process gives the whole batch; each keeps its shard
+    loss.backward(); optimizer.step()
+
+Parameters and buffers become DTensors in the planned placements. Where a planned value enters or leaves a module, a
+hook redistributes it; where the forward pass reads a parameter split otherwise than it is kept (FSDP's gathered
+weights), a hook hands the module that one while it runs. Gradients take their parameter's placements, which is where
+DTensor reduces them. The numbers are those of one process whatever the placements: DTensor's own rules see to that.
+
+**What DTensor does not express** is in `inexpressible`: values inside modules and in the backward pass follow DTensor's
+own propagation, and a dim is split by its mesh axes in the mesh's order only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._pytree import tree_map
+
+from autoshard.capture.torch_xla import tensor_type
+from autoshard.errors import LoweringError
+from autoshard.lower import place
+from autoshard.lower.dtensor_rules import register_missing
+from autoshard.lower.module_values import BorderValue, ModuleValues, module_values
+from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.plan import Plan, TensorPlan
+
+Placements = tuple[Placement, ...]
+_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+"""DTensor's rules for the backward passes of these take their weights whole (torch 2.9: `native_layer_norm_backward`
+hands its kernel the shard that it is given)."""
+
+
+def placements(mesh: Mesh, spec: Spec) -> Placements:
+    """A spec in DTensor's words: per mesh axis which dim it splits. Axes on one dim split it in the mesh's order."""
+    dims = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+    return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.axis_names)
+
+
+def in_order(mesh: Mesh, spec: Spec) -> bool:
+    """Whether every dim is split by its axes in the mesh's order, as DTensor does it."""
+    return all(mesh.in_order(axes) == axes for axes in spec)
+
+
+def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
+    """The plan in DTensor's words.
+
+    Raises:
+        LoweringError: the device mesh is not of the plan's shape, or its dims are named otherwise.
+    """
+    names = device_mesh.mesh_dim_names
+    if tuple(device_mesh.shape) != plan.mesh.shape or (names is not None and tuple(names) != plan.mesh.axis_names):
+        wanted = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.axis_names, plan.mesh.shape, strict=True))
+        found = ", ".join(
+            f"{name}={size}" for name, size in zip(names or "?" * device_mesh.ndim, device_mesh.shape, strict=True)
+        )
+        raise LoweringError(
+            f"the plan is for a mesh {wanted}, the device mesh has {found}: "
+            f"init_device_mesh(device_type, {plan.mesh.shape}, mesh_dim_names={plan.mesh.axis_names})"
+        )
+    if plan.program.frontend != "torch_xla":
+        raise LoweringError("the plan is of a StableHLO file, and DTensor runs PyTorch models: use plan.to_jax()")
+
+    def of(section: Mapping[str, TensorPlan]) -> dict[str, Placements]:
+        return {name: placements(plan.mesh, tensor.spec) for name, tensor in section.items()}
+
+    values = module_values(plan)
+    whole = [f"{name} has no rule in DTensor: it runs whole on every process" for name in register_missing(plan)]
+    return DTensorPlan(
+        plan=plan,
+        device_mesh=device_mesh,
+        parameters=of(plan.parameters),
+        buffers=of(plan.buffers),
+        inputs=of(plan.inputs),
+        optimizer_state=of(plan.optimizer_state),
+        outputs=of(plan.outputs),
+        values=values,
+        inexpressible=(*_inexpressible(plan, values), *whole),
+    )
+
+
+def _inexpressible(plan: Plan, values: ModuleValues) -> Iterator[str]:
+    for section in ("parameters", "buffers", "inputs", "optimizer_state"):
+        for name, tensor in getattr(plan, section).items():
+            if not in_order(plan.mesh, tensor.spec):
+                yield f"{name} is planned {format_spec(tensor.spec)}: DTensor takes a dim's axes in the mesh's order"
+    for side in (values.inputs, values.outputs):
+        for module, several in side.items():
+            for value in several:
+                if not in_order(plan.mesh, value.spec):
+                    yield f"a value of {module} is planned {format_spec(value.spec)}, its axes in another order"
+    for what, counts in (("values", values.inside), ("copies read", values.copies_inside)):
+        alike: dict[str, int] = {}
+        for module, count in counts.items():
+            alike[_star(module)] = alike.get(_star(module), 0) + count
+        for module, count in alike.items():
+            yield f"{count} {what} inside {module or 'the model itself'} follow DTensor's own propagation"
+    if values.backward:
+        yield f"{values.backward} values of the backward pass and the optimizer follow DTensor's own propagation"
+
+
+@dataclass(frozen=True)
+class DTensorPlan:
+    """A plan in DTensor's words; see the module's docstring.
+
+    Attributes:
+        device_mesh: what everything is placed on.
+        parameters, buffers, inputs, optimizer_state, outputs: name -> one placement per mesh dim.
+        values: what the hooks place.
+        inexpressible: what of the plan DTensor does not express, a line each.
+    """
+
+    plan: Plan = field(repr=False)
+    device_mesh: DeviceMesh
+    parameters: Mapping[str, Placements] = field(repr=False)
+    buffers: Mapping[str, Placements] = field(repr=False)
+    inputs: Mapping[str, Placements] = field(repr=False)
+    optimizer_state: Mapping[str, Placements] = field(repr=False)
+    outputs: Mapping[str, Placements] = field(repr=False)
+    values: ModuleValues = field(repr=False)
+    inexpressible: tuple[str, ...] = field(repr=False)
+
+    def placements(self, spec: Spec) -> Placements:
+        """Of a spec of the plan."""
+        return placements(self.plan.mesh, spec)
+
+    def parallelize_plan(self) -> dict[str, ParallelStyle]:
+        """Module path -> style, for `torch.distributed.tensor.parallel.parallelize_module`; inner modules first."""
+        modules: dict[str, None] = {}
+        for name in (*self.parameters, *self.buffers):
+            modules[name.rpartition(".")[0]] = None
+        modules |= dict.fromkeys((*self.values.inputs, *self.values.outputs))
+        modules.pop("", None)
+        ordered = sorted(modules, key=lambda path: -path.count("."))
+        return {**{path: PlannedModule(self, path) for path in ordered}, "": PlannedModule(self, "")}
+
+    def apply(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.nn.Module:
+        """Distribute a model, and what of its optimizer's state is placed otherwise than its parameter; in place.
+
+        Every process must call it. Weights are those of the first process. The model is moved to the mesh's devices
+        shard by shard. Gradients are dropped.
+
+        Raises:
+            PlanMismatchError: the model is not the planned one. LoweringError: it has no weights.
+        """
+        place.check_model(self.plan, model, optimizer)
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        there = {path for path, _ in model.named_modules()}  # a loss that is a module is none of the model's
+        styles = {path: style for path, style in self.parallelize_plan().items() if path in there}
+        parallelize_module(model, self.device_mesh, styles)
+        if optimizer is not None:
+            self._follow(model, optimizer, before)
+        return model
+
+    def shard(self, **tensors: Any) -> dict[str, Any]:
+        """Inputs of the step by name (those of the loss too) as DTensors; every process gives whole tensors.
+
+        The model's own inputs may also be given to it whole: it takes its shards itself.
+        """
+        unknown = next((name for name in tensors if name not in self.inputs), None)
+        if unknown is not None:
+            raise LoweringError(f"the program has no input {unknown}; it has {', '.join(self.inputs)}")
+        return {name: _shard(tensor, self.device_mesh, self.inputs[name]) for name, tensor in tensors.items()}
+
+    def _follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, before: Mapping[int, str]) -> None:
+        """Have an optimizer hold the distributed parameters, and its state in the planned placements."""
+        named = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [named[before[id(each)]] if id(each) in before else each for each in group["params"]]
+        for old in list(optimizer.state):
+            if id(old) in before:
+                optimizer.state[named[before[id(old)]]] = optimizer.state.pop(old)
+        otherwise = {
+            name.rpartition(".")[0]
+            for name, wanted in self.optimizer_state.items()
+            if wanted != self.parameters.get(name.rpartition(".")[0])
+        }
+        wanted_state = [named[name] for name in named if name in otherwise and named[name].requires_grad]
+        if wanted_state:
+            place.create_state(optimizer, wanted_state)
+        for name, parameter, key, value in list(place.states(model, optimizer)):
+            if name in self.optimizer_state:
+                optimizer.state[parameter][key] = _as_dtensor(value, self.device_mesh, self.optimizer_state[name])
+
+    def hf_tp_plan(self, model: torch.nn.Module, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
+        """What of the plan transformers' `tp_plan` can say, and what it cannot, a line each.
+
+        Args:
+            model: the planned model: `tp_plan` knows `nn.Linear` and `nn.Embedding`.
+            axis: the mesh axis of tensor parallelism; default the last.
+        """
+        return hf_tp_plan(self.plan, self.values, model, axis or self.plan.mesh.axis_names[-1])
+
+
+class PlannedModule(ParallelStyle):  # type: ignore[misc]
+    """One module as planned: its own parameters and buffers, and what enters and leaves it."""
+
+    def __init__(self, lowered: DTensorPlan, path: str) -> None:
+        """Of the module at `path`; `""` is the whole model."""
+        super().__init__()
+        self.lowered, self.path = lowered, path
+
+    def __repr__(self) -> str:
+        """Its placements."""
+        own = {name: _short(each) for name, each in self._own().items()}
+        return f"PlannedModule({self.path!r}, {own})"
+
+    def _own(self) -> dict[str, Placements]:
+        whole = {**self.lowered.parameters, **self.lowered.buffers}
+        prefix = f"{self.path}." if self.path else ""
+        names = (name for name in whole if name.startswith(prefix) and "." not in name.removeprefix(prefix))
+        return {name.removeprefix(prefix): whole[name] for name in names}
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if self.path == "":
+            self._distribute_all(module, device_mesh)
+        reads = self._reads()
+        if isinstance(module, _NORMS):
+            reads = dict.fromkeys(self._own(), (Replicate(),) * device_mesh.ndim)
+        inputs = self.lowered.values.inputs.get(self.path, ())
+        outputs = self.lowered.values.outputs.get(self.path, ())
+        if reads or inputs or outputs or isinstance(module, torch.nn.Embedding):
+            _Border(self.lowered, inputs, outputs, reads).install(module)
+        if self.path == "":
+            _Root(self.lowered).install(module)
+        return module
+
+    def _reads(self) -> dict[str, Placements]:
+        prefix = f"{self.path}." if self.path else ""
+        return {
+            name.removeprefix(prefix): self.lowered.placements(spec)
+            for name, spec in self.lowered.values.reads.items()
+            if name.rpartition(".")[0] == self.path
+        }
+
+    def _distribute_all(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> None:
+        """Parameters and buffers of the whole model, so that tied ones stay tied."""
+        known = {**self.lowered.parameters, **self.lowered.buffers}
+        names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        whole = (Replicate(),) * device_mesh.ndim
+        made: dict[int, Any] = {}
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is None or isinstance(tensor, DTensor):
+                        continue
+                    if id(tensor) not in made:
+                        wanted = known.get(names[id(tensor)], whole)
+                        new = distribute_tensor(tensor.detach(), device_mesh, wanted)
+                        if isinstance(tensor, torch.nn.Parameter):
+                            new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+                            if new.requires_grad:
+                                new.register_hook(_Like(wanted))
+                        made[id(tensor)] = new, tensor
+                    table[key] = made[id(tensor)][0]
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A gradient in its parameter's placements: there it is reduced, or reduced and scattered."""
+
+    placements: Placements
+
+    def __call__(self, gradient: Any) -> Any:
+        return gradient.redistribute(placements=self.placements) if isinstance(gradient, DTensor) else gradient
+
+
+class _Border:
+    """Hooks that redistribute what enters and leaves a module, and hand it its parameters as it is to read them."""
+
+    def __init__(
+        self,
+        lowered: DTensorPlan,
+        inputs: Sequence[BorderValue],
+        outputs: Sequence[BorderValue],
+        reads: Mapping[str, Placements],
+    ) -> None:
+        self.lowered, self.inputs, self.outputs, self.reads = lowered, inputs, outputs, reads
+        self.kept: list[dict[str, Any]] = []
+
+    def install(self, module: torch.nn.Module) -> None:
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tables = (module._parameters, module._buffers)
+        own = {name: (table, table[name]) for name in self.reads for table in tables if table.get(name) is not None}
+        self.kept.append(own)
+        for name, (table, tensor) in own.items():
+            table[name] = tensor.redistribute(placements=self.reads[name])
+        return self.placed(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
+
+    def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        for name, (table, tensor) in (self.kept.pop() if self.kept else {}).items():
+            table[name] = tensor
+        placed = self.placed(self.outputs, output)
+        # The sum of a lookup in a split table can be made once only (DTensor keeps its mask until then).
+        return tree_map(_reduced, placed) if isinstance(module, torch.nn.Embedding) else placed
+
+    def placed(self, values: Sequence[BorderValue], tree: Any) -> Any:
+        """A tree of tensors, those that are one of the values by shape and dtype placed as planned."""
+        wanted = {(value.shape, value.dtype): value.spec for value in values}
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            kind = tensor_type(leaf)
+            spec = wanted.get((kind.shape, kind.dtype))
+            return leaf if spec is None else leaf.redistribute(placements=self.lowered.placements(spec))
+
+        return tree_map(one, tree) if wanted else tree
+
+
+class _Root:
+    """Hooks of the whole model: its inputs become DTensors; ordinary tensors beside them count as replicated."""
+
+    def __init__(self, lowered: DTensorPlan) -> None:
+        self.lowered = lowered
+
+    def install(self, module: torch.nn.Module) -> None:
+        # For good, as the backward pass reads what the forward pass made too. The stack lives as long as the hooks do.
+        self.always = ExitStack()
+        self.always.enter_context(implicit_replication())
+        module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self.after)
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        try:
+            names = list(inspect.signature(module.forward).parameters)
+        except (TypeError, ValueError):
+            names = []
+        placed = [self.placed(names[i] if i < len(names) else f"input{i}", value) for i, value in enumerate(args)]
+        return tuple(placed), {name: self.placed(name, value) for name, value in kwargs.items()}
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(_reduced, output)
+
+    def placed(self, name: str, value: Any) -> Any:
+        def one(path: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            whole = (Replicate(),) * self.lowered.device_mesh.ndim
+            return _shard(leaf, self.lowered.device_mesh, self.lowered.inputs.get(path, whole))
+
+        if isinstance(value, Mapping):
+            return type(value)({key: one(f"{name}.{key}", leaf) for key, leaf in value.items()})  # type: ignore[call-arg]
+        if isinstance(value, list | tuple):
+            return type(value)(one(f"{name}.{i}", leaf) for i, leaf in enumerate(value))
+        return one(name, value)
+
+
+def _reduced(leaf: Any) -> Any:
+    """A result of the model without sums that are still to be made."""
+    if isinstance(leaf, DTensor) and any(isinstance(each, Partial) for each in leaf.placements):
+        return leaf.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
+    return leaf
+
+
+def _shard(tensor: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
+    """A tensor that every process has whole, as a DTensor; nothing is sent."""
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(placements=wanted)
+    here = tensor.to(mesh.device_type)
+    return DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(placements=wanted)
+
+
+def _as_dtensor(value: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=wanted)
+    return distribute_tensor(value, mesh, wanted)
+
+
+def _short(several: Placements) -> str:
+    return "[" + ", ".join(f"S({p.dim})" if isinstance(p, Shard) else "R" for p in several) + "]"
+
+
+# transformers
+
+
+def hf_tp_plan(plan: Plan, values: ModuleValues, model: torch.nn.Module, axis: str) -> tuple[dict[str, str], list[str]]:
+    """See `DTensorPlan.hf_tp_plan`; equal choices of all layers are written once, with `*` for the layer's number."""
+    said: dict[str, str | None] = {}
+    lost: list[str] = []
+    for path, module in model.named_modules():
+        weight = plan.parameters.get(f"{path}.weight")
+        if weight is None or len(weight.shape) != 2:
+            continue
+        style = said[path] = _hf_style(module, weight.spec, axis)
+        if any(weight.spec) and style is None:
+            lost.append(f"{path}: {type(module).__name__} split {format_spec(weight.spec)}")
+        elif any(dim and dim != (axis,) for dim in weight.spec):
+            lost.append(f"{path}: split by other axes too, {format_spec(weight.spec)}")
+        results = values.outputs.get(path, ())
+        if style == "colwise" and results and axis not in results[-1].spec[-1]:
+            said[path] = "colwise_gather_output"
+    return _starred(said), lost
+
+
+def _hf_style(module: torch.nn.Module, spec: Spec, axis: str) -> str | None:
+    if len(spec) != 2 or axis not in {each for dim in spec for each in dim}:
+        return None
+    first = axis in spec[0]
+    if isinstance(module, torch.nn.Linear):
+        return "colwise" if first else "rowwise"
+    if isinstance(module, torch.nn.Embedding):
+        return "embedding_rowwise" if first else "embedding_colwise"
+    return None
+
+
+def _star(path: str) -> str:
+    """A module's path with `*` for the number of its layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _starred(said: Mapping[str, str | None]) -> dict[str, str]:
+    kinds: dict[str, set[str | None]] = {}
+    for path, style in said.items():
+        kinds.setdefault(_star(path), set()).add(style)
+    found = {}
+    for path, style in said.items():
+        if style is not None:
+            found[_star(path) if len(kinds[_star(path)]) == 1 else path] = style
+    return found

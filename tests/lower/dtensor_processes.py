@@ -1,0 +1,195 @@
+"""One of the processes of `tests/lower/test_dtensor.py`: trains under a plan as DTensors, and alone, and compares.
+
+    python -m tests.lower.dtensor_processes DIRECTORY RANK WORLD
+
+The directory has `NAME.json`, a plan for each scenario; what was seen goes to `seen.json` there.
+"""
+
+import copy
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from autoshard.plan import Plan
+
+STEPS, ROWS, VOCABULARY, TOKENS = 3, 8, 96, 16
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(torch.nn.Module):
+    """Tokens to logits; the embedding and the head are one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.head = torch.nn.Linear(32, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(logits, target):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, n_positions=TOKENS, vocab_size=VOCABULARY, use_cache=False,
+        bos_token_id=None, eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def llama():
+    import transformers
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCABULARY, max_position_embeddings=TOKENS, use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def batch():
+    tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    return {"tokens": tokens, "target": tokens.clone()}
+
+
+def hf_batch():
+    tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+SCENARIOS = {
+    "megatron": (Net, batch, loss_of, sgd),
+    "fsdp": (Net, batch, loss_of, sgd),
+    "automatic": (Net, batch, loss_of, adamw),
+    "gpt2": (gpt2, hf_batch, None, sgd),
+    "llama": (llama, hf_batch, None, sgd),
+}
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def trained(name, plan, mesh):
+    build, sample, loss_fn, optimizer_of = SCENARIOS[name]
+    torch.manual_seed(0)
+    model = build()
+    alone = copy.deepcopy(model)
+    optimizer, theirs = optimizer_of(model.parameters()), optimizer_of(alone.parameters())
+    lowered = plan.to_dtensor(mesh)
+    lowered.apply(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    losses, gradients, communicated = [], {}, {}
+    for number in range(STEPS):
+        given = {key: torch.randint(0, VOCABULARY, each.shape, generator=generator) for key, each in sample().items()}
+
+        def loss_under(net, inputs):
+            if loss_fn is None:
+                return net(**inputs).loss
+            return loss_fn(net(inputs["tokens"]), inputs["target"])
+
+        with CommDebugMode() as seen:
+            loss = loss_under(model, lowered.shard(**given))
+            loss.backward()
+        wanted = loss_under(alone, given)
+        wanted.backward()
+        losses.append(abs(float(whole(loss.detach())) - float(wanted.detach())) / float(wanted.detach()))
+        if number == 0:
+            communicated = {str(kind).rpartition(".")[2]: count for kind, count in seen.get_comm_counts().items()}
+            pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
+            gradients = {
+                key: float((whole(a.grad) - b.grad).abs().max() / b.grad.abs().max())
+                for (key, a), b in pairs
+                if b.grad is not None and float(b.grad.abs().max()) > 1e-7
+            }
+        optimizer.step()
+        theirs.step()
+        optimizer.zero_grad()
+        theirs.zero_grad()
+    parameters = dict(model.named_parameters())
+    return {
+        "losses": max(losses),
+        "gradients": max(gradients.values()),
+        "parameters": max(
+            float((whole(a.detach()) - b.detach()).abs().max())
+            for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+        ),
+        "placements": {key: str(each.placements) for key, each in parameters.items()},
+        "as_planned": all(each.placements == lowered.parameters[key] for key, each in parameters.items()),
+        "states_as_planned": all(
+            value.placements == lowered.optimizer_state[f"{key}.{kind}"]
+            for key, each in parameters.items()
+            for kind, value in optimizer.state[each].items()
+            if isinstance(value, DTensor)
+        ),
+        "local": {key: list(each.to_local().shape) for key, each in parameters.items()},
+        "communicated": communicated,
+        "inexpressible": list(lowered.inexpressible),
+        "tp_plan": lowered.hf_tp_plan(alone),
+    }
+
+
+def main():
+    directory, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world
+    if cuda:
+        torch.cuda.set_device(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
+    )
+    seen = {}
+    for file in sorted(directory.glob("plan_*.json")):
+        name = file.stem.removeprefix("plan_")
+        plan = Plan.load(file)
+        try:
+            mesh = init_device_mesh("cuda" if cuda else "cpu", plan.mesh.shape, mesh_dim_names=plan.mesh.axis_names)
+            seen[name] = trained(name, plan, mesh)
+        except Exception:
+            seen[name] = {"failed": traceback.format_exc()}
+            if rank == 0:
+                print(seen[name]["failed"], file=sys.stderr)
+            break  # the other processes wait in another collective now
+    if rank == 0:
+        (directory / "seen.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Plans carried out by DTensor in four processes (gloo; NCCL where there are four GPUs), against one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torch_xla", reason="the plans are captured through torch_xla")
+
+from torch.distributed.tensor import Replicate, Shard
+
+import autoshard
+from autoshard.errors import LoweringError
+from autoshard.lower.dtensor import in_order, placements
+from autoshard.lower.module_values import module_values
+from autoshard.mesh import Mesh
+from tests import plans
+from tests.lower.dtensor_processes import SCENARIOS
+
+ROOT = Path(__file__).resolve().parents[2]
+EQUAL = 1e-5
+MESH = Mesh((2, 2), device="h100")
+HINTS = {
+    "automatic": {"tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]"},
+    "gpt2": {
+        "input_ids": "[data],[]", "transformer.wte.weight": "[model],[]",
+        "transformer.h.0.attn.c_attn.weight": "[],[model]", "transformer.h.1.mlp.c_fc.weight": "[data],[model]",
+    },
+    "llama": {
+        "input_ids": "[data],[]", "model.layers.0.self_attn.q_proj.weight": "[model],[]",
+        "model.layers.0.self_attn.k_proj.weight": "[model],[]", "model.layers.1.mlp.gate_proj.weight": "[model],[data]",
+    },
+}  # fmt: skip
+"""Programs as small as these are planned whole; this makes their plans worth carrying out."""
+
+
+def planned(name):
+    build, sample, loss_fn, optimizer = SCENARIOS[name]
+    with torch.device("meta"):
+        model = build()
+    program = autoshard.capture(model, sample(), loss_fn=loss_fn, optimizer=optimizer)
+    if name in ("megatron", "fsdp"):
+        return autoshard.manual_plan(name, program, MESH)
+    return autoshard.plan_program(program, MESH, hints=HINTS[name])
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("dtensor")
+    for name in SCENARIOS:
+        planned(name).save(directory / f"plan_{name}.json")
+    command = [sys.executable, "-m", "tests.lower.dtensor_processes", str(directory)]
+    processes = [
+        subprocess.Popen([*command, str(rank), "4"], cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=600)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert (directory / "seen.json").exists(), said[0][-3000:]
+    return json.loads((directory / "seen.json").read_text())
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_numbers_are_those_of_one_process(seen, name):
+    assert name in seen, f"not reached: {next(each['failed'] for each in seen.values() if 'failed' in each)}"
+    found = seen[name]
+    assert "failed" not in found, found.get("failed")
+    assert found["losses"] < EQUAL
+    assert found["gradients"] < EQUAL
+    if SCENARIOS[name][3].__name__ == "sgd":
+        assert found["parameters"] < EQUAL
+    assert found["as_planned"]
+    assert found["states_as_planned"]
+
+
+def test_what_is_planned_is_communicated(seen):
+    assert seen["megatron"]["local"]["blocks.0.up.weight"] == [64, 32]
+    assert seen["megatron"]["communicated"].keys() >= {"all_reduce"}
+    assert "reduce_scatter_tensor" not in seen["megatron"]["communicated"]
+    assert seen["fsdp"]["local"]["blocks.0.up.weight"] == [32, 32]
+    assert seen["fsdp"]["communicated"]["reduce_scatter_tensor"] > 4
+    assert seen["fsdp"]["communicated"]["all_gather_into_tensor"] > 4
+
+
+def test_a_plan_that_transformers_can_say_is_said_so(seen):
+    said, lost = seen["megatron"]["tp_plan"]
+    assert said == {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    assert lost == []
+    assert any(line.startswith("embed: split by other axes too") for line in seen["fsdp"]["tp_plan"][1])
+
+
+def test_what_dtensor_cannot_express_is_named(seen):
+    lines = seen["llama"]["inexpressible"]
+    assert any("inside model.layers.*.self_attn follow DTensor's own propagation" in line for line in lines)
+    assert any("of the backward pass" in line for line in lines)
+
+
+class Devices:
+    """What `to_dtensor` asks of a device mesh."""
+
+    ndim = 2
+    shape = (4, 2)
+    mesh_dim_names = ("data", "model")
+
+
+def test_another_mesh_is_refused_with_the_one_that_is_needed():
+    wanted = r"mesh data=2, model=4, the device mesh has data=4, model=2: init_device_mesh\(device_type, \(2, 4\)"
+    with pytest.raises(LoweringError, match=wanted):
+        plans.plan(plans.program()).to_dtensor(Devices())
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (((), ()), (Replicate(), Replicate())),
+        ((("data",), ()), (Shard(0), Replicate())),
+        (((), ("data", "model")), (Shard(1), Shard(1))),
+        ((("model",), ("data",)), (Shard(1), Shard(0))),
+    ],
+)
+def test_placements(spec, expected):
+    assert placements(MESH, spec) == expected
+
+
+def test_axes_in_another_order_are_named():
+    assert in_order(MESH, (("data", "model"), ()))
+    assert not in_order(MESH, (("model", "data"), ()))
+
+
+def test_values_that_leave_a_module_are_found():
+    values = module_values(planned("automatic"))
+    assert [value.shape for value in values.outputs["blocks.0.up"]] == [(8, 16, 128)]
+    assert [value.shape for value in values.outputs["blocks.0"]] == [(8, 16, 32)]
+    assert values.inside["blocks.0.up"] == 1, "the product, before its bias is added"
+    assert values.backward > 50
+    assert values.reads["blocks.0.up.weight"] == (("data",), ()), "kept split over model too, and gathered to be read"
+    assert values.inputs["blocks.0.down"]
