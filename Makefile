@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo examples test lint format clean
+.PHONY: help install demo examples notebooks test lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -36,6 +36,9 @@ demo: $(STAMP) ## plan GPT-2 for a TPU slice, hold it against hand-made plans, v
 examples: $(STAMP) ## every other script in examples/, as continuous integration does
 	@set -e; for script in $(filter-out examples/demo.py,$(wildcard examples/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script; done
+
+notebooks: $(STAMP) ## run the notebooks at small size; `python notebooks/build.py` makes them anew at full size
+	$(BIN)/python notebooks/build.py --check
 
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -128,6 +128,8 @@ def plot_sweep(
     Args:
         comparisons: x -> the plans there; a plan need not be in all.
     """
+    from matplotlib.ticker import LogLocator
+
     figure = _figure(6, 3.6)
     axes = figure.subplots()
     names = dict.fromkeys(row.name for each in comparisons.values() for row in each.rows)
@@ -145,8 +147,9 @@ def plot_sweep(
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(list(comparisons), [f"{x:g}" for x in comparisons])
-        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.legend(fontsize=8, frameon=False)
