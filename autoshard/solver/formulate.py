@@ -225,7 +225,7 @@ class _Builder:
         for op_id, argument in zip(self.graph.arguments, self.graph.program.arguments, strict=True):
             if op_id in self.groups.free:
                 continue
-            choices = argument_specs(argument.type.shape, self.mesh)
+            choices = argument_specs(argument.type.shape, self.mesh, even=argument.type.dtype not in FLOATS)
             if argument.name in self.hints:
                 hint = self.hints[argument.name]
                 self.mesh.check(hint, argument.type.shape, f"the hint for {argument.name}")

@@ -479,8 +479,11 @@ def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh)
             yield (*spec[:dim], split, *spec[dim + 1 :])
 
 
-def argument_specs(shape: Sequence[int], mesh: Mesh) -> tuple[Spec, ...]:
-    """Every sharding of an argument: each axis on one dim or none, in both orders where two share one."""
+def argument_specs(shape: Sequence[int], mesh: Mesh, *, even: bool = False) -> tuple[Spec, ...]:
+    """Every sharding of an argument: each axis on one dim or none, in both orders where two share one.
+
+    `even`: where it divides only. Compilers abort on indices that they would have to pad (DLRM's pairs, all targets).
+    """
     axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
     found: list[Spec] = []
     for chosen in itertools.product([None, *range(len(shape))], repeat=len(axes)):
@@ -488,7 +491,7 @@ def argument_specs(shape: Sequence[int], mesh: Mesh) -> tuple[Spec, ...]:
         for axis, dim in zip(axes, chosen, strict=True):
             if dim is not None:
                 dims[dim] += (axis,)
-        if all(fits(shape[d], mesh.ways(split)) for d, split in enumerate(dims) if split):
+        if all(fits(shape[d], mesh.ways(split), even=even) for d, split in enumerate(dims) if split):
             found.extend(itertools.product(*(itertools.permutations(split) for split in dims)))
     return tuple(found) or (replicated(len(shape)),)
 

@@ -105,6 +105,9 @@ def test_argument_specs_are_distinct_and_fit():
     assert ((), ("x", "y")) in specs  # 50257 pads by less than 2 %
     assert ((), ()) in specs
     assert argument_specs((3,), MESH) == (((),),)
+    # Indices are not split unevenly: XLA aborts where it would have to pad them (DLRM's 351 pairs).
+    assert len(argument_specs((351,), MESH)) > 1
+    assert argument_specs((351,), MESH, even=True) == (((),),)
 
 
 def test_scattering_takes_one_dim_that_divides():
