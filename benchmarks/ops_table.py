@@ -29,8 +29,6 @@ IMPORTED = {
     "stablehlo.return": "ends a region",
     "stablehlo.dot": "read as dot_general",
     "stablehlo.if": "read as case",
-    "stablehlo.case": "no rule: every device computes all of it",
-    "stablehlo.while": "no rule: every device computes all of it",
 }
 """Ops that the importer turns into something else."""
 

@@ -82,7 +82,7 @@ def named(rules: str) -> list[str]:
     if rules == "all":
         return sorted(BUILDERS)
     if rules == "torch":
-        from tests.rules.torch_cases import FUNCTIONS
+        from tests.rules.torch_forms import FUNCTIONS
 
         return [f"{TORCH}{name}{suffix}" for name in sorted(FUNCTIONS) for suffix in ("", ".backward")]
     return rules.split(",")

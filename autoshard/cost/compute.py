@@ -24,6 +24,9 @@ _BYTES |= {"i64": 8, "ui64": 8, "f64": 8, "complex<f32>": 8, "complex<f64>": 16}
 CONTRACTIONS = frozenset({"dot_general", "convolution", "triangular_solve", "cholesky"})
 """Kinds whose FLOPs run on the matrix units that `Device.flops` describes."""
 
+BODIES = frozenset({"while", "case"})
+"""Kinds that run ops of graphs of their own (`graph/body.py`)."""
+
 _NO_FLOPS = frozenset(
     """argument constant iota broadcast_in_dim reshape transpose slice concatenate pad reverse gather dynamic_slice
     dynamic_update_slice optimization_barrier bitcast_convert partition_id replica_id all_gather real imag
@@ -44,8 +47,8 @@ def dtype_bytes(dtype: str) -> int:
 def op_flops(op: Op, graph: Graph) -> float:
     """FLOPs of the whole, unsharded op; 0 for ops that only move data.
 
-    A `while` counts its body's ops, each over one element of every carried value, times its trip count (1 if unknown):
-    a floor. Kinds that are not known count one FLOP per result element.
+    A loop counts its body's ops times its trip count (1 if unknown: a floor), a branch its dearest side. Kinds that
+    are not known count one FLOP per result element.
     """
     if op.kind in _NO_FLOPS:
         return 0.0
@@ -79,11 +82,9 @@ def op_flops(op: Op, graph: Graph) -> float:
         return float(math.prod(shapes[0])) * shapes[0][-1] / 3
     if op.kind == "triangular_solve":
         return float(math.prod(shapes[1])) * shapes[0][-1]
-    if op.kind == "while":
-        body = attrs.get("body") or {}
-        pairs = body.items() if hasattr(body, "items") else body
-        compute = sum(int(count) for kind, count in pairs if kind not in _NO_FLOPS)
-        return float(attrs.get("trip_count") or 1) * compute * elements / max(len(op.results), 1)
+    if op.kind in BODIES:
+        each = [sum(op_flops(inner, body.graph) for inner in body.graph.ops) for body in attrs["bodies"]]
+        return float(attrs["trip_count"] or 1) * sum(each) if op.kind == "while" else max(each)
     return elements
 
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
+from autoshard.cost.compute import BODIES, CONTRACTIONS, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, Partitioned
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
@@ -274,7 +274,7 @@ class _Lowering:
                 self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
             made.append(array)
         share = self.partitioned.runs[op.id].share
-        flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS else 0.0
+        flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS | BODIES else 0.0
         held = tuple(value for value, array in zip(op.operands, reads, strict=True) if array is not None)
         arrays = [array for array in (*reads, *beside) if array is not None]
         self._step(op.kind, op.id, arrays, made, flops, values=held)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autoshard.cost.backend import Compiled, backend_of
 from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import CONTRACTIONS, op_flops, roofline_seconds
+from autoshard.cost.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.lowered import lower
 from autoshard.cost.spmd import partition
 from autoshard.cost.timing import collective_seconds, kernel_seconds
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import Groups, fusion_groups
+from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import propagate
 from autoshard.graph.rules import rule_for
@@ -106,7 +106,7 @@ def predict(
         collectives=collectives,
         peak_memory_bytes=compiled.peak_bytes,
         compiled=compiled,
-        replicated_ops=_replicated(graph, groups, flops, device),
+        replicated_ops=_replicated(graph, groups.free, device),
         specs=shardings.specs,
         kernel_s=tuple(kernels),
         collective_s=tuple(times),
@@ -192,13 +192,17 @@ def _phase(graph: Graph, op: Op) -> str:
     return graph.program.ops[op.aten].phase
 
 
-def _replicated(graph: Graph, groups: Groups, flops: Sequence[float], device: Device) -> tuple[ReplicatedOp, ...]:
-    found = []
+def _replicated(graph: Graph, free: Container[int], device: Device, times: int = 1) -> tuple[ReplicatedOp, ...]:
+    """What no rule lets be split, of bodies too; `times`: how often the graph runs."""
+    found: list[ReplicatedOp] = []
     for op in graph.ops:
-        if op.kind == "argument" or op.id in groups.free:
+        if op.kind == "argument" or op.id in free:
             continue
         rule = rule_for(op, graph)
         if rule is not None and not rule.reason:
+            for body in op.attrs["bodies"] if op.kind in BODIES else ():
+                inner = _replicated(body.graph, free_ops(body.graph), device, times * (op.attrs.get("trip_count") or 1))
+                found.extend(replace(each, id=op.id) for each in inner)
             continue
         size = sum(
             math.prod(kind.shape) * bytes_of(kind.dtype)
@@ -206,6 +210,6 @@ def _replicated(graph: Graph, groups: Groups, flops: Sequence[float], device: De
         )
         name = op.attrs["target"] if op.kind == "custom_call" else op.kind
         why = f"{name} has no sharding rule" if rule is None else rule.reason
-        reason = f"{why}: every device computes all of it"
-        found.append(ReplicatedOp(name, op.module, reason, roofline_seconds(flops[op.id], size, "f32", device), op.id))
+        seconds = times * roofline_seconds(op_flops(op, graph), size, "f32", device)
+        found.append(ReplicatedOp(name, op.module, f"{why}: every device computes all of it", seconds, op.id))
     return tuple(found)

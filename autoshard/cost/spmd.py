@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from autoshard.cost import spmd_expanded, spmd_reorder, spmd_rounded, spmd_shape, tiles_tpu
+from autoshard.cost import spmd_body, spmd_expanded, spmd_reorder, spmd_rounded, spmd_shape, tiles_tpu
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
@@ -55,6 +55,7 @@ class OpRun:
         reads: per operand the tiling that it reads once resharded.
         moves: the operands that are resharded first; their collectives are the first of `collectives`, in order.
         overcounted: whether XLA sums over devices that hold the same terms: its numbers are wrong.
+        inner: what is emitted inside the bodies of a loop or branch.
     """
 
     collectives: tuple[Collective, ...]
@@ -62,6 +63,7 @@ class OpRun:
     reads: tuple[Tiling, ...]
     moves: tuple[Move, ...] = ()
     overcounted: bool = False
+    inner: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Partitioned:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """All of them, in program order."""
-        return (*(one for run in self.runs for one in run.collectives), *self.copies)
+        return (*(one for run in self.runs for one in (*run.collectives, *run.inner)), *self.copies)
 
 
 def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned:
@@ -116,6 +118,7 @@ class Emission:
         moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
         own: the op's own collectives.
         order: the subaxes of the last sum among them, in the order of its devices.
+        inner: of the bodies of a loop or branch.
     """
 
     moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
@@ -124,6 +127,7 @@ class Emission:
     reads: tuple[Tiling, ...]
     overcounted: bool = False
     order: Dim = ()
+    inner: tuple[Collective, ...] = ()
 
 
 class Partitioner:
@@ -301,7 +305,8 @@ class Partitioner:
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self.collective(step, op.id) for step in emission.own)
-        return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted)
+        inner = tuple(replace(each, op=op.id) for each in emission.inner)
+        return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner)
 
     def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...]:
         """What one op takes whose operands and results have these shardings.
@@ -316,7 +321,7 @@ class Partitioner:
         )
         emission = self._emit(op, found, made)
         moves = [step for place, _, steps in emission.moves if reads[place] is not None for step in steps]
-        return tuple(self.collective(step, op.id) for step in (*moves, *emission.own))
+        return (*(self.collective(step, op.id) for step in (*moves, *emission.own)), *emission.inner)
 
     def _as_result(self, op: Op, place: int, made: Sequence[Tiling]) -> Tiling:
         """The sharding of an operand that costs nothing in any: the result's, where it looks like one."""
@@ -359,6 +364,10 @@ class Partitioner:
             return spmd_expanded.batch_norm(self, op, reads, results)
         if kind in ("gather", "scatter"):
             return IndexPartitioner(self, op, reads, results[0]).emit()
+        if kind == "while":
+            return spmd_body.loop(self, op, reads, results)
+        if kind == "case":
+            return spmd_body.branches(self, op, reads, results)
         if kind == "custom_call":
             return spmd_expanded.custom_call(self, op, reads, results)
         if kind in ELEMENTWISE and len(reads) > 1 and all(tiling == reads[0] for tiling in reads[1:]):

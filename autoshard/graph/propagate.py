@@ -346,11 +346,23 @@ class _Propagation:
             for result, kind in enumerate(op.results):
                 node = self._node(Value(op.id, result))
                 tiling = self.tiling[self.first_own.get(node, node)]
+                if tiling is None:
+                    tiling = self._unread(op, result)
                 made[Value(op.id, result)] = ((),) * len(kind.shape) if tiling is None else tiling
         end = self.value_count + len(self.copies)
         copied = tuple(tiling for tiling in self.tiling[self.value_count : end] if tiling is not None)
         own = {key: tiling for key, node in self.own.items() if (tiling := self.tiling[node]) is not None}
         return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins, own)
+
+    def _unread(self, op: Op, result: int) -> Tiling | None:
+        """The sharding of a result that nobody reads: as its op makes it, which costs nothing."""
+        first = self.first[op.id]
+        if self.users[first + result]:
+            return None
+        if op.kind == "while":
+            return self.tiling[self.operands[first][result]]
+        others = range(first, self.first[op.id + 1])
+        return next((t for n in others if self.shape[n] == self.shape[first + result] and (t := self.tiling[n])), None)
 
     def _run_level(self, level: int) -> None:
         fixed = self.fixed
@@ -405,6 +417,9 @@ class _Propagation:
             return self._dot_from_operands(node, op, level)
         if op.kind == "convolution":
             return self._convolution_from_operands(node, op, level)
+        if op.kind == "while":
+            begun = self.tiling[self.operands[node][node - self.first[op.id]]]
+            return begun is not None and self._improve(node, begun, level)
         changed = False
         operands = self.operands[node]
         elementwise = op.kind in ELEMENTWISE
@@ -517,6 +532,9 @@ class _Propagation:
         if op is None:
             return tiling
         operands = self.operands[user]
+        if op.kind == "while":  # result k is operand k after some iterations
+            place = user - self.first[op.id]
+            return tiling if operands[place] == node else None
         place = operands.index(node)
         return self.transfers.backward(op, place, tiling, [self.tiling[operand] for operand in operands], level)
 

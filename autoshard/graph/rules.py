@@ -7,6 +7,7 @@ price, is the business of `cost/`. A new op is one function under `@rule`, in th
 - `rules_shape.py`: ops that only move elements (reshape, broadcast, slice, concatenate…);
 - `rules_index.py`: gather, scatter, sort;
 - `rules_window.py`: convolution and other sliding windows;
+- `rules_body.py`: loops and branches, from the ops inside;
 - `rules_custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
 
 The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it has a way to run the op split.
@@ -14,7 +15,7 @@ The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it ha
 
 from __future__ import annotations
 
-from autoshard.graph import rules_custom, rules_index, rules_shape, rules_window
+from autoshard.graph import rules_body, rules_custom, rules_index, rules_shape, rules_window
 from autoshard.graph.ops import Graph, Op, Rule
 from autoshard.graph.rules_base import (
     CUSTOM_CALL_RULES,
@@ -27,7 +28,7 @@ from autoshard.graph.rules_base import (
     rule,
 )
 
-__all__ = ["has_rule", "rule", "rule_for", "rules_custom", "rules_index", "rules_shape", "rules_window"]
+__all__ = ["has_rule", "rule", "rule_for", "rules_body", "rules_custom", "rules_index", "rules_shape", "rules_window"]
 
 
 def rule_for(op: Op, graph: Graph) -> Rule | None:

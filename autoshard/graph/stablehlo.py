@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import networkx as nx
 
-from autoshard.capture.program import Program, TensorType
+from autoshard.capture.program import Argument, Output, Program, TensorType
+from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs
+from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs, trip_count
 
 # An SSA value is one tensor, or a tuple of such.
 Bound: TypeAlias = "Value | tuple[Bound, ...]"
@@ -130,9 +132,71 @@ class _Importer:
             outputs.extend(_leaves(value))
         return tuple(outputs)
 
-    def block(self, block: Any, arguments: Iterable[Bound], caller: int | None) -> list[Bound]:
-        """Import a block whose arguments are `arguments`; returns what its terminator returns."""
-        env: dict[Any, Bound] = dict(zip(block.arguments, arguments, strict=True))
+    def regions(
+        self,
+        op: Any,
+        kind: str,
+        reads: tuple[Value, ...],
+        outer: tuple[Value, ...],
+        captured: Mapping[Any, Bound],
+        aten: int | None,
+    ) -> dict[str, Any]:
+        """Attributes of a loop or branch: its regions as bodies, which read `outer` too.
+
+        Args:
+            captured: values of the module that the regions read without being passed them -> what they are bound to.
+        """
+        carried = [self.type_of(value) for value in reads] if kind == "while" else []
+        bodies = tuple(self.body(region.blocks[0], carried, outer, captured, aten) for region in op.regions)
+        if kind == "case":
+            return {"bodies": bodies, "branches": len(bodies)}
+        return {"bodies": bodies, "trip_count": trip_count(op, [self.number(value) for value in reads])}
+
+    def body(
+        self,
+        block: Any,
+        carried: list[TensorType],
+        outer: tuple[Value, ...],
+        captured: Mapping[Any, Bound],
+        aten: int | None,
+    ) -> Body:
+        """A region as a graph of its own."""
+        inner = _Importer(self.program, self.cse)
+        inner.modules, inner.functions = self.modules, self.functions
+        inner.types, inner.tensors = self.types, self.tensors
+        kinds = [*carried, *(self.type_of(value) for value in outer)]
+        inner.ops = [Op(i, "argument", (), (kind,), {"index": i}) for i, kind in enumerate(kinds)]
+        inner.argument_count = len(kinds)
+        place = {value: Value(len(carried) + i) for i, value in enumerate(outer)}
+        bound = {value: _rebound(was, place) for value, was in captured.items()}
+        results = inner.block(block, _bind(block.arguments, range(len(carried))), aten, bound)
+        outputs = tuple(leaf for value in results for leaf in _leaves(value))
+        ties = len(outputs) == len(carried)
+        made = [inner.type_of(value) for value in outputs]
+        program = replace(
+            self.program,
+            arguments=tuple(Argument(f"value{i}", "input", kind) for i, kind in enumerate(kinds)),
+            outputs=tuple(Output(f"value{i}", "output", kind, i if ties else None) for i, kind in enumerate(made)),
+        )
+        return Body(_finish(program, inner, outputs))
+
+    def number(self, value: Value) -> int | None:
+        """The whole number that a scalar is known to be."""
+        op = self.ops[value.op]
+        while op.kind in ("broadcast_in_dim", "reshape", "convert"):
+            op = self.ops[op.operands[0].op]
+        found = op.attrs["value"] if op.kind == "constant" else None
+        return int(found) if isinstance(found, int) else None
+
+    def block(
+        self, block: Any, arguments: Iterable[Bound], caller: int | None, outer: Mapping[Any, Bound] | None = None
+    ) -> list[Bound]:
+        """Import a block whose arguments are `arguments`; returns what its terminator returns.
+
+        Args:
+            outer: what values from around the block are bound to.
+        """
+        env: dict[Any, Bound] = dict(outer or {}) | dict(zip(block.arguments, arguments, strict=True))
         for view in block.operations:
             op = view.operation
             name = op.name
@@ -168,7 +232,10 @@ class _Importer:
         if kind in ("gather", "scatter"):
             attrs = {**attrs, "parallel": parallel_dims(self.ops, kind, attrs, reads)}
         if kind in ("while", "case"):
-            reads += tuple(dict.fromkeys(_captured(op, env)))
+            captured = {value: env[value] for value in dict.fromkeys(_captured(op, env))}
+            outer = tuple(dict.fromkeys(leaf for bound in captured.values() for leaf in _leaves(bound)))
+            attrs = self.regions(op, kind, reads, outer, captured, aten)
+            reads += outer
         kinds = [self.types_of(result.type, name) for result in op.results]
         if kind == "dot":
             kind, attrs = "dot_general", plain_dot(len(self.type_of(reads[0]).shape))
@@ -227,16 +294,23 @@ def kind_of(name: str) -> str:
     return _KIND_NAMES.get(kind, kind)
 
 
-def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Value]:
-    """Values of `env` that the regions of `op` read without being passed them."""
+def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Any]:
+    """Values of the module in `env` that the regions of `op` read without being passed them."""
     for region in op.regions:
         for block in region.blocks:
             for view in block.operations:
                 inner = view.operation
-                for operand in inner.operands:
-                    if operand in env:
-                        yield from _leaves(env[operand])
+                yield from (operand for operand in inner.operands if operand in env)
                 yield from _captured(inner, env)
+
+
+def _rebound(bound: Bound, place: Mapping[Value, Value]) -> Bound:
+    return place[bound] if isinstance(bound, Value) else tuple(_rebound(part, place) for part in bound)
+
+
+def _bind(arguments: Any, places: Iterable[int]) -> list[Bound]:
+    """Block arguments, none of them a tuple, as the first values of a body."""
+    return [Value(place) for _, place in zip(arguments, places, strict=True)]
 
 
 def _leaves(value: Bound) -> tuple[Value, ...]:

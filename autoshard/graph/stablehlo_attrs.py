@@ -23,14 +23,13 @@
 - rng_bit_generator: algorithm; rng: distribution
 - custom_call: target, config (its backend_config as text)
 - top_k: k; fft: type, length; triangular_solve: left, lower, transpose; cholesky: lower
-- while: trip_count (where the loop counts up to a constant, else None), body ((op kind, count) of its body)
-- case: branches (their number)
+- while: trip_count (where the loop counts up to a constant, else None), bodies (condition and body: see `body.py`)
+- case: bodies, branches (their number)
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NO_ATTRS: Mapping[str, Any] = {}  # shared by all ops that have none
@@ -219,29 +218,13 @@ def _custom_call(op: Any) -> dict[str, Any]:
     return {"target": op.attributes["call_target_name"].value, "config": config}
 
 
-def _while(op: Any) -> dict[str, Any]:
-    kinds = Counter(_kinds(op.regions[1]))
-    return {"trip_count": _trip_count(op), "body": tuple(sorted(kinds.items()))}
+def trip_count(op: Any, starts: Sequence[int | None]) -> int | None:
+    """Iterations of `while i < constant` with a constant start and step, else None.
 
-
-def _kinds(region: Any) -> Iterator[str]:
-    """Op kinds of a region, called functions included."""
-    for view in region.blocks[0].operations:
-        op = view.operation
-        if op.name == "func.call":
-            module = op.parent
-            while module.name != "builtin.module":
-                module = module.parent
-            callee = op.attributes["callee"].value
-            functions = (f.operation for f in module.regions[0].blocks[0].operations)
-            called = next(f for f in functions if f.attributes["sym_name"].value == callee)
-            yield from _kinds(called.regions[0])
-        elif op.name not in ("stablehlo.return", "func.return"):
-            yield op.name.partition(".")[2]
-
-
-def _trip_count(op: Any) -> int | None:
-    """Iterations of `while i < constant` with a constant start and step, else None."""
+    Args:
+        op: the `stablehlo.while`.
+        starts: the number that each carried value is known to start with.
+    """
     condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
     compared = [view.operation for view in condition.operations]
     if compared[-1].operands[0].owner != compared[-2] or compared[-2].name != "stablehlo.compare":
@@ -256,22 +239,22 @@ def _trip_count(op: Any) -> int | None:
     if stepped is None:
         return None
     steps = [operand for operand in stepped.operands if operand != body.arguments[place]]
-    end = _loop_constant(limit, op, condition)
-    start = _scalar(op.operands[place])
-    step = _loop_constant(steps[0], op, body) if len(steps) == 1 else None
+    end = _loop_constant(limit, op, condition, starts)
+    start = starts[place]
+    step = _loop_constant(steps[0], op, body, starts) if len(steps) == 1 else None
     if end is None or start is None or not step:
         return None
     return max(0, -(-(end - start) // step))
 
 
-def _loop_constant(value: Any, loop: Any, block: Any) -> int | None:
+def _loop_constant(value: Any, loop: Any, block: Any, starts: Sequence[int | None]) -> int | None:
     """A constant inside a loop's block, or one that the loop carries unchanged."""
     place = {argument: i for i, argument in enumerate(block.arguments)}.get(value)
     if place is None:
         return _scalar(value)
     body = loop.regions[1].blocks[0]
     carried = list(body.operations)[-1].operation.operands[place]
-    return _scalar(loop.operands[place]) if carried == body.arguments[place] else None
+    return starts[place] if carried == body.arguments[place] else None
 
 
 def _made_by(value: Any, name: str) -> Any | None:
@@ -335,6 +318,4 @@ _ATTRS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "transpose": _name(op, "transpose_a"),
     },
     "cholesky": lambda op: {"lower": _flag(op, "lower")},
-    "while": _while,
-    "case": lambda op: {"branches": len(op.regions)},
 }

@@ -18,7 +18,7 @@ PASS_THROUGH = frozenset(
         *("broadcast_in_dim", "concatenate", "constant", "convolution", "dot_general", "dynamic_slice"),
         *("dynamic_update_slice", "gather", "iota", "pad", "reduce", "reduce_window", "reshape", "scatter"),
         *("select_and_scatter", "slice", "sort", "transpose", "reverse", "rng_bit_generator", "rng"),
-        *("optimization_barrier", "case"),
+        *("optimization_barrier", "case", "while"),
     }
 )
 """Kinds, beside the elementwise ones, that propagation may give a sharding (`SupportSpatialPartitioning`)."""

@@ -691,7 +691,48 @@ def test_what_partitioners_gather_says_so() -> None:
 
 
 def test_ops_without_a_rule_have_none() -> None:
-    graph = graph_of(lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x)), floats((4,)))
-    assert rule_for(only(graph, "while"), graph) is None
-    assert not has_rule("while")
+    graph = graph_from_text(custom("my_softmax", "tensor<4x6xf32>", "tensor<4x6xf32>"))
+    assert rule_for(only(graph, "custom_call"), graph) is None
+    assert not has_rule("custom_call", "my_softmax")
+    assert has_rule("custom_call", "tpu_custom_call")
     assert has_rule("add")
+
+
+def test_a_loop_is_split_as_all_of_its_body_can_follow() -> None:
+    def layer(carry: Any, weights: Any) -> Any:
+        first, second = weights
+        return carry + jnp.tanh(carry @ first) @ second, carry.sum(-1)
+
+    graph = graph_of(lambda x, a, b: lax.scan(layer, x, (a, b)), floats((16, 4)), floats((5, 4, 8)), floats((5, 8, 4)))
+    loop = only(graph, "while")
+    rule = rule_for(loop, graph)
+    assert rule is not None
+    by_shape = {graph.type_of(value).shape: dims for value, dims in zip(loop.operands, rule.operands, strict=True)}
+    rows, width = by_shape[16, 4]
+    assert kinds(rule, (rows, width)) == [["parallel"], ["parallel"]]
+    layers, inputs, hidden = by_shape[5, 4, 8]
+    assert rule.factors[layers[0]].kind == "replicated"  # sliced by what the loop counts
+    assert inputs == width
+    assert by_shape[5, 8, 4][1:] == (hidden, width)
+    assert by_shape[5, 16][1] == rows
+    assert rule.results == rule.operands[: len(rule.results)]
+    assert rule.reason == ""
+
+
+def test_a_loop_that_turns_what_it_carries_lets_nothing_be_split() -> None:
+    graph = graph_of(lambda x: lax.fori_loop(0, 3, lambda i, c: c @ c, x), floats((4, 4)))
+    rule = rule_for(only(graph, "while"), graph)
+    assert rule is not None
+    assert "body" in rule.reason
+    assert {factor.kind for factor in rule.factors} == {"replicated"}
+
+
+def test_branches_are_split_as_both_allow() -> None:
+    graph = graph_of(
+        lambda p, x: lax.cond(p, lambda y: jnp.cumsum(y, 0), lambda y: y * 2, x), np.array(True), floats((4, 6))
+    )
+    rule = rule_for(only(graph, "case"), graph)
+    assert rule is not None
+    assert kinds(rule, rule.results[0]) == [["replicated"], ["parallel"]]
+    assert rule.operands[0] == ()
+    assert rule.operands[1] == rule.results[0]

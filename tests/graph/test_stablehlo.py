@@ -210,7 +210,10 @@ def test_loops_have_a_trip_count_and_read_what_their_bodies_capture() -> None:
     graph = graph_of(lambda x, w: lax.fori_loop(0, 5, lambda i, c: c @ w, x), np.zeros((2, 2)), np.ones((2, 2)))
     loop = only(graph, "while")
     assert loop.attrs["trip_count"] == 5
-    assert dict(loop.attrs["body"])["dot_general"] == 1
+    condition, body = (each.graph for each in loop.attrs["bodies"])
+    assert [op.kind for op in body.ops if op.kind == "dot_general"] == ["dot_general"]
+    assert [output.updates for output in body.program.outputs] == list(range(len(loop.results)))
+    assert len(body.arguments) == len(condition.arguments) == len(loop.operands)
     assert Value(1) in loop.operands
     graph = graph_of(lambda x: lax.while_loop(lambda c: c.sum() < 3, lambda c: c * 2, x), np.ones(4))
     assert only(graph, "while").attrs["trip_count"] is None

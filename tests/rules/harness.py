@@ -35,10 +35,10 @@ from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module
 from autoshard.verify.hlo_text import Module, parse_hlo
 from autoshard.verify.targets import parse_target
-from tests.rules import snippets_moves, snippets_ops
+from tests.rules import snippets_body, snippets_moves, snippets_ops
 from tests.rules.snippets import BUILDERS, Body, Draw, Fill
 
-FAMILIES = (snippets_moves, snippets_ops)
+FAMILIES = (snippets_body, snippets_moves, snippets_ops)
 """Modules whose import fills `BUILDERS`."""
 
 TORCH = "torch."
@@ -212,7 +212,8 @@ def _snippets(cases: Sequence[Case], scale: int) -> Written:
 def torch_program(cases: Sequence[Case]) -> Written:
     """What PyTorch and torch_xla make of cases named `torch.NAME` or `torch.NAME.backward`."""
     from autoshard.capture.torch_xla import capture
-    from tests.rules.torch_cases import FUNCTIONS, Cases, gradient_of
+    from tests.rules.torch_cases import Cases, gradient_of
+    from tests.rules.torch_forms import FUNCTIONS
 
     drawn, backward, inputs, owner = [], [], [], []
     for place, case in enumerate(cases):
