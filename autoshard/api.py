@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.mesh import MAX_DEVICES, Mesh, Spec, as_spec, format_spec, parse_spec
+from autoshard.mesh import Mesh, Spec, as_spec, format_spec, parse_spec
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
+    from autoshard.meshes import Watch
     from autoshard.plan import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
     from autoshard.solver.formulate import Formulation
     from autoshard.solver.problem import Problem, Solution
@@ -67,7 +68,8 @@ def plan(
         memory: bytes per device that the step may use; default what the device kind has; None is no limit.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have.
         fold: let equal layers share their decision (faster; the bound is still that of the whole program).
-        time_limit: seconds for the solver. An interrupt ends it too: with the best plan so far, if there is one.
+        time_limit: seconds for the solver; of several shapes each has a quarter, and the best is solved again. An
+            interrupt ends it too: with the best plan so far, if there is one.
         seed: of the solver.
         backend: of the solver's integer programs.
         frontend: `auto` or `torch_xla`.
@@ -83,6 +85,8 @@ def plan(
     """
     if frontend not in ("auto", "torch_xla"):
         raise ValueError(f"frontend {frontend!r}: only torch_xla captures programs so far")
+    from autoshard.meshes import candidate_meshes
+
     meshes = candidate_meshes(mesh, devices, device)
     say = progress or (lambda stage: None)
     say("capture")
@@ -176,60 +180,53 @@ def plan_captured(
 ) -> Plan:
     """`plan_program`, of the graph of a program."""
     from autoshard.lower.least import least
-    from autoshard.plan import NoPlanError, Options, PlanError, SolverInfo
+    from autoshard.meshes import plan_best
+    from autoshard.plan import Options, SolverInfo
     from autoshard.solver import iopddl
-    from autoshard.solver.problem import Status
 
     if annotations not in ("all", "least"):
         raise ValueError(f"annotations are all or least, not {annotations!r}")
     say = progress or (lambda stage: None)
     wanted = _hints(hints)
     check_options(time_limit, seed)
-    best: tuple[Plan, Problem] | None = None
-    infeasible: list[NoPlanError] = []
-    for candidate in [mesh] if isinstance(mesh, Mesh) else mesh:
-        limit = memory_limit(memory, candidate)
 
-        def decide(solver_limit: float | None, mesh: Mesh = candidate) -> tuple[Decision, Annotations, Prediction]:
+    def plan_on(mesh: Mesh, seconds: float, watch: Watch | None) -> tuple[Plan, Problem]:
+        limit = memory_limit(memory, mesh)
+
+        def attempt(asked: float | None) -> tuple[Decision, Annotations, Prediction]:
             decided = plan_graph(
                 graph,
                 mesh,
-                memory=solver_limit,
+                memory=asked,
                 hints=wanted,
                 fold=fold,
-                time_limit=time_limit,
+                time_limit=seconds,
                 seed=seed,
                 backend=backend,
                 progress=progress,
+                watch=watch if asked == limit else None,  # a bound under a lower limit is not one of the plan asked for
             )
             say("predict")
             written = decided.annotations if annotations == "all" else least(graph, decided.annotations, mesh)
             return decided, written, predict_annotations(graph, written, mesh)
 
-        try:
-            decided, written, prediction = within_limit(limit, decide)
-        except NoPlanError as error:
-            infeasible.append(error)
-            continue
+        decided, written, prediction = within_limit(limit, attempt)
         solved = decided.solution
         found = written_plan(
             graph,
-            candidate,
+            mesh,
             written,
             prediction,
             options=Options(memory=limit, hints=wanted, fold=fold, seed=seed),
             solver=SolverInfo(solved.status.value, solved.objective, solved.bound, solved.gap, solved.backend),
         )
-        if best is None or _time(found) < _time(best[0]):
-            best = found, decided.problem
-        if solved.status is Status.INTERRUPTED:
-            break  # whoever ended this solve does not want another
-    if best is None:
-        raise min(infeasible, key=lambda error: error.least) if infeasible else PlanError("no mesh to plan for")
+        return found, decided.problem
+
+    found, problem = plan_best([mesh] if isinstance(mesh, Mesh) else mesh, plan_on, time_limit)
     if dump_problem is not None:
         say("dump")
-        iopddl.write(best[1], dump_problem, name=f"autoshard {best[0].program.fingerprint[:12]}")
-    return best[0]
+        iopddl.write(problem, dump_problem, name=f"autoshard {found.program.fingerprint[:12]}")
+    return found
 
 
 MEMORY_TRIES = 5
@@ -323,8 +320,9 @@ def plan_graph(
     seed: int = 0,
     backend: str = "auto",
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Decision:
-    """Choose a strategy for every op of a graph."""
+    """Choose a strategy for every op of a graph; `watch` is told what the solver has found after each of its stages."""
     from autoshard.cost.device import load_device
     from autoshard.solver.formulate import check_hints, formulate
 
@@ -333,7 +331,15 @@ def plan_graph(
     say("strategies")
     formulation = formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=hints)
     return decide(
-        formulation, mesh, hints=hints, fold=fold, time_limit=time_limit, seed=seed, backend=backend, progress=progress
+        formulation,
+        mesh,
+        hints=hints,
+        fold=fold,
+        time_limit=time_limit,
+        seed=seed,
+        backend=backend,
+        progress=progress,
+        watch=watch,
     )
 
 
@@ -347,6 +353,7 @@ def decide(
     seed: int = 0,
     backend: str = "auto",
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Decision:
     """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
     from autoshard.cost.device import load_device
@@ -363,7 +370,7 @@ def decide(
 
     def solved(problem: Problem) -> Solution:
         left = max(LEAST_TIME_S, ends - time.perf_counter())
-        return solve(problem, time_limit=left, seed=seed, backend=backend, fold=fold)
+        return solve(problem, time_limit=left, seed=seed, backend=backend, fold=fold, progress=watch)
 
     solution = solved(formulation.problem)
     if device.target == "tpu" and solution.choice:
@@ -503,68 +510,6 @@ def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
     return tuple(ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops)
 
 
-def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None) -> list[Mesh]:
-    """The meshes to plan for: the one given, or every shape of `devices` with up to three axes.
-
-    A device kind with a topology (`h100:2x8`) says itself how many there are; shapes that do not lie on it are out.
-    """
-    from autoshard.cost.device import DeviceError, load_device
-    from autoshard.cost.layout import check_layout
-
-    if mesh is not None:
-        if devices is not None:
-            raise ValueError("give a mesh or a number of devices, not both")
-        given = _given_mesh(mesh, device)
-        check_layout(given)
-        return [given]
-    kind = device or "cpu"
-    if devices is None and ":" in kind:
-        devices = load_device(kind).devices
-    if devices is None:
-        raise ValueError("no devices are attached to plan for: pass a mesh such as mesh='2x4', or devices=8")
-    if not isinstance(devices, int):
-        raise ValueError(f"devices={devices!r}: a whole number of devices is needed")
-    if not 1 <= devices <= MAX_DEVICES:
-        raise ValueError(f"devices={devices}: at least one is needed" + f", at most {MAX_DEVICES:,}" * (devices > 1))
-    meshes, problems = [], []
-    for shape in factorisations(devices):
-        candidate = Mesh(shape, (), kind)
-        try:
-            check_layout(candidate)
-        except DeviceError as error:
-            problems.append(error)
-        else:
-            meshes.append(candidate)
-    if not meshes:
-        raise problems[0]
-    return meshes
-
-
-def _given_mesh(mesh: Mesh | Sequence[int] | str, device: str | None) -> Mesh:
-    if isinstance(mesh, Mesh):
-        if device is not None and device != mesh.device:
-            raise ValueError(f"the mesh is of {mesh.device}, but device={device!r}; give the mesh that device kind")
-        return mesh
-    if isinstance(mesh, str):
-        return Mesh.parse(mesh, device=device or "cpu")
-    if not hasattr(mesh, "__iter__"):
-        raise ValueError(
-            f"a mesh is a shape such as (2, 4) or '2x4', or a Mesh, not {mesh!r}; "
-            "to have every shape of 8 devices tried, pass devices=8"
-        )
-    return Mesh(tuple(mesh), (), device or "cpu")
-
-
-def factorisations(devices: int, axes: int = 3) -> list[tuple[int, ...]]:
-    """Mesh shapes of up to `axes` axes with `devices` devices, none of one device: (8,), (2, 4), (4, 2), (2, 2, 2)."""
-    found: list[tuple[int, ...]] = [(devices,)]
-    if axes > 1:
-        for first in range(2, devices // 2 + 1):
-            if devices % first == 0:
-                found.extend((first, *rest) for rest in factorisations(devices // first, axes - 1))
-    return found
-
-
 def check_options(time_limit: float, seed: int) -> None:
     """Raise ValueError for options of the solver that mean nothing."""
     if not isinstance(time_limit, int | float) or not time_limit > 0:
@@ -599,8 +544,3 @@ def memory_limit(memory: float | Literal["device"] | None, mesh: Mesh) -> int | 
     if memory is not None and memory <= 0:
         raise ValueError(f"memory={memory}: bytes per device must be positive")
     return None if memory is None else int(memory)
-
-
-def _time(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_time_s

@@ -25,7 +25,7 @@ import click
 
 import autoshard
 from autoshard import files
-from autoshard.api import candidate_meshes, collector_paused, plan_program
+from autoshard.api import collector_paused, plan_program
 from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_compare import compare, explain
 from autoshard.cli_lower import lower
@@ -43,6 +43,7 @@ from autoshard.cli_source import (
     with_source,
 )
 from autoshard.errors import AutoshardError
+from autoshard.meshes import candidate_meshes
 from autoshard.plan import Plan
 
 BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130

@@ -15,7 +15,6 @@ from autoshard.api import (
     DEVICE_MEMORY,
     Hint,
     Progress,
-    candidate_meshes,
     capture,
     captured_graph,
     collector_paused,
@@ -25,6 +24,7 @@ from autoshard.api import (
 )
 from autoshard.errors import ManualPlanError
 from autoshard.mesh import Mesh
+from autoshard.meshes import candidate_meshes
 from autoshard.plan import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
 from autoshard.report import columns, duration, size
 

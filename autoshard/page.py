@@ -24,6 +24,7 @@ from autoshard.report import (
     layout,
     natural,
     ranges,
+    shortest_first,
     size,
     states_of,
 )
@@ -134,6 +135,7 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
         predicted=predicted,
         step=step,
         tree=tree(plan),
+        tried=shortest_first(plan.search),
         phases=PHASES,
         parts=_parts(plan),
         collectives=_collectives(plan),

@@ -10,15 +10,21 @@ itself read back, and the same call gives the same bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.errors import AutoshardError, FileError
+from autoshard.errors import FileError
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
+from autoshard.plan_figures import CollectiveTotal as CollectiveTotal
+from autoshard.plan_figures import MeshTried as MeshTried
+from autoshard.plan_figures import ModuleCost as ModuleCost
+from autoshard.plan_figures import PlanError as PlanError
+from autoshard.plan_figures import Predicted as Predicted
+from autoshard.plan_figures import ReplicatedOp as ReplicatedOp
+from autoshard.plan_figures import SolverInfo as SolverInfo
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Argument, AtenOp, Program, TensorType
@@ -32,7 +38,6 @@ Producer = tuple[int, int] | str | None
 """What an op reads: `(k, j)` for output j of aten op k, the name of an argument, or None for a host constant."""
 
 Keep = Literal["all", "io", "none"]
-SIGNIFICANT_DIGITS = 9
 
 ROLES: Mapping[str, str] = {
     "parameter": "parameters",
@@ -41,10 +46,6 @@ ROLES: Mapping[str, str] = {
     "optimizer_state": "optimizer_state",
 }
 """Argument role -> the field of a Plan that holds its tensors. Scalars are never split, and in no plan."""
-
-
-class PlanError(AutoshardError, ValueError):
-    """A plan that is malformed, contradicts itself, or cannot be written."""
 
 
 class NoPlanError(PlanError):
@@ -62,23 +63,6 @@ class NoPlanError(PlanError):
 
 class PlanMismatchError(PlanError):
     """A good plan, for another program or another mesh; the message says what differs first."""
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.{SIGNIFICANT_DIGITS}g}")
-
-
-class _Figures:
-    """Rounds the float fields of a frozen dataclass when it is made; refuses figures that are not finite."""
-
-    def __post_init__(self) -> None:
-        """Round and check."""
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if isinstance(value, float) or (isinstance(value, int) and each.type in ("float", "float | None")):
-                if not math.isfinite(value):
-                    raise PlanError(f"{type(self).__name__}.{each.name} is {value}; a plan holds finite figures only")
-                object.__setattr__(self, each.name, _rounded(value))
 
 
 @dataclass(frozen=True)
@@ -141,105 +125,6 @@ class ActivationPlan:
     dtype: str
     spec: Spec | None
     copies: tuple[Copy, ...] = ()
-
-
-@dataclass(frozen=True)
-class CollectiveTotal(_Figures):
-    """All collectives of one kind over the same axes: how many run in a step, and their bytes together, per device.
-
-    Bytes of one collective are the larger of operand and result payload.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class ModuleCost(_Figures):
-    """What one module takes of a step, in one phase; its submodules are not counted.
-
-    Attributes:
-        module: its path, `""` for what belongs to none.
-        phase: `forward`, `backward` or `optimizer`; `""` for what is done with its parameters before any op reads them,
-            and where the phase is unknown.
-        compute_s, communication_s: seconds of its kernels (a kernel counts where its last op is) and collectives.
-        collectives: totals, per kind and axes.
-    """
-
-    module: str
-    phase: str
-    compute_s: float
-    communication_s: float
-    collectives: tuple[CollectiveTotal, ...] = ()
-
-
-@dataclass(frozen=True)
-class Predicted(_Figures):
-    """What the cost model says of one step.
-
-    Attributes:
-        step_time_s: compute and communication one after the other, in seconds.
-        compute_s, communication_s: its two parts.
-        overlapped_s: step time when gradient collectives hide behind the backward pass.
-        mfu: useful FLOP (every op counted once over the whole mesh) / (step time x peak FLOP/s of all devices).
-        collectives: totals, per kind and axes.
-        peak_memory_bytes: per device.
-        modules: compute and communication per module and phase, in program order; empty where nobody worked it out.
-    """
-
-    step_time_s: float
-    compute_s: float
-    communication_s: float
-    overlapped_s: float
-    mfu: float
-    collectives: tuple[CollectiveTotal, ...]
-    peak_memory_bytes: int
-    modules: tuple[ModuleCost, ...] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class SolverInfo(_Figures):
-    """How far the solver got.
-
-    Attributes:
-        status: `optimal`, `feasible`, `time_limit` or `interrupted`.
-        objective: of the plan, in seconds.
-        bound: proven lower bound on the objective, in seconds; None when none is known.
-        gap: (objective - bound) / objective; None when no bound is known.
-        backend: what produced the choice.
-    """
-
-    status: str
-    objective: float
-    bound: float | None
-    gap: float | None
-    backend: str
-
-    def __post_init__(self) -> None:
-        """A bound that bounds nothing is none."""
-        if self.bound is None or not math.isfinite(self.bound):
-            object.__setattr__(self, "bound", None)
-            object.__setattr__(self, "gap", None)
-        super().__post_init__()
-
-
-@dataclass(frozen=True)
-class ReplicatedOp(_Figures):
-    """An op that is replicated because there is no rule for it.
-
-    Attributes:
-        op: its StableHLO kind, or a custom call's target.
-        module: path of its module.
-        reason: why, for a person.
-        cost_s: seconds of a step that it takes, replicated.
-    """
-
-    op: str
-    module: str
-    reason: str
-    cost_s: float
 
 
 @dataclass(frozen=True)
@@ -311,6 +196,7 @@ class Plan:
         predicted: what the cost model says; None for a plan that was written by hand and not evaluated.
         solver: None for a plan that no solver made.
         replicated_ops: what was replicated for want of a rule.
+        search: every mesh shape that was tried, where the shape was left open.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
 
     Raises:
@@ -329,6 +215,7 @@ class Plan:
     predicted: Predicted | None = None
     solver: SolverInfo | None = None
     replicated_ops: tuple[ReplicatedOp, ...] = ()
+    search: tuple[MeshTried, ...] = ()
     captured: Program | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -622,7 +509,10 @@ def plan_of(
         program=program_info(program),
         mesh=mesh,
         options=options or Options(),
-        **sections,
+        parameters=sections["parameters"],
+        buffers=sections["buffers"],
+        inputs=sections["inputs"],
+        optimizer_state=sections["optimizer_state"],
         outputs=results,
         activations=tuple(activations),
         predicted=predicted,

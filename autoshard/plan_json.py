@@ -19,6 +19,7 @@ from autoshard.plan import (
     ActivationPlan,
     CollectiveTotal,
     Copy,
+    MeshTried,
     ModuleCost,
     OpSignature,
     Options,
@@ -93,6 +94,18 @@ def to_dict(plan: Plan) -> Json:
             {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}
             for each in plan.replicated_ops
         ],
+    } | ({"search": [_tried_to(each) for each in plan.search]} if plan.search else {})
+
+
+def _tried_to(tried: MeshTried) -> Json:
+    return {
+        "shape": list(tried.shape),
+        "outcome": tried.outcome,
+        "step_time_s": tried.step_time_s,
+        "objective": tried.objective,
+        "bound": tried.bound,
+        "peak_memory_bytes": tried.peak_memory_bytes,
+        "note": tried.note,
     }
 
 
@@ -306,6 +319,7 @@ def from_dict(value: Json) -> Plan:
         predicted=None if value["predicted"] is None else _predicted_from(value["predicted"]),
         solver=None if solver is None else SolverInfo(**solver),
         replicated_ops=tuple(ReplicatedOp(**each) for each in value["replicated_ops"]),
+        search=tuple(MeshTried(**(each | {"shape": tuple(each["shape"])})) for each in value.get("search", ())),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from autoshard.plan import (
     ActivationPlan,
     CollectiveTotal,
     Copy,
+    MeshTried,
     Plan,
     Predicted,
     ReplicatedOp,
@@ -37,6 +39,8 @@ def plan_report(plan: Plan) -> str:
         parts += ["", *predicted_lines(plan.predicted, plan.options.memory)]
     if plan.solver is not None:
         parts += ["", solver_line(plan.solver)]
+    if plan.search:
+        parts += ["", *search_lines(plan.search, plan.mesh.shape)]
     parts += ["", *replicated_lines(plan.replicated_ops)]
     return "\n".join(parts)
 
@@ -252,6 +256,25 @@ def predicted_lines(predicted: Predicted, limit: int | None = None) -> list[str]
 
 def _collective(total: CollectiveTotal) -> tuple[str, ...]:
     return (total.kind, "over " + ", ".join(total.axes), f"x{total.count}", f"{size(total.bytes)} per device")
+
+
+def shortest_first(tried: Iterable[MeshTried]) -> list[MeshTried]:
+    """Shortest step first, then those without a plan."""
+    return sorted(tried, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
+
+
+def search_lines(tried: Sequence[MeshTried], chosen: Sequence[int]) -> list[str]:
+    """A line per mesh shape, shortest step first, then those without a plan."""
+    rows: list[tuple[str, ...]] = [("mesh", "step", "objective", "bound", "memory", "")]
+    for each in shortest_first(tried):
+        times = [duration(time) if time is not None else "-" for time in (each.step_time_s, each.objective, each.bound)]
+        memory = "-" if each.peak_memory_bytes is None else size(each.peak_memory_bytes)
+        mark = " *" if tuple(each.shape) == tuple(chosen) else ""
+        note = each.note if each.outcome == "planned" else f"{each.outcome}: {each.note}"
+        rows.append(
+            ("x".join(map(str, each.shape)) + mark, *times, memory, note if len(note) < 120 else note[:117] + "...")
+        )
+    return [f"Mesh shapes tried: {len(tried)}, * as planned", *("  " + line for line in columns(rows))]
 
 
 def solver_line(solver: SolverInfo) -> str:

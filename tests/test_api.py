@@ -12,15 +12,14 @@ import torch
 
 import autoshard
 from autoshard.api import (
-    candidate_meshes,
     captured_graph,
-    factorisations,
     plan_graph,
     predict_annotations,
     within_limit,
 )
 from autoshard.capture.program import Program
 from autoshard.mesh import Mesh, spec_axes
+from autoshard.meshes import candidate_meshes, factorisations
 from autoshard.plan import NoPlanError
 from autoshard.solver import guard
 from autoshard.solver.evaluate import evaluate as evaluate_choice

@@ -1,0 +1,163 @@
+"""The figures that a plan records: what a step is predicted to take, how far the solver got, what was tried.
+
+Bytes are per device, times are seconds of one step. Floats keep nine significant digits, so that a plan is equal to
+itself read back, and the same call gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+from autoshard.errors import AutoshardError
+
+SIGNIFICANT_DIGITS = 9
+
+
+class PlanError(AutoshardError, ValueError):
+    """A plan that is malformed, contradicts itself, or cannot be written."""
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{SIGNIFICANT_DIGITS}g}")
+
+
+class _Figures:
+    """Rounds the float fields of a frozen dataclass when it is made; refuses figures that are not finite."""
+
+    def __post_init__(self) -> None:
+        """Round and check."""
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if isinstance(value, float) or (isinstance(value, int) and each.type in ("float", "float | None")):
+                if not math.isfinite(value):
+                    raise PlanError(f"{type(self).__name__}.{each.name} is {value}; a plan holds finite figures only")
+                object.__setattr__(self, each.name, _rounded(value))
+
+
+@dataclass(frozen=True)
+class CollectiveTotal(_Figures):
+    """All collectives of one kind over the same axes: how many run in a step, and their bytes together, per device.
+
+    Bytes of one collective are the larger of operand and result payload.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModuleCost(_Figures):
+    """What one module takes of a step, in one phase; its submodules are not counted.
+
+    Attributes:
+        module: its path, `""` for what belongs to none.
+        phase: `forward`, `backward` or `optimizer`; `""` for what is done with its parameters before any op reads them,
+            and where the phase is unknown.
+        compute_s, communication_s: seconds of its kernels (a kernel counts where its last op is) and collectives.
+        collectives: totals, per kind and axes.
+    """
+
+    module: str
+    phase: str
+    compute_s: float
+    communication_s: float
+    collectives: tuple[CollectiveTotal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Predicted(_Figures):
+    """What the cost model says of one step.
+
+    Attributes:
+        step_time_s: compute and communication one after the other, in seconds.
+        compute_s, communication_s: its two parts.
+        overlapped_s: step time when gradient collectives hide behind the backward pass.
+        mfu: useful FLOP (every op counted once over the whole mesh) / (step time x peak FLOP/s of all devices).
+        collectives: totals, per kind and axes.
+        peak_memory_bytes: per device.
+        modules: compute and communication per module and phase, in program order; empty where nobody worked it out.
+    """
+
+    step_time_s: float
+    compute_s: float
+    communication_s: float
+    overlapped_s: float
+    mfu: float
+    collectives: tuple[CollectiveTotal, ...]
+    peak_memory_bytes: int
+    modules: tuple[ModuleCost, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class SolverInfo(_Figures):
+    """How far the solver got.
+
+    Attributes:
+        status: `optimal`, `feasible`, `time_limit` or `interrupted`.
+        objective: of the plan, in seconds.
+        bound: proven lower bound on the objective, in seconds; None when none is known.
+        gap: (objective - bound) / objective; None when no bound is known.
+        backend: what produced the choice.
+    """
+
+    status: str
+    objective: float
+    bound: float | None
+    gap: float | None
+    backend: str
+
+    def __post_init__(self) -> None:
+        """A bound that bounds nothing is none."""
+        if self.bound is None or not math.isfinite(self.bound):
+            object.__setattr__(self, "bound", None)
+            object.__setattr__(self, "gap", None)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class ReplicatedOp(_Figures):
+    """An op that is replicated because there is no rule for it.
+
+    Attributes:
+        op: its StableHLO kind, or a custom call's target.
+        module: path of its module.
+        reason: why, for a person.
+        cost_s: seconds of a step that it takes, replicated.
+    """
+
+    op: str
+    module: str
+    reason: str
+    cost_s: float
+
+
+@dataclass(frozen=True)
+class MeshTried(_Figures):
+    """What came of one mesh shape, where all shapes of a number of devices were tried.
+
+    Attributes:
+        shape: of the mesh.
+        outcome: `planned`; `pruned`, where `bound` proves that it has no better plan than another; `same`, where it is
+            another up to the names of its axes; `no plan`, where nothing keeps the memory limit or the hints.
+        step_time_s: predicted of its plan.
+        objective, bound: of the solver, in seconds; None where unknown.
+        peak_memory_bytes: predicted, per device.
+        note: for a person.
+    """
+
+    shape: tuple[int, ...]
+    outcome: str
+    step_time_s: float | None = None
+    objective: float | None = None
+    bound: float | None = None
+    peak_memory_bytes: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """A bound that bounds nothing is none."""
+        if self.bound is not None and not math.isfinite(self.bound):
+            object.__setattr__(self, "bound", None)
+        super().__post_init__()
