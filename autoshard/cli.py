@@ -61,8 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warnings.filterwarnings("ignore", module=r"(torch|torch_xla|transformers|jax)(\.|$)")
         try:
             _main(arguments)
+        except SystemExit as done:
+            _leave(done.code)
+            raise
         finally:
             gc.freeze()  # the interpreter's last collections would walk all that torch, jax and a graph are made of
+
+
+def _leave(status: object) -> None:
+    """End at once if a solver was left behind at its time limit: the interpreter would wait for it."""
+    ilp = sys.modules.get("autoshard.solver.ilp")
+    if ilp is not None and ilp.left_behind():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else BUG if status else 0)
 
 
 def _main(arguments: Sequence[str] | None) -> None:

@@ -1,9 +1,10 @@
 """Measure the solver on problems in IOPDDL JSON: cost, bound, gap, CPU seconds, peak memory.
 
-    python benchmarks/solver.py [PROBLEM.json[.gz] …] [--time-limit 60] [--ilp highs,cbc,cp-sat]
+    python benchmarks/solver.py [PROBLEM.json[.gz] …] [--models out/problems] [--time-limit 60] [--ilp highs,cbc,cp-sat]
 
 Without files: the contest's instances in ../shared/iopddl (outside this project: the `benchmarks` of the repository
-google/iopddl, Apache License 2.0). Problems of one's own: `autoshard plan … --dump-problem problem.json.gz`. Each
+google/iopddl, Apache License 2.0). Problems of one's own: `autoshard plan … --dump-problem problem.json.gz`; `--models`
+does that for a few small models (`MODELS`), into a folder, where they are not there yet. Each
 solve runs in a process of its own, so that peak memory is its own. `--ilp` also hands the unreduced integer program to
 these solvers, under the same limit; one that is too large for them is left out.
 """
@@ -30,6 +31,16 @@ BEST_KNOWN = {
     "asplos-2025-iopddl-V": (1_617_084, 1_617_084),
 }
 """Best cost and best lower bound known: results of the contest (ASPLOS 2025 / EuroSys 2025) and of its winners."""
+_GPT2 = ["hf:gpt2", "--batch", "8", "--seq", "512", "--train", "adamw", "--device", "tpu-v5e"]
+_PERCEPTRON = [f"{Path(__file__).with_name('nets.py')}:perceptron", "--device", "h100"]
+MODELS = {
+    "mlp-2x2": [*_PERCEPTRON, "--mesh", "2x2"],
+    "mlp-2x2x2": [*_PERCEPTRON, "--mesh", "2x2x2"],
+    "gpt2-1-layer-8": [*_GPT2, "--set", "n_layer=1", "--mesh", "8"],
+    "gpt2-4-layers-8": [*_GPT2, "--set", "n_layer=4", "--mesh", "8"],
+    "gpt2-1-layer-2x4": [*_GPT2, "--set", "n_layer=1", "--mesh", "2x4"],
+}
+"""Arguments of `autoshard plan` by problem."""
 LARGEST_PROGRAM = 3_000_000
 """Entries of the matrix of an unreduced program that is still handed to an ILP solver."""
 
@@ -65,6 +76,20 @@ def measure(path: Path, solver: str, time_limit: float) -> dict[str, Any]:
     }
 
 
+def dumped(folder: Path) -> list[Path]:
+    """The problems of `MODELS`, planned where they are not in `folder` yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, arguments in MODELS.items():
+        paths.append(folder / f"{name}.json.gz")
+        if not paths[-1].exists():
+            command = [sys.executable, "-m", "autoshard", "plan", *arguments, "--dump-problem", str(paths[-1])]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"{name}: {done.stderr.strip()}")
+    return paths
+
+
 def separately(path: Path, solver: str, time_limit: float) -> dict[str, Any]:
     """`measure` in a new process, stopped when it runs far over its limit."""
     command = [sys.executable, __file__, str(path), "--one", solver, "--time-limit", str(time_limit)]
@@ -95,6 +120,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("problems", nargs="*", type=Path)
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="plan a few small models for their problems")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds per solve")
     parser.add_argument("--ilp", default="", help="backends for the unreduced program, for example highs,cbc,cp-sat")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -102,7 +128,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.problems[0], options.one, options.time_limit)))
         return
-    problems = options.problems or sorted(INSTANCES.glob("*.json.gz"))
+    own = dumped(options.models) if options.models else []
+    problems = [*options.problems, *own] or sorted(INSTANCES.glob("*.json.gz"))
     if not problems:
         sys.exit(f"no problems: name IOPDDL files, or put the contest's instances into {INSTANCES}")
     print(

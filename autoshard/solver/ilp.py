@@ -261,10 +261,19 @@ def _highest(values: Array) -> float:
     return float(np.abs(finite).max(initial=0.0))
 
 
+_workers: list[threading.Thread] = []
+
+
+def left_behind() -> bool:
+    """Whether a solver still runs that nobody waits for."""
+    return any(worker.is_alive() for worker in _workers)
+
+
 def _run(model: Model, backend: str, time_limit: float, seed: int) -> Outcome:
     """What the solver finds in its time.
 
-    It works in a thread of its own: presolve ignores limits and interrupts. One that does not end is left behind.
+    It works in a thread of its own: presolve ignores limits and interrupts. One that does not end is left behind; an
+    interpreter that ends by itself waits for it.
     """
     found: list[Outcome] = []
     failed: list[BaseException] = []
@@ -281,7 +290,8 @@ def _run(model: Model, backend: str, time_limit: float, seed: int) -> Outcome:
         except BaseException as error:  # handed on to the caller's thread
             failed.append(error)
 
-    worker = threading.Thread(target=work, daemon=True)
+    worker = threading.Thread(target=work)
+    _workers[:] = [*filter(threading.Thread.is_alive, _workers), worker]
     end = time.perf_counter() + time_limit + GRACE
     with _quiet():
         worker.start()

@@ -1,8 +1,8 @@
 """Oscillation about the limit of memory (after Glover's strategic oscillation, 1977), by moves of whole regions.
 
 A choice is improved by regions (`kernels_region.py`) under the costs and a price of every memory row; rows may
-overflow. Where they do, their prices rise, elsewhere they fall. Each choice that fits is then improved within the
-limit, under falling prices, so that free memory goes where it buys most.
+overflow. Where they do, their prices rise, elsewhere they fall. The last choice that fits before rows overflow again is
+improved within the limit, under falling prices, so that free memory goes where it buys most.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ COVER = 2.0
 """Regions of one pass, together, have so many nodes per node of the network; at least one region."""
 CHUNK = 4
 """Regions between two looks at the clock."""
-RISE, FALL, LEAST = 4.0, 1.5, 1e-2
-"""Prices change by the factor exp(RISE * overflow) or exp(-FALL * free), in fractions of the largest room; the least
-price of a row that overflows, as a fraction of the mean."""
+LIFT, RISE, FALL, SINK, LEAST = 0.05, 4.0, 1.0, 0.95, 1e-2
+"""Prices of rows that overflow change by the factor exp(LIFT + RISE * overflow), of others by exp(-FALL * free), in
+fractions of the largest room, and once all fit by the factor SINK as well; the least price of a row that overflows,
+as a fraction of the mean."""
 HEIGHTS, PASSES = (0.7, 0.4, 0.2), 5
 """Factors on the prices within the limit; passes at most without prices after that."""
 WORTH = 1.03
 """What costs more than this times the best is not improved within the limit."""
-NOISE, TIRED = 0.3, 40
-"""After TIRED rounds without a better choice prices start again from the dual's, times random factors whose logarithm
-has this standard deviation."""
+NOISE, TIRED = 0.3, 60
+"""After TIRED rounds without a better choice the search starts again from the best, at prices times random factors
+whose logarithm has this standard deviation; every other time from the dual's prices."""
 ROUNDING = 1e-12
 """What falls by less than this share of the cost is rounding."""
 
@@ -60,6 +61,7 @@ class Oscillation:
         self._multipliers: Array = dual.best_multipliers.copy()
         self._prices: Array = self._multipliers
         self._best: np.ndarray | None = None
+        self._fitting: np.ndarray | None = None
         self._turn = self._stalled = 0
         self._smallest = ROUNDING * (abs(dual.bound) if np.isfinite(dual.bound) else dual.forbidden)
         self.value = np.inf
@@ -83,23 +85,30 @@ class Oscillation:
         for _ in range(rounds if len(self._x) else 0):
             self._moves(self._x, self._prices, deadline, strict=False)
             over = (self._dual.usage(self._x) - self._limit) / largest
+            fits = float(over.max(initial=-1.0)) <= 0.0
             before = self.value
-            if float(over.max(initial=-1.0)) <= 0.0 and self._cost(self._x) < WORTH * self.value:
-                self._within(self._x.copy(), deadline)
+            if fits:
+                self._keep(self._x.copy())
+                self._fitting = self._x.copy()
+            if self._fitting is not None and (not fits or before == np.inf):  # the best on this side of the limit
+                if self._cost(self._fitting) < WORTH * self.value:
+                    self._within(self._fitting, deadline)
+                self._fitting = None
             if time.perf_counter() > deadline:
                 break
             self._stalled = 0 if self.value < before else self._stalled + 1
             if self._stalled and self._stalled % TIRED == 0 and self._best is not None:
                 self._restart()
-                continue
             floor = LEAST * float(self._prices.mean()) if len(self._prices) else 0.0
-            risen = np.maximum(self._prices, floor) * np.exp(RISE * over)
-            self._prices = np.where(over > 0.0, risen, self._prices * np.exp(FALL * over))
+            risen = np.maximum(self._prices, floor) * np.exp(LIFT + RISE * over)
+            fallen = self._prices * np.exp(FALL * over)
+            self._prices = np.where(over > 0.0, risen, fallen * (SINK if fits else 1.0))
 
     def _restart(self) -> None:
         assert self._best is not None
         self._x = self._best.copy()
-        self._prices = self._multipliers * np.exp(NOISE * self._rng.standard_normal(len(self._multipliers)))
+        prices = self._prices if self._stalled // TIRED % 2 else self._multipliers
+        self._prices = prices * np.exp(NOISE * self._rng.standard_normal(len(prices)))
 
     def _within(self, x: np.ndarray, deadline: float) -> None:
         """Improve a choice that fits, and keep it if it is the best."""

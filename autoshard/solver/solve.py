@@ -68,7 +68,7 @@ FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
 LARGEST_PROGRAM, LARGEST_UNKNOWN = 1_000_000, 4_000_000
 """Entries of the integer program's matrix up to which it is tried when a choice is known, and when none is: presolve
 ignores limits."""
-ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 3
+ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
 """What is too large for the integer program: sweeps of the dual, and rounds of the search beside them, between two
 exchanges; and that many exchanges that close less than this share of the gap end the solve."""
 REDUCING = 0.5
@@ -240,26 +240,32 @@ class _Run:
         if self.optimal or self.late:
             return
         net = Network.of(self.problem)
-        reduce(net, deadline=self._share(REDUCING))
+        cut = self._share(REDUCING)
+        reduce(net, deadline=cut)
         if math.isinf(net.offset):
             raise ImpossibleError()
         self.report("reduced")
+        if time.perf_counter() < cut and self._without_limit(net):
+            return
+        self._core(net)
+
+    def _without_limit(self, net: Network) -> bool:
+        """A bound, and perhaps a choice, by dynamic programming without the memory limit; whether that is all."""
         relaxed = net.copy(memory=False)
         if len(net.room):
             reduce(relaxed, deadline=self._share(REDUCING))
         exact = exact_minimum(relaxed, deadline=self._share(REDUCING))
-        if exact is not None:
-            choice, bound = exact
-            if math.isinf(bound):
-                raise ImpossibleError()
-            self.raise_bound(bound)
-            fits = self.offer(net.expand(relaxed.expand(choice)), "dynamic programming")
-            if not fits and not len(net.room):
-                raise SolverError("dynamic programming found a choice that the evaluator rejects")
-            self.report("dynamic programming")
-            if self.optimal:
-                return
-        self._core(net)
+        if exact is None:
+            return False
+        choice, bound = exact
+        if math.isinf(bound):
+            raise ImpossibleError()
+        self.raise_bound(bound)
+        fits = self.offer(net.expand(relaxed.expand(choice)), "dynamic programming")
+        if not fits and not len(net.room):
+            raise SolverError("dynamic programming found a choice that the evaluator rejects")
+        self.report("dynamic programming")
+        return self.optimal
 
     def _core(self, net: Network) -> None:
         """Bound, choices and fixing by the dual, then the integer program of what is left."""

@@ -22,10 +22,11 @@ def least_sum(problem: Problem) -> float:
 
 
 def first_choices(problem: Problem) -> Iterator[list[int]]:
-    """The strategies that use least memory, and the cheapest ones, node by node; costs of edges are not looked at."""
+    """Node by node what uses least memory (the first, the cheapest), and what is cheapest; edges are not looked at."""
     used = [np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_costs]
     for usage in problem.node_usages:
         if usage.start < usage.end:
             used[usage.index] = used[usage.index] + usage.amount
+    yield [int(np.argmin(u)) for u in used]
     yield [int(np.lexsort((c, u))[0]) for u, c in zip(used, problem.node_costs, strict=True)]
     yield [int(np.argmin(c)) for c in problem.node_costs]

@@ -95,3 +95,21 @@ def test_a_missing_backend_is_named_before_anything_is_built(monkeypatch):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="choose one of auto, highs, scip, cp-sat, cbc"):
         solve(random_problem(1), backend="gurobi")
+
+
+def test_a_solver_that_does_not_end_is_left_behind(monkeypatch):
+    import threading
+    import time
+
+    net = Network.of(random_problem(3))
+    go_on = threading.Event()
+    monkeypatch.setattr(ilp, "_run_ortools", lambda *_: go_on.wait(60) and ilp.NOTHING)
+    start = time.perf_counter()
+    result = ilp.solve_ilp(net, backend="highs", time_limit=0.0)
+    assert time.perf_counter() - start < 30
+    assert (result.choice, result.infeasible, result.finished) == (None, False, False)
+    assert ilp.left_behind()
+    go_on.set()
+    for worker in ilp._workers:
+        worker.join()
+    assert not ilp.left_behind()
