@@ -48,6 +48,9 @@ COPY_SHARE = 0.8
 """Of the bandwidth of device memory, what such a copy is taken to reach. As seen in compiled programs (by libtpu's
 estimated cycles): GPT-2 on a v5e keeps what waits 1449 µs, and not what waits 1477; this gives 1434."""
 
+PIECE = 2**20
+"""Bytes of a row beyond which it is gathered in pieces. As seen (Mixtral on v5e): 1 MiB is not, 2 MiB are."""
+
 IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
 """Kinds that write into their operands' buffers."""
 
@@ -114,6 +117,41 @@ class TpuFusion(Fusion):
         return False
 
 
+def _product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
+    """The product that a kernel runs as a loop: an outer product, or that of a matrix and a vector."""
+    for number in kernel.steps:
+        step = program.steps[number]
+        if step.kind in CONTRACTIONS:
+            return None if multiplies_matrices(program, step) else step
+    return None
+
+
+def _put_together(program: Lowered, array: int) -> bool:
+    """Whether an array is gathered in pieces, so that no result takes over its buffer."""
+    found = program.arrays[array]
+    if found.maker < 0 or program.steps[found.maker].kind != "gather" or found.shape is None:
+        return False
+    window = program.graph.ops[program.steps[found.maker].op].attrs["offset_dims"]
+    if max(window, default=0) >= len(found.shape):
+        return False
+    row = math.prod(found.shape[dim] for dim in window)
+    return bool(found.bytes * row > PIECE * _elements(found))
+
+
+def multiplies_matrices(program: Lowered, step: Step) -> bool:
+    """Whether a product has dims of both operands: a TPU runs the others as loops, in f32, and sums them."""
+    op = program.graph.ops[step.op]
+    if op.kind != "dot_general":
+        return True
+    for value, side in zip(op.operands, ("lhs", "rhs"), strict=True):
+        taken = {*op.attrs[f"{side}_batch"], *op.attrs[f"{side}_contract"]}
+        shape = program.graph.type_of(value).shape
+        if all(size == 1 for dim, size in enumerate(shape) if dim not in taken):
+            return False
+    lhs = program.graph.type_of(op.operands[0]).shape
+    return any(lhs[dim] > 1 for dim in op.attrs["lhs_contract"])
+
+
 def _elements(array: Array) -> int:
     return math.prod(array.shape) if array.shape is not None else array.bytes
 
@@ -141,6 +179,10 @@ class TpuBackend(Backend):
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Elementwise results of one shape made together; independent all-reduces over the same devices, to 120 MiB."""
+        for kernel in kernels:
+            if _product_with_vectors(kernel, program) is not None:
+                kernel.shares = True
+                kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
         kernels = merged_outputs(kernels, lambda kernel: self._loop_over(kernel, program), lambda array: True)
 
         def key(kernel: Kernel) -> Hashable:
@@ -160,8 +202,12 @@ class TpuBackend(Backend):
 
     @staticmethod
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
-        """The shape of all that an elementwise kernel writes; None for any other."""
+        """The shape of all that an elementwise kernel writes; the dims that a product with vectors has; else None."""
         shapes = {program.arrays[array].shape for array in kernel.writes}
+        product = _product_with_vectors(kernel, program)
+        if product is not None:
+            around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
+            return "product", *sorted(max(around, key=math.prod))
         return tuple(shapes) if kernel.kind in ELEMENTWISE and len(shapes) == 1 else None
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
@@ -396,7 +442,7 @@ class _Rounded:
     """Which arrays only products read, through moves perhaps; sums run where the array is made."""
 
     def __init__(self, program: Lowered) -> None:
-        self.arrays, self.steps = program.arrays, program.steps
+        self.program, self.arrays, self.steps = program, program.arrays, program.steps
         self.known: dict[int, bool] = {}
 
     def is_kept_narrow(self, array: int) -> bool:
@@ -413,6 +459,8 @@ class _Rounded:
 
     def _passes(self, reader: int) -> bool:
         step = self.steps[reader]
-        if step.kind in CONTRACTIONS or step.kind == "reduce":
+        if step.kind in CONTRACTIONS:
+            return multiplies_matrices(self.program, step)
+        if step.kind == "reduce":
             return True
         return (step.kind in MOVES or step.kind == "all-gather") and all(map(self._only_products, step.writes))

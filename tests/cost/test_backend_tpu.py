@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,9 @@ from autoshard.cost.on_chip import Life, off_chip, packed
 from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
 from autoshard.cost.schedule import dependencies
 from autoshard.cost.tpu_layout import for_convolution, tiled
+
+MATRICES = SimpleNamespace(ops=[SimpleNamespace(kind="convolution")])
+"""A graph in which the op of every product has matrices for operands."""
 
 
 def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
@@ -120,7 +124,7 @@ def test_an_all_reduce_takes_over_a_buffer_in_device_memory() -> None:
     value = step(steps, arrays, "all-reduce", (value,), size)
     arrays[step(steps, arrays, "reduce", (value,), 128)].returned = True
     backend = TpuBackend(load_device("tpu-v5e"))
-    compiled = backend.compile(Lowered(arrays, steps, [len(arrays) - 1], None))  # type: ignore[arg-type]
+    compiled = backend.compile(Lowered(arrays, steps, [len(arrays) - 1], MATRICES))  # type: ignore[arg-type]
     assert compiled.live.peak == 8 * size
     assert 4 * size <= compiled.temporary_bytes < 5 * size
 
@@ -182,7 +186,7 @@ def test_a_sum_with_scattered_zeros_is_scattered_onto() -> None:
 def kept(steps: list[Step], arrays: list[Array]) -> dict[int, str]:
     """Array -> dtype of what a TPU keeps in memory."""
     backend = TpuBackend(load_device("tpu-v5e"))
-    program = Lowered([replace(array) for array in arrays], steps, [], None)  # type: ignore[arg-type]
+    program = Lowered([replace(array) for array in arrays], steps, [], MATRICES)  # type: ignore[arg-type]
     kernels = backend.fusion(program).kernels()
     backend.store(kernels, program)
     return {array: program.arrays[array].dtype for kernel in kernels for array in kernel.writes}
