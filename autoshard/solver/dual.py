@@ -192,7 +192,7 @@ class Dual:
         self._halted = False
         for step in range(sweeps):
             bound = self.sweep()
-            if self.bound >= upper or time.perf_counter() > deadline or self._halted:
+            if self.bound >= upper or self.impossible or time.perf_counter() > deadline or self._halted:
                 break
             gap = upper - bound if math.isfinite(upper) else 0.02 * abs(bound)
             if len(self.room):
@@ -203,6 +203,11 @@ class Dual:
                 checkpoint = self.bound
         self._latest = self.x.copy()
         self._restore()
+
+    @property
+    def impossible(self) -> bool:
+        """Whether the bound is above what any choice without a forbidden strategy or pair can cost."""
+        return self.bound - self.net.offset > 0.5 * self.forbidden
 
     def halt(self) -> None:
         """End an `ascend` that runs in another thread, after its sweep; the next one starts anew."""

@@ -197,6 +197,12 @@ class _Run:
         """Take over a proven bound."""
         self.bound = max(self.bound, bound)
 
+    def _learn(self, dual: Dual) -> None:
+        """Take over what the dual has proved."""
+        if self.choice is None and dual.impossible:
+            raise ImpossibleError()
+        self.raise_bound(min(dual.bound, self.objective))
+
     def report(self, stage: str) -> None:
         """Tell the caller."""
         if self._progress is not None:
@@ -280,7 +286,7 @@ class _Run:
             held: list[int] | None = None
             for sweeps in SWEEPS:
                 dual.ascend(sweeps, self.objective, deadline=self.deadline)
-                self.raise_bound(min(dual.bound, self.objective))
+                self._learn(dual)
                 choice = dual.rounded(deadline=self.deadline)
                 if choice is not None:
                     held = cheaper(net, held, choice)
@@ -363,7 +369,7 @@ class _Run:
                     dual.halt()
                     if search.best is not None:
                         self.offer(net.expand(search.best), "search")
-                self.raise_bound(min(dual.bound, self.objective))
+                self._learn(dual)
                 self.report("search")
                 gained = (objective - self.objective) + (self.bound - bound)
                 stalled = 0 if gained > LEAST_GAIN * (objective - bound) else stalled + 1
@@ -507,7 +513,10 @@ class _Run:
 
     def _unknown(self) -> Solution:
         left = min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.perf_counter()))
-        found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
+        try:
+            found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
+        except ImpossibleError as error:
+            return self._infeasible(error)
         if found.choice is not None and self.offer(found.choice, "least peak"):
             return self._found()
         message = explain(self.problem, found, proven=False)

@@ -7,13 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import oscillate
+from autoshard.solver import solve as solver
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
+from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.oscillate import Oscillation
 from autoshard.solver.problem import Problem
 from autoshard.solver.reduce import tighten_rows
-from tests.solver.random_problems import best_of_network, examples, random_problem
+from autoshard.solver.solve import solve
+from tests.solver.random_problems import best_by_enumeration, best_of_network, examples, random_problem
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -79,6 +82,29 @@ def test_what_is_found_fits_and_costs_no_less_than_the_optimum(seed):
         assert net.fits(search.best)
         assert net.value(search.best) >= best - 1e-9 * max(abs(best), 1e-9)
         assert search.value == net.value(search.best)
+
+
+@examples(40)
+@given(seeds)
+def test_bound_and_search_beside_each_other_bracket_the_optimum(seed):
+    problem = random_problem(seed)
+    best = best_by_enumeration(problem)
+    with pytest.MonkeyPatch.context() as patch:  # nothing else is asked
+        for name in ("NEAR_PROGRAM", "LARGEST_PROGRAM", "LARGEST_UNKNOWN", "NEAR_TRIES"):
+            patch.setattr(solver, name, 0)
+        patch.setattr(solver, "exact_minimum", lambda *_, **__: None)
+        patch.setattr(solver, "reduce", lambda *_, **__: None)
+        patch.setattr(solver, "SWEEPS", (2,))
+        patch.setattr(solver, "ROUNDS", 1)
+        solution = solve(problem)
+    if math.isinf(best):
+        assert solution.choice == ()
+        return
+    tolerance = 1e-9 * max(abs(best), 1e-9)
+    assert solution.bound <= best + tolerance
+    if solution.choice:
+        assert evaluate(problem, solution.choice).feasible
+        assert solution.objective >= best - tolerance
 
 
 def loop(seed, n=40, k=6):

@@ -49,6 +49,36 @@ def test_each_reduction_keeps_the_optimum(step, seed):
         assert full.objective == pytest.approx(best, rel=1e-9, abs=1e-15)
 
 
+class Looks:
+    """A clock that counts how often it is looked at."""
+
+    def __init__(self):
+        self.count = 0
+
+    def perf_counter(self):
+        self.count += 1
+        return float(self.count)
+
+
+@examples(200)
+@given(seeds, st.integers(0, 60))
+def test_a_reduction_that_is_cut_short_keeps_the_optimum(seed, looks):
+    problem = random_problem(seed, nodes=5)
+    best = best_by_enumeration(problem)
+    net = Network.of(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reductions, "time", Looks())
+        try:
+            reductions.reduce(net, deadline=float(looks))
+        except ImpossibleError:
+            assert math.isinf(best)
+            return
+    found, choice = best_of_network(net)
+    assert found == pytest.approx(best, rel=1e-9, abs=1e-15)
+    if math.isfinite(best):
+        assert evaluate(problem, net.expand(choice)).feasible
+
+
 @examples(200)
 @given(seeds)
 def test_dynamic_programming_finds_the_optimum(seed):

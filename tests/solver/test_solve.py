@@ -85,6 +85,14 @@ def test_pairs_that_exclude_each_other_are_named():
     assert "strategy of b" in solution.message
 
 
+def test_pairs_that_exclude_each_other_are_named_without_time_too():
+    forbid = np.full((2, 2), np.inf)
+    solution = solve(Problem([np.zeros(2), np.zeros(2)], [(0, 1)], [forbid], names=["a", "b"]), time_limit=0.0)
+    assert solution.status in (Status.INFEASIBLE, Status.UNKNOWN)
+    assert solution.choice == ()
+    assert solution.message
+
+
 def test_an_empty_problem_is_solved():
     solution = solve(Problem([]))
     assert (solution.status, solution.choice, solution.objective, solution.gap) == (Status.OPTIMAL, (), 0.0, 0.0)
