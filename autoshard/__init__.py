@@ -15,6 +15,7 @@ import autoshard.plan  # noqa: F401
 
 # isort: on
 from autoshard.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
+from autoshard.auto import auto_policy, use_spmd
 from autoshard.comparison import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
 from autoshard.explanation import Explanation, explain
@@ -31,6 +32,7 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "SourceError",
+    "auto_policy",
     "capture",
     "compare",
     "evaluate",
@@ -39,4 +41,5 @@ __all__ = [
     "plan",
     "plan_program",
     "register_rule",
+    "use_spmd",
 ]

@@ -1,0 +1,150 @@
+"""Plans kept on disk, so that a program is planned once: by program, mesh, options and versions.
+
+An entry is a file `plans/<key>.json` in `files.cache_dir()`: a line with the sha256 of the rest, then the plan's JSON.
+It is written whole or not at all, under a lock per key, so that of several processes that start at once one plans and
+the others wait and read. An entry that is not what was written is planned anew, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import autoshard
+from autoshard import files, plan_json
+from autoshard.capture.program import Program
+from autoshard.errors import FileError
+from autoshard.mesh import Mesh
+from autoshard.plan import Plan, PlanError
+
+_SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
+"""Packages whose versions may change what is planned, beside autoshard and those that captured the program."""
+
+
+def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -> Plan:
+    """`plan_program(program, mesh, **options)`, from the cache where it was planned before.
+
+    Raises:
+        As `plan_program`; a cache that cannot be written is not one of the reasons (it is warned of).
+    """
+    from autoshard.api import plan_program
+
+    said = {name: value for name, value in options.items() if name not in ("progress", "dump_problem")}
+    path = files.cache_dir() / "plans" / f"{key(program, mesh, said)}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _locked(path.with_suffix(".lock"))
+        lock.__enter__()
+    except OSError as error:
+        warnings.warn(f"plans are not kept: {path.parent} cannot be written ({error.strerror})", stacklevel=2)
+        return plan_program(program, mesh, **options)
+    try:
+        found = _read(path)
+        if found is None:
+            found = plan_program(program, mesh, **options)
+            text = found.to_json()
+            with contextlib.suppress(FileError):
+                files.write(path, f"{_digest(text)}\n{text}")
+        return found
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def key(program: Program, mesh: Mesh | Sequence[Mesh], options: Mapping[str, Any]) -> str:
+    """What a plan is kept under: everything that it follows from."""
+    meshes = [mesh] if isinstance(mesh, Mesh) else list(mesh)
+    versions = {name: version_of(name) for name in _SOLVERS}
+    digest = hashlib.sha256()
+    for part in (
+        autoshard.__version__,
+        _source_digest(),
+        sorted(versions.items()),
+        sorted(program.versions.items()),
+        program.fingerprint,
+        _module_digest(program.stablehlo),
+        [(each.shape, each.axis_names, each.device, each.placement, _device_text(each.device)) for each in meshes],
+        sorted((name, repr(value)) for name, value in options.items()),
+    ):
+        digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def version_of(package: str) -> str:
+    """Of an installed package, or nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _source_digest() -> str:
+    """Tells one state of an autoshard that is being worked on from another, by the times of its files."""
+    root = Path(autoshard.__file__).parent
+    stamps = [(each.name, each.stat().st_mtime_ns) for each in sorted(root.rglob("*.py"))]
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()
+
+
+def _module_digest(module: bytes) -> str:
+    """Of a StableHLO module without its locations and the numbers in its names, which count up in a process."""
+    from autoshard.graph.stablehlo import mlir_context, parse_module
+
+    with mlir_context():
+        text = parse_module(module).operation.get_asm(enable_debug_info=False)
+    return _digest(re.sub(r"(@[\w$-]+)\.\d+", r"\1", text))
+
+
+def _device_text(device: str) -> str:
+    """What a file that describes a device kind says."""
+    path = Path(device.partition(":")[0])
+    return path.read_text() if path.suffix == ".toml" and path.is_file() else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(path: Path) -> Plan | None:
+    """The plan in an entry; None where there is none, or, with a warning, where it is not what was written."""
+    try:
+        content = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        _warn(path, type(error).__name__)
+        return None
+    digest, _, text = content.partition("\n")
+    if digest != _digest(text):
+        _warn(path, "it is not as it was written")
+        return None
+    try:
+        return plan_json.from_dict(json.loads(text))
+    except (PlanError, ValueError, KeyError, TypeError) as error:
+        _warn(path, str(error))
+        return None
+
+
+def _warn(path: Path, why: str) -> None:
+    warnings.warn(f"the plan kept in {path} cannot be used ({why}); planning anew", stacklevel=3)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among processes; given back when a process ends, however that is."""
+    try:
+        import fcntl
+    except ImportError:  # no locks of this kind there: two processes may plan the same
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,167 @@
+"""What `tests/test_auto.py` asserts on: training loops under the automatic mode, on eight virtual devices.
+
+python -m tests.lower.auto_eight_devices OUT.json
+"""
+
+import copy
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ["CPU_NUM_DEVICES"] = "8"
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_module
+
+import autoshard
+from autoshard import api, auto
+
+ROWS, STEPS = 16, 4
+HINTS = {"up.weight": "[model],[]", "x": "[data],[]"}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(32, 128)
+        self.norm = torch.nn.LayerNorm(128)
+        self.down = torch.nn.Linear(128, 32)
+
+    def forward(self, x, scale=1.0):
+        return self.down(torch.nn.functional.gelu(self.norm(self.up(x)))) * scale
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def mean_square(model, out, y):
+    """A loss that is written out, with a term over a weight."""
+    return ((out - y) ** 2).mean() + 1e-3 * model.up.weight.square().sum()
+
+
+def module_loss(model, out, y):
+    return torch.nn.MSELoss()(out, y)
+
+
+def sharding(tensor):
+    return torch_xla._XLAC._get_xla_sharding_spec(getattr(tensor, "global_tensor", tensor))
+
+
+def compiled():
+    return int(metrics.counter_value("UncachedCompile") or 0)
+
+
+def spmd(model, **options):
+    autoshard.use_spmd(auto=True, spmd_config={"auto_sharding": {"mesh": "2x4", **options}})
+    return model.to("xla")
+
+
+def policy(model, **options):
+    mesh = DeviceMesh("xla", torch.arange(8).reshape(2, 4), mesh_dim_names=("data", "model"))
+    return distribute_module(model, mesh, autoshard.auto_policy)
+
+
+def trained(place, loss_of=mean_square, optimizer_of=sgd, accumulate=1, odd_batch=False, **options):
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    auto._LAST = None
+    model = place(model, **options)
+    at_once = sharding(model.up.weight)
+    optimizer, theirs = optimizer_of(model.parameters()), optimizer_of(reference.parameters())
+    losses, plans, compiles = [], [], []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(STEPS):
+            before = compiled()
+            for _ in range(accumulate):
+                rows = ROWS // 2 if odd_batch and number == 2 else ROWS
+                x, y = torch.randn(rows, 32), torch.randn(rows, 32)
+                out = model(x.to("xla"), scale=0.5)
+                loss = loss_of(model, out, y.to("xla"))
+                loss.backward()
+                wanted = loss_of(reference, reference(x, scale=0.5), y)
+                wanted.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+            theirs.step()
+            theirs.zero_grad()
+            losses.append(abs(loss.item() - wanted.item()) / abs(wanted.item()))
+            plans.append(auto.current_plan() is not None)
+            compiles.append(compiled() - before)
+    model.eval()
+    with torch.no_grad():
+        evaluated = (model(x.to("xla")).cpu() - reference(x)).abs().max().item()
+    plan = auto.current_plan()
+    return {
+        "losses": max(losses),
+        "parameters": max(
+            (a.detach().cpu() - b.detach()).abs().max().item()
+            for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+        ),
+        "evaluated": evaluated,
+        "at_once": at_once,
+        "sharding": sharding(model.up.weight),
+        "planned": None if plan is None else plan.parameters["up.weight"].spec,
+        "mesh": None if plan is None else plan.mesh.shape,
+        "plans": plans,
+        "compiles": compiles,
+        "warnings": [str(each.message) for each in said if "autoshard" in str(each.message)],
+    }
+
+
+def cached():
+    """Two runs of one training script: the second finds its plan."""
+    made = []
+    plan_program = api.plan_program
+
+    def counted(*arguments, **options):
+        made.append(1)
+        return plan_program(*arguments, **options)
+
+    api.plan_program = counted
+    try:
+        runs = []
+        for _ in range(2):
+            start = time.process_time()
+            runs.append(trained(spmd, hints=HINTS))
+            runs[-1]["cpu"] = time.process_time() - start
+    finally:
+        api.plan_program = plan_program
+    return {**runs[1], "made": len(made), "same": runs[0]["sharding"] == runs[1]["sharding"]}
+
+
+SCENARIOS = {
+    "spmd": lambda: trained(spmd, hints=HINTS),
+    "policy": lambda: trained(policy),
+    "module_loss": lambda: trained(spmd, loss_of=module_loss, hints=HINTS),
+    "every_mesh": lambda: trained(spmd, mesh=None),
+    "accumulation": lambda: trained(spmd, accumulate=2, hints=HINTS),
+    "odd_batch": lambda: trained(spmd, odd_batch=True, hints=HINTS),
+    "cached": cached,
+}
+
+
+def main():
+    out, *wanted = sys.argv[1:]
+    seen = {}
+    for name in wanted or SCENARIOS:
+        try:
+            seen[name] = SCENARIOS[name]()
+        except Exception:
+            seen[name] = {"failed": traceback.format_exc()}
+        with open(out, "w") as file:
+            json.dump(seen, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Plans kept on disk: found again, planned once by several processes, planned anew where an entry is broken."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoshard import api, plan_cache
+from autoshard.capture.stablehlo_file import read_program
+from autoshard.mesh import Mesh
+from autoshard.plan_cache import cached_plan, key
+from tests.capture.test_stablehlo_file import FORWARD
+
+MESH = Mesh((2, 2))
+HINTS = {"arg1": "[],[model]"}
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "net.mlir").write_text(FORWARD)
+    return read_program(tmp_path / "net.mlir")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Counts how often something is planned."""
+    calls = []
+    plan_program = api.plan_program
+
+    def counted(*arguments, **options):
+        calls.append(options)
+        return plan_program(*arguments, **options)
+
+    monkeypatch.setattr(api, "plan_program", counted)
+    return calls
+
+
+def entries(tmp_path):
+    return sorted((tmp_path / "cache" / "plans").glob("*.json"))
+
+
+def test_a_plan_is_made_once(program, planned, tmp_path):
+    first = cached_plan(program, MESH, hints=HINTS)
+    assert cached_plan(program, MESH, hints=HINTS) == first
+    assert len(planned) == 1
+    assert len(entries(tmp_path)) == 1
+    start = time.process_time()
+    cached_plan(program, MESH, hints=HINTS)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"mesh": Mesh((4, 1))}, {"mesh": Mesh((2, 2), device="h100")}, {"hints": None}, {"memory": 1e6}, {"seed": 1}],
+)
+def test_another_question_has_another_key(program, other):
+    options = {"hints": HINTS, **other}
+    mesh = options.pop("mesh", MESH)
+    assert key(program, mesh, options) != key(program, MESH, {"hints": HINTS})
+
+
+def test_another_program_has_another_key(program, tmp_path):
+    (tmp_path / "other.mlir").write_text(FORWARD.replace("stablehlo.add", "stablehlo.subtract"))
+    assert key(read_program(tmp_path / "other.mlir"), MESH, {}) != key(program, MESH, {})
+
+
+@pytest.mark.parametrize(
+    "broken", [lambda text: text[:-100], lambda text: text.replace("model", "madel"), lambda _: ""]
+)
+def test_a_broken_entry_is_planned_anew_with_a_warning(program, planned, tmp_path, broken):
+    first = cached_plan(program, MESH, hints=HINTS)
+    (entry,) = entries(tmp_path)
+    entry.write_text(broken(entry.read_text()))
+    with pytest.warns(UserWarning, match="cannot be used .*planning anew"):
+        assert cached_plan(program, MESH, hints=HINTS) == first
+    assert len(planned) == 2
+    assert cached_plan(program, MESH, hints=HINTS) == first
+    assert len(planned) == 2
+
+
+def test_an_entry_that_is_no_plan_is_planned_anew(program, planned, tmp_path):
+    first = cached_plan(program, MESH)
+    (entry,) = entries(tmp_path)
+    entry.write_text(f"{plan_cache._digest('{}')}\n{{}}")
+    with pytest.warns(UserWarning, match="cannot be used"):
+        assert cached_plan(program, MESH) == first
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(program, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="plans are not kept"):
+        assert cached_plan(program, MESH).mesh == MESH
+
+
+CHILD = """
+import sys
+from autoshard import api, plan_cache
+from autoshard.capture.stablehlo_file import read_program
+from autoshard.mesh import Mesh
+
+made = api.plan_program
+def counted(*arguments, **options):
+    print("planned")
+    return made(*arguments, **options)
+api.plan_program = counted
+print(plan_cache.cached_plan(read_program(sys.argv[1]), Mesh((2, 2))).to_json().count("spec"))
+"""
+
+
+def test_of_several_processes_that_start_at_once_one_plans(program, tmp_path):
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "net.mlir")]
+    root = Path(__file__).resolve().parents[1]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(4)]
+    said = [process.communicate(timeout=300)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert sum("planned" in words for words in said) == 1
+    assert len({words[-1] for words in said}) == 1
