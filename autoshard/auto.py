@@ -331,7 +331,7 @@ def _meshes(options: dict[str, Any]) -> list[Mesh]:
     """The meshes to plan for, taken out of the options."""
     import torch_xla.runtime as xr
 
-    from autoshard.api import candidate_meshes
+    from autoshard.meshes import candidate_meshes
 
     mesh, axes, device = options.pop("mesh", None), options.pop("axes", None), options.pop("device", None)
     if isinstance(mesh, str):
