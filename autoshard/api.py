@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.meshes import Watch
-    from autoshard.plan import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.plan import CollectiveTotal, Keep, Options, Plan, Predicted, ReplicatedOp, SolverInfo
     from autoshard.solver.formulate import Formulation
     from autoshard.solver.problem import Problem, Solution
 
@@ -42,6 +42,7 @@ def plan(
     train: bool | None = None,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     hints: Mapping[str, Hint] | None = None,
+    keep: Keep = "all",
     fold: bool = True,
     time_limit: float = 60.0,
     seed: int = 0,
@@ -66,7 +67,10 @@ def plan(
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. Given a loss
             or an optimizer, a whole training step is planned, else the forward pass.
         memory: bytes per device that the step may use; default what the device kind has; None is no limit.
-        hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have.
+        hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
+            the program: a module's path for what it returns, `op12` or `op12.1` for results of aten op 12.
+        keep: which hints hold, those among them that the model's and inputs' tensors carry (`mark_sharding`): `all`;
+            `io`, no values inside the program; `none`.
         fold: let equal layers share their decision (faster; the bound is still that of the whole program).
         time_limit: seconds for the solver; of several shapes each has a quarter, and the best is solved again. An
             interrupt ends it too: with the best plan so far, if there is one.
@@ -97,6 +101,7 @@ def plan(
             meshes,
             memory=memory,
             hints=hints,
+            keep=keep,
             fold=fold,
             time_limit=time_limit,
             seed=seed,
@@ -137,6 +142,7 @@ def plan_program(
     *,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     hints: Mapping[str, Hint] | None = None,
+    keep: Keep = "all",
     fold: bool = True,
     time_limit: float = 60.0,
     seed: int = 0,
@@ -154,6 +160,7 @@ def plan_program(
         mesh,
         memory=memory,
         hints=wanted,
+        keep=keep,
         fold=fold,
         time_limit=time_limit,
         seed=seed,
@@ -170,6 +177,7 @@ def plan_captured(
     *,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     hints: Mapping[str, Hint] | None = None,
+    keep: Keep = "all",
     fold: bool = True,
     time_limit: float = 60.0,
     seed: int = 0,
@@ -179,6 +187,7 @@ def plan_captured(
     progress: Progress | None = None,
 ) -> Plan:
     """`plan_program`, of the graph of a program."""
+    from autoshard.hints import check_keep, kept
     from autoshard.lower.least import least
     from autoshard.meshes import plan_best
     from autoshard.plan import Options, SolverInfo
@@ -189,16 +198,18 @@ def plan_captured(
     say = progress or (lambda stage: None)
     wanted = _hints(hints)
     check_options(time_limit, seed)
+    check_keep(keep)
 
     def plan_on(mesh: Mesh, seconds: float, watch: Watch | None) -> tuple[Plan, Problem]:
         limit = memory_limit(memory, mesh)
+        held = kept(graph.program, mesh, wanted, keep)
 
         def attempt(asked: float | None) -> tuple[Decision, Annotations, Prediction]:
             decided = plan_graph(
                 graph,
                 mesh,
                 memory=asked,
-                hints=wanted,
+                hints=held,
                 fold=fold,
                 time_limit=seconds,
                 seed=seed,
@@ -217,7 +228,7 @@ def plan_captured(
             mesh,
             written,
             prediction,
-            options=Options(memory=limit, hints=wanted, fold=fold, seed=seed),
+            options=Options(memory=limit, hints=held, keep=keep, fold=fold, seed=seed),
             solver=SolverInfo(solved.status.value, solved.objective, solved.bound, solved.gap, solved.backend),
         )
         return found, decided.problem
@@ -323,15 +334,8 @@ def plan_graph(
     watch: Watch | None = None,
 ) -> Decision:
     """Choose a strategy for every op of a graph; `watch` is told what the solver has found after each of its stages."""
-    from autoshard.cost.device import load_device
-    from autoshard.solver.formulate import check_hints, formulate
-
-    say = progress or (lambda stage: None)
-    check_hints(graph, hints or {})
-    say("strategies")
-    formulation = formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=hints)
     return decide(
-        formulation,
+        formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None)),
         mesh,
         hints=hints,
         fold=fold,
@@ -341,6 +345,21 @@ def plan_graph(
         progress=progress,
         watch=watch,
     )
+
+
+def formulated(
+    graph: Graph, mesh: Mesh, memory: float | None, hints: Mapping[str, Spec], progress: Progress
+) -> Formulation:
+    """The problem of a graph on `mesh`, in which what is hinted can only be as it is hinted."""
+    from autoshard.cost.device import load_device
+    from autoshard.hints import split
+    from autoshard.solver.formulate import formulate
+
+    arguments, inside = split(graph, hints)
+    for value, spec in inside.items():
+        mesh.check(spec, graph.type_of(value).shape, "a hint")
+    progress("strategies")
+    return formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=arguments).fixed(inside)
 
 
 def decide(

@@ -153,6 +153,13 @@ def commands() -> None:
 @click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Plan a training step; default forward only.")
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
+@click.option(
+    "--keep",
+    type=click.Choice(["all", "io", "none"]),
+    default="all",
+    show_default=True,
+    help="Which hints and annotations of the model's tensors hold; io: none inside the program.",
+)
 @click.option("--no-fold", is_flag=True, help="Let equal layers be decided apart.")
 @click.option(
     "--annotations",
@@ -184,6 +191,7 @@ def plan(
     train: str | None,
     memory: str | None,
     hints: Sequence[str],
+    keep: Literal["all", "io", "none"],
     no_fold: bool,
     annotations: Literal["all", "least"],
     time_limit: float,
@@ -211,6 +219,7 @@ def plan(
             meshes,
             memory=limit,
             hints=wanted,
+            keep=keep,
             fold=not no_fold,
             annotations=annotations,
             time_limit=time_limit,

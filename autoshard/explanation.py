@@ -20,10 +20,12 @@ from autoshard.api import (
     captured_graph,
     collector_paused,
     decide,
+    formulated,
     predict_annotations,
     within_limit,
 )
 from autoshard.capture.program import TensorType
+from autoshard.hints import value_named
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import NoPlanError, Plan, PlanError
 from autoshard.report import columns, duration, layout, size
@@ -184,9 +186,6 @@ def explain_all(
     progress: Progress | None = None,
 ) -> tuple[Explanation, ...]:
     """`explain`, of several tensors."""
-    from autoshard.cost.device import load_device
-    from autoshard.solver.formulate import formulate
-
     say = progress or (lambda stage: None)
     program = program or plan.captured
     if program is None:
@@ -198,13 +197,10 @@ def explain_all(
         asked = [_asked(graph, plan, name) for name in tensors]
         found = []
         for name, values in zip(tensors, asked, strict=True):
-            ops = {value.op for value in values}
-            own = {each.name for op, each in zip(graph.arguments, program.arguments, strict=True) if op in ops}
-            hints = {hinted: spec for hinted, spec in plan.options.hints.items() if hinted not in own}
-            say("strategies")
-            formulation = formulate(
-                graph, plan.mesh, load_device(plan.mesh.device), memory=plan.options.memory, hints=hints
-            )
+            hints = {
+                hinted: spec for hinted, spec in plan.options.hints.items() if value_named(graph, hinted) not in values
+            }
+            formulation = formulated(graph, plan.mesh, plan.options.memory, hints, say)
             say("solve")
             found.append(_explained(plan, graph, formulation, name, values, hints, time_limit))
         return tuple(found)
@@ -213,7 +209,6 @@ def explain_all(
 def _asked(graph: Graph, plan: Plan, name: str) -> tuple[Value, ...]:
     """The values that a name stands for."""
     from autoshard.graph.ops import Value
-    from autoshard.manual import subtree_outputs
 
     arguments = {
         argument.name: (Value(op), argument.type)
@@ -231,10 +226,7 @@ def _asked(graph: Graph, plan: Plan, name: str) -> tuple[Value, ...]:
                 f"{name} fits tensors that are split differently: {', '.join(sorted(map(layout, specs)))}; name one"
             )
         return tuple(arguments[match][0] for match in matches)
-    if numbered := re.fullmatch(r"op(\d+)(?:\.(\d+))?", name):
-        value = graph.aten_outputs.get((int(numbered[1]), int(numbered[2] or 0)))
-    else:
-        value = subtree_outputs(graph).get(name)
+    value = value_named(graph, name)
     if value is not None:
         return (value,)
     near = difflib.get_close_matches(name, arguments, n=3)
@@ -253,10 +245,11 @@ def _explained(
     hints: Mapping[str, Spec],
     time_limit: float,
 ) -> Explanation:
-    import numpy as np
-
-    per_value = [_strategies(formulation, value) for value in values]
-    common = [spec for spec in per_value[0][1] if all(spec in specs for _, specs in per_value)]
+    try:
+        per_value = [formulation.shardings_of(value)[1] for value in values]
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
+    common = [spec for spec in per_value[0] if all(spec in specs for specs in per_value)]
     planned = plan.annotations(graph)
     chosen = planned.pins.get(values[0])
     if chosen is None:  # of a plan that pins no more than it has to
@@ -266,30 +259,10 @@ def _explained(
         if spec == chosen and plan.predicted is not None:
             others.append(_as_planned(plan, spec))
             continue
-        masked = list(formulation.problem.node_costs)
-        for node, specs in per_value:
-            allowed = np.array([each == spec for each in specs])
-            masked[node] = np.where(allowed, masked[node], math.inf)
-        problem = replace(formulation.problem, node_costs=masked)
-        others.append(_alternative(plan, graph, replace(formulation, problem=problem), spec, values, hints, time_limit))
+        fixed = formulation.fixed(dict.fromkeys(values, spec))
+        others.append(_alternative(plan, graph, fixed, spec, values, hints, time_limit))
     order = sorted(others, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
     return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh)
-
-
-def _strategies(formulation: Formulation, value: Value) -> tuple[int, list[Spec]]:
-    """The node that decides a value, and the value's sharding under each of its strategies."""
-    from autoshard.solver.strategies import op_specs, plain
-
-    if value in formulation.argument_values:
-        node = formulation.argument_values.index(value)
-        specs = formulation.argument_specs[node]
-        return node, [plain(specs[i]) for i in range(len(specs.index))]
-    group = formulation.groups.of.get(value.op)
-    if group is None:
-        raise PlanError("that value follows from constants alone: it is free in every sharding")
-    ways, members = formulation.strategies[group], formulation.groups.groups[group]
-    made = [op_specs(ways, members, formulation.graph, number)[value] for number in range(len(ways))]
-    return len(formulation.argument_values) + members.id, made
 
 
 def _as_planned(plan: Plan, spec: Spec) -> Alternative:
@@ -328,6 +301,8 @@ def _alternative(
     except NoPlanError as error:
         if math.isfinite(error.least):
             return Alternative(spec, error=f"needs at least {size(error.least)} per device")
+        if plan.options.memory is not None:
+            return Alternative(spec, error="no plan was found that keeps the memory limit")
         return Alternative(spec, error="what the program ties to it cannot be split so")
     return Alternative(
         spec,

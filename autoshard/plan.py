@@ -170,7 +170,7 @@ class Options:
     Attributes:
         memory: limit in bytes per device, or None for no limit.
         hints: tensor name -> the spec that it must have.
-        keep: which of the user's hints are kept exactly; `plan` keeps `all`, the other values are of the format only.
+        keep: which of the user's hints hold: `all`, `io` (none inside the program), `none`; `hints` are those that do.
         fold: whether repeated layers share their decision.
         seed: of the solver.
     """

@@ -88,6 +88,7 @@ class Program:
         ops: the aten ops in dispatch order.
         values: name of a scalar (or another constant of the host) -> its value at capture, a CPU tensor. What an
             optimizer works out on the host, such as bias corrections, is another one in every step.
+        annotated: name of an argument -> the GSPMD sharding that its tensor carried at capture, in HLO's words.
     """
 
     kind: Literal["forward", "train"]
@@ -99,6 +100,7 @@ class Program:
     outputs: tuple[Output, ...] = field(repr=False)
     ops: tuple[AtenOp, ...] = field(repr=False)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    annotated: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def fingerprint(self) -> str:

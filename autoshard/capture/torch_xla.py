@@ -171,6 +171,14 @@ def _placeholder(like: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _annotated(tensor: torch.Tensor) -> str:
+    """The GSPMD sharding that `mark_sharding` left on a tensor, in HLO's words; empty where there is none."""
+    import torch_xla
+
+    whole = getattr(tensor, "global_tensor", tensor)
+    return str(torch_xla._XLAC._get_xla_sharding_spec(whole) or "") if whole.device.type == "xla" else ""
+
+
 @dataclass
 class _Known:
     """A tensor that is an argument: what it was first, and what `Program` says of it."""
@@ -180,6 +188,7 @@ class _Known:
     tensor: torch.Tensor
     first: int
     of: str | None = None
+    annotated: str = ""
 
 
 @dataclass
@@ -270,7 +279,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
                 made.__dict__.update(tensor.__dict__)
                 self.parameters[id(tensor)] = made
             self.memo[id(tensor)] = made
-            self._know(name, "parameter" if role == "parameter" else "buffer", made)
+            self._know(name, "parameter" if role == "parameter" else "buffer", made, like=tensor)
         return self.memo[id(tensor)]
 
     def _restore(self) -> None:
@@ -278,10 +287,18 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             module.__dict__.clear()
             module.__dict__.update(attributes)
 
-    def _know(self, name: str, role: ArgumentRole, tensor: torch.Tensor, of: str | None = None) -> None:
+    def _know(
+        self,
+        name: str,
+        role: ArgumentRole,
+        tensor: torch.Tensor,
+        of: str | None = None,
+        like: torch.Tensor | None = None,
+    ) -> None:
         while name in self.known:
             name += "_"
-        self.known[name] = _Known(name, role, tensor, tensor_id(tensor), of)
+        annotated = "" if like is None else _annotated(like)
+        self.known[name] = _Known(name, role, tensor, tensor_id(tensor), of, annotated)
 
     # The step.
 
@@ -293,7 +310,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in by_id:
                     made = _placeholder(leaf).requires_grad_(leaf.requires_grad)
                     by_id[id(leaf)] = made
-                    self._know(".".join([name, *(_key(k) for k in path)]), "input", made)
+                    self._know(".".join([name, *(_key(k) for k in path)]), "input", made, like=leaf)
 
         def swap(value: Any) -> Any:
             return tree_map(lambda leaf: by_id[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf, value)
@@ -408,6 +425,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             outputs=outputs,
             ops=tuple(self.labels.ops),
             values=self.values,
+            annotated={known.name: known.annotated for known in self.known.values() if known.annotated},
         )
 
     def _results(self, loss_or_output: Any, train: bool) -> list[_Result]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules import rule_for
 from autoshard.graph.tiling import Subaxes
-from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.mesh import Mesh, Spec
 from autoshard.solver.prices import Prices
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.strategies import (
@@ -77,6 +77,31 @@ class Formulation:
     copies: tuple[Copy, ...] = field(repr=False)
     detour: Callable[[Value, Spec, Spec], tuple[Spec, ...]] = field(default=lambda *_: (), repr=False)
     """The hops of a copy of a value from one spec to another."""
+
+    def shardings_of(self, value: Value) -> tuple[int, list[Spec]]:
+        """The node that decides a value, and what the value is pinned to under each of its strategies.
+
+        Raises:
+            ValueError: the value follows from constants alone, and is free in every sharding.
+        """
+        if value in self.argument_values:
+            node = self.argument_values.index(value)
+            specs = self.argument_specs[node]
+            return node, [plain(specs[i]) for i in range(len(specs.index))]
+        group = self.groups.of.get(value.op)
+        if group is None:
+            raise ValueError("that value follows from constants alone: it is free in every sharding")
+        ways, members = self.strategies[group], self.groups.groups[group]
+        made = [op_specs(ways, members, self.graph, number)[value] for number in range(len(ways))]
+        return len(self.argument_values) + members.id, made
+
+    def fixed(self, wanted: Mapping[Value, Spec]) -> Formulation:
+        """The problem in which these values can only be split as said; infeasible where no strategy makes it so."""
+        costs = list(self.problem.node_costs)
+        for value, spec in wanted.items():
+            node, specs = self.shardings_of(value)
+            costs[node] = np.where(np.array([each == spec for each in specs]), costs[node], math.inf)
+        return replace(self, problem=replace(self.problem, node_costs=costs)) if wanted else self
 
     def annotations(self, choice: Sequence[int]) -> Annotations:
         """What lowering writes for a choice of one strategy per node."""
@@ -587,17 +612,3 @@ def _annotatable(graph: Graph) -> frozenset[Value]:
 def _is_slice(spec: Spec, other: Spec) -> bool:
     """Whether a device has its part of `other` in its part of `spec`: each dim split by more axes, minor ones."""
     return all(right[: len(left)] == left for left, right in zip(spec, other, strict=True))
-
-
-def check_hints(graph: Graph, hints: Mapping[str, Spec]) -> None:
-    """Raise ValueError for a hint whose name is no argument's."""
-    import difflib
-
-    names = [argument.name for argument in graph.program.arguments if argument.role != "scalar"]
-    for name, spec in hints.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3)
-            raise ValueError(
-                f"hint {name}={format_spec(spec)}: the program has no parameter, buffer, input or optimizer state of "
-                f"that name" + (f"; did you mean {', '.join(near)}?" if near else "")
-            )
