@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from autoshard.capture.program import TensorType
 
 _HOST_PROGRAM_SHAPE = 4  # HloModuleProto.host_program_shape: ProgramShapeProto
+_COMPUTATIONS = 3  # HloModuleProto.computations: HloComputationProto
+_INSTRUCTIONS, _ROOT_ID = 2, 6  # of HloComputationProto
+_ID, _OPERAND_IDS, _PREDECESSOR_IDS = 35, 36, 37  # of HloInstructionProto
 _STACK_FRAME_INDEX = 17  # HloModuleProto.stack_frame_index: StackFrameIndexProto
 _FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4  # of StackFrameIndexProto
 _PARAMETERS, _RESULT = 1, 2  # of ProgramShapeProto: ShapeProto
@@ -40,20 +44,60 @@ def without_stacks(module: bytes) -> bytes:
     The stacks hold paths and lines of whoever captured; without them equal programs are equal bytes.
     """
     parts = []
-    position = 0
-    while position < len(module):
-        start = position
-        number, value, position = _field(module, position)
-        if number == _STACK_FRAME_INDEX and isinstance(value, bytes):
+    for number, value, raw in _raw(module):
+        if number == _STACK_FRAME_INDEX:
             frames = sum(part == _FRAMES for part, _ in _fields(value))
             # One file and one function of no name, a place in them, and as many frames there as before, all called
             # from one more: a frame without a caller is written as another kind of MLIR location.
             caller = b"\x08\x01\x10" + _varint_bytes(frames + 1)
             index = _message(_FILES, b"-") + _message(_FUNCTIONS, b"-") + _message(_LOCATIONS, b"\x08\x01\x10\x01")
             index += _message(_FRAMES, caller) * frames + _message(_FRAMES, b"\x08\x01")
-            parts.append(_message(_STACK_FRAME_INDEX, index))
-        else:
-            parts.append(module[start:position])
+            raw = _message(_STACK_FRAME_INDEX, index)
+        parts.append(raw)
+    return b"".join(parts)
+
+
+def with_ids_from_one(module: bytes) -> bytes:
+    """The same module, the instructions of each computation numbered from its smallest id on.
+
+    torch_xla numbers instructions through the whole module; XLA reads a computation into a table as long as its largest
+    id, so that the bodies of a large program's many sums took gigabytes (GPT-2 of 200 layers: 16 GB).
+    """
+    return b"".join(
+        _message(number, _from_one(value)) if number == _COMPUTATIONS else raw for number, value, raw in _raw(module)
+    )
+
+
+def _from_one(computation: bytes) -> bytes:
+    fields = list(_raw(computation))
+    instructions = [value for number, value, _ in fields if number == _INSTRUCTIONS]
+    root = max((value for number, value, _ in fields if number == _ROOT_ID), default=0)
+    if root < 2 * len(instructions):
+        return computation  # numbered densely
+    smallest = min(value for message in instructions for number, value, _ in _raw(message) if number == _ID)
+    return _numbered(computation, 1 - smallest)
+
+
+def _numbered(computation: bytes, more: int) -> bytes:
+    """A HloComputationProto with that much more in every instruction's id."""
+
+    def instruction(message: bytes) -> bytes:
+        parts = []
+        for number, value, raw in _raw(message):
+            if number == _ID or (number in (_OPERAND_IDS, _PREDECESSOR_IDS) and isinstance(value, int)):
+                raw = _varint_bytes(number << 3) + _varint_bytes(value + more)
+            elif number in (_OPERAND_IDS, _PREDECESSOR_IDS):
+                raw = _message(number, b"".join(_varint_bytes(one + more) for one in _varints(value)))
+            parts.append(raw)
+        return b"".join(parts)
+
+    parts = []
+    for number, value, raw in _raw(computation):
+        if number == _INSTRUCTIONS:
+            raw = _message(number, instruction(value))
+        elif number == _ROOT_ID:
+            raw = _varint_bytes(number << 3) + _varint_bytes(value + more)
+        parts.append(raw)
     return b"".join(parts)
 
 
@@ -81,6 +125,15 @@ def _types(shape: bytes) -> list[TensorType]:
         elif number == _TUPLE_SHAPES and isinstance(value, bytes):
             parts += _types(value)
     return parts if kind == _TUPLE else [TensorType(tuple(dims), _DTYPES[kind])]
+
+
+def _raw(message: bytes) -> Iterator[tuple[int, Any, bytes]]:
+    """(number, value, the field's own bytes) of each field."""
+    position = 0
+    while position < len(message):
+        start = position
+        number, value, position = _field(message, position)
+        yield number, value, message[start:position]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:

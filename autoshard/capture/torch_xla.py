@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from autoshard.capture import refusals, switches
-from autoshard.capture.hlo_proto import signature, without_stacks
+from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inputs import Inputs, input_names, split_inputs
 from autoshard.capture.modules import ModulePaths
 from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, step
@@ -420,7 +420,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             frontend="torch_xla",
             versions=_versions(),
             switches=self.switches,
-            stablehlo=mlir.hlo_to_stablehlo(without_stacks(proto)),
+            stablehlo=mlir.hlo_to_stablehlo(without_stacks(with_ids_from_one(proto))),
             arguments=arguments,
             outputs=outputs,
             ops=tuple(self.labels.ops),
