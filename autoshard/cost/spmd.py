@@ -32,7 +32,7 @@ from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_looped import Loop
 from autoshard.cost.spmd_reshard import Resharder, Step
-from autoshard.cost.spmd_scatter import Cuts, Dim, scatter_later
+from autoshard.cost.spmd_scatter import Cuts, Dim, is_summed, scatter_later
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
@@ -281,6 +281,8 @@ class Partitioner:
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         if self.target == "tpu" and op.kind == "dot_general":
             key = (key, self._alone(op), spmd_rounded.rounds(self, Value(op.id), None))
+        if self.target == "tpu" and op.kind == "gather":
+            key = (key, is_summed(self, op))
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
@@ -552,11 +554,17 @@ class Partitioner:
         return last if len(axes) == 1 else tuple(sorted(last))
 
     def scattered(
-        self, axes: Sequence[int], size: int, cut: Cut | None, ordered: bool, row_major: bool = False
+        self,
+        axes: Sequence[int],
+        size: int,
+        cut: Cut | None,
+        ordered: bool,
+        row_major: bool = False,
+        summed: bool = False,
     ) -> list[Step] | None:
         """The reduce-scatter that a sum of `size` bytes over `axes` is, of which devices go on with parts of `cut`.
 
-        None where it stays an all-reduce. `row_major` as in `tiles_tpu.scattered`.
+        None where it stays an all-reduce. `row_major` and `summed` as in `tiles_tpu.scattered`.
         """
         names = self.resharder.names(axes)
         if cut is None or not self.cuts.scatters(axes, cut, ordered) or not self.scatters_over(names):
@@ -565,7 +573,8 @@ class Partitioner:
             return [("reduce-scatter", names, size)]
         dim = next(dim for dim, factor in enumerate(cut.factors) if factor > 1)
         unit = tiles_tpu.scatter_unit(names, self.subaxes.mesh)
-        found = tiles_tpu.scattered(cut.shape, dim, cut.factors[dim], unit=unit, row_major=row_major)
+        ways = cut.factors[dim]
+        found = tiles_tpu.scattered(cut.shape, dim, ways, unit=unit, row_major=row_major, summed=summed)
         if found is None:
             return None
         steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autoshard.cost.spmd_reshard import Step
+from autoshard.cost.spmd_scatter import is_summed
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
 from autoshard.graph.rules_index import REDUCERS
@@ -353,9 +354,11 @@ class IndexPartitioner:
         cut = self.owner.cuts.cut(array.shape, before, after, outer)
         if outcome.summed is not None:
             axes, ordered = outcome.summed
-            outcome.own[-1:] = self.owner.scattered(axes, outcome.own[-1][2], cut, ordered, self.is_gather) or (
-                outcome.own[-1],
+            size, gathers = outcome.own[-1][2], self.is_gather
+            scattered = self.owner.scattered(
+                axes, size, cut, ordered, gathers, gathers and is_summed(self.owner, self.op)
             )
+            outcome.own[-1:] = scattered or (outcome.own[-1],)
         steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
         if steps:
             outcome.own.extend(steps)

@@ -102,6 +102,11 @@ def _slices_sooner(owner: Partitioner, op: Op) -> bool:
     return sum(kind != "broadcast_in_dim" for kind in made_by) == 1
 
 
+def is_summed(owner: Partitioner, op: Op) -> bool:
+    """Whether a sum reads what an op makes, or a copy of it."""
+    return any(reader.kind == "reduce" for reader in owner.readers.get(Value(op.id), ()))
+
+
 def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
     """An all-reduce whose every reader goes on with a slice is a reduce-scatter too."""
     readers: dict[Value, list[tuple[Op, int]]] = {}
@@ -156,6 +161,6 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             continue
         if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
             continue
-        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), op.kind == "gather")
+        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), op.kind == "gather", is_summed(owner, op))
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))

@@ -59,13 +59,16 @@ def minor_dims(shape: Shape) -> tuple[int, int]:
     return best[1:]
 
 
-def scattered(shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bool = False) -> Scattered | None:
+def scattered(
+    shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bool = False, summed: bool = False
+) -> Scattered | None:
     """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
 
     Args:
         unit: tiles of which each slice is a multiple (`scatter_unit`); half as many rows of tiles.
         row_major: whether the array's maker lays it out so, as gathers do, where whole lanes are sliced; else it lies
             as the slices do.
+        summed: whether sums read the slices: they take whole lanes, and the array lies as its maker lays it out.
 
     Returns:
         None where it stays an all-reduce.
@@ -76,7 +79,7 @@ def scattered(shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bo
     shape = tuple(size for size in shape if size > 1)
     part = tuple(size // ways if at == dim else size for at, size in enumerate(shape))
     lane, row = len(shape) - 1, len(shape) - 2
-    if not row_major or (dim == lane and part[lane] % LANES):
+    if not row_major or (dim == lane and part[lane] % LANES and not summed):
         lane, row = minor_dims(part)
     if shape[row] <= ROWS // 2:
         return None
