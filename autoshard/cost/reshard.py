@@ -24,8 +24,8 @@ import numpy.typing as npt
 from autoshard.cost.collectives import Collective, coefficients
 from autoshard.cost.device import Device, Target
 from autoshard.cost.device_tiles import tiles_of
-from autoshard.cost.gspmd_reshard import axis_names, reshard_tiles
-from autoshard.cost.step_tables import Step, step_table
+from autoshard.cost.gspmd_reshard import CrashError, axis_names, reshard_tiles
+from autoshard.cost.step_tables import CRASH, Step, step_table
 from autoshard.mesh import Mesh, Spec
 
 Array = npt.NDArray[np.float64]
@@ -59,7 +59,9 @@ def reshard(
     """
     total = math.prod(shape) * dtype_bytes
     steps = reshard_steps(src, dst, mesh, target, fit_of(shape, mesh)).steps
-    return tuple(Collective(step.kind, step.axes, math.ceil(step.share * total)) for step in steps)
+    return tuple(
+        Collective(step.kind, step.axes, math.ceil(step.share * total)) for step in steps if step.kind != CRASH
+    )
 
 
 def reshard_matrix(
@@ -188,6 +190,8 @@ def _cost(steps: Iterable[Step], mesh: Mesh, device: Device) -> tuple[float, flo
     """(alpha, beta) of collectives one after the other."""
     alpha, beta = 0.0, 0.0
     for step in steps:
+        if step.kind == CRASH:
+            return math.inf, 0.0
         a, b = coefficients(step.kind, step.axes, mesh, device)
         alpha += a
         beta += b * float(step.share)
@@ -196,7 +200,10 @@ def _cost(steps: Iterable[Step], mesh: Mesh, device: Device) -> tuple[float, flo
 
 @lru_cache(maxsize=1 << 16)
 def _steps(src: Places, dst: Places, shape: Shape, sizes: Shape, names: tuple[str, ...], target: Target) -> Steps:
-    done = reshard_tiles(shape, tiles_of(src, sizes), tiles_of(dst, sizes), target)
+    try:
+        done = reshard_tiles(shape, tiles_of(src, sizes), tiles_of(dst, sizes), target)
+    except CrashError:
+        return Steps((Step(CRASH, (), Fraction(0)),), True)
     total = math.prod(shape)
     steps = tuple(
         Step(each.kind, axis_names(each, sizes, names), Fraction(each.elements, total)) for each in done.steps

@@ -10,8 +10,8 @@ import numpy as np
 
 from autoshard.cost.collectives import CollectiveKind
 from autoshard.cost.device import Target
-from autoshard.cost.device_tiles import tiles_of
-from autoshard.cost.gspmd_reshard import Emitted, axis_names, reshard_tiles
+from autoshard.cost.device_tiles import Tiles, tiles, tiles_of
+from autoshard.cost.gspmd_reshard import CrashError, Emitted, axis_names, reshard_tiles
 from autoshard.cost.tiles_tpu import gathers_as_sum
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import bytes_of
@@ -118,7 +118,15 @@ class Resharder:
             devices += coordinate * stride
         mesh = self.subaxes.mesh
         steps: list[Step] = []
-        for each in reshard_tiles(shape, before, after, self.target).steps:
+        for each in self._survived(shape, before, after):
             named = Emitted(each.kind, devices[each.groups], each.elements)
             steps.append((each.kind, axis_names(named, mesh.shape, mesh.axis_names), each.elements))
         return tuple(steps)
+
+    def _survived(self, shape: Shape, before: Tiles, after: Tiles) -> tuple[Emitted, ...]:
+        """Of a reshard on which XLA crashes, those of gathering everything: plans keep away from it, hands may not."""
+        try:
+            return reshard_tiles(shape, before, after, self.target).steps
+        except CrashError:
+            whole = tiles(np.arange(before.devices.size).reshape((1,) * before.rank + (-1,)), before.rank)
+            return reshard_tiles(shape, before, whole, self.target).steps

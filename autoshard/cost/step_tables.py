@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from autoshard import files
 from autoshard.cost.collectives import CollectiveKind
 from autoshard.errors import FileError
 
+CRASH: Literal["crash"] = "crash"
+"""Kind of the one step of a reshard on which XLA ends the process: it takes for ever."""
 LEAST_PAIRS = 2_000
 """Smaller tables are made anew faster than they are found."""
 
@@ -36,7 +38,7 @@ class Step:
         share: its bytes per device as a part of the whole tensor's (see `Collective.bytes`).
     """
 
-    kind: CollectiveKind
+    kind: CollectiveKind | Literal["crash"]
     axes: tuple[str, ...]
     share: Fraction
 

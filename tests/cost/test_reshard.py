@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoshard.cost.collectives import seconds
 from autoshard.cost.device import Target, load_device
-from autoshard.cost.hops import path_matrix, reshard_path
+from autoshard.cost.hops import hops_between, path_matrix, reshard_path
 from autoshard.cost.reshard import fit_of, reshard, reshard_matrix, reshard_steps, specs_over
 from autoshard.mesh import Mesh, Spec, as_spec
 
@@ -220,3 +220,24 @@ def test_no_rematerialization_is_left_where_there_is_a_way_around(kind: str) -> 
         detoured += any(reshard_steps(a, b, mesh, device.target).rematerialized for a, b in legs)
     assert direct > 50
     assert detoured == 0
+
+
+CRASHING = [
+    ((("z",), (), (), ("model",)), (("model",), ("z",), ("data",), ())),
+    ((("z",), (), ("data",), ()), (("data",), ("z",), (), ("model",))),
+]
+"""Reshards of 16 x 16 x 16 x 16 on 2 x 2 x 4 devices on which XLA's CPU compiler dies of SIGFPE (jaxlib 0.10.2)."""
+
+
+@pytest.mark.parametrize(("source", "target"), CRASHING)
+def test_a_reshard_on_which_xla_crashes_takes_for_ever_and_a_way_around_it_is_found(source, target):
+    mesh, device = Mesh((2, 2, 4), ("data", "model", "z"), "h100"), load_device("h100")
+    seconds, _ = reshard_matrix((16,) * 4, 4, [source], [target, source], mesh, device)
+    assert seconds[0, 0] == math.inf
+    assert seconds[0, 1] == 0
+    around = path_matrix((16,) * 4, 4, [source], [target], mesh, device)
+    assert 0 < around[0, 0] < 1e-3
+    hops = hops_between((16,) * 4, 4, source, target, mesh, device)
+    assert hops
+    for one, two in zip((source, *hops), (*hops, target), strict=True):
+        assert math.isfinite(reshard_matrix((16,) * 4, 4, [one], [two], mesh, device)[0][0, 0])
