@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.device import Device
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.body import Body
+from autoshard.graph.groups import ELEMENTWISE, fusion_groups
 from autoshard.graph.ops import Graph, Op
 
 _BYTES = {"i1": 1, "i8": 1, "ui8": 1, "i16": 2, "ui16": 2, "bf16": 2, "f16": 2, "i32": 4, "ui32": 4, "f32": 4}
@@ -107,6 +108,36 @@ def op_bytes(op: Op, graph: Graph) -> float:
         indices = len(op.results)
         return float(operands[indices] + 3 * sum(operands[indices + 1 :]))
     return float(sum(operands) + sum(results))
+
+
+def body_work(op: Op) -> tuple[float, float]:
+    """(bytes, kernels) of all that a loop or branch runs, unsharded: what its bodies' fusion groups read and write.
+
+    As often as the loop runs; of a branch its dearest side.
+    """
+    each = [_body_work(body) for body in op.attrs["bodies"]]
+    if op.kind == "case":
+        return max(each)
+    trips = float(op.attrs["trip_count"] or 1)
+    return trips * sum(size for size, _ in each), trips * sum(kernels for _, kernels in each)
+
+
+@lru_cache(maxsize=1024)
+def _body_work(body: Body) -> tuple[float, float]:
+    graph = body.graph
+    total = kernels = 0.0
+    for group in fusion_groups(graph).groups:
+        first = graph.ops[group.ops[0]]
+        if first.kind in BODIES:
+            size, count = body_work(first)
+        elif len(group.ops) == 1:
+            size, count = op_bytes(first, graph), float(first.kind != "reshape")
+            size = size if count else 0.0
+        else:
+            types = [graph.type_of(value) for value in (*group.inputs, *group.outputs)]
+            size, count = float(sum(math.prod(kind.shape) * dtype_bytes(kind.dtype) for kind in types)), 1.0
+        total, kernels = total + size, kernels + count
+    return total, kernels
 
 
 def roofline_seconds(flops: float, bytes: float, dtype: str, device: Device, *, kernels: int = 1) -> float:

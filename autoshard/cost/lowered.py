@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import BODIES, CONTRACTIONS, dtype_bytes, op_flops
+from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, Partitioned
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
@@ -81,6 +81,7 @@ class Step:
         collective: what is moved, of collectives.
         dim: of an all-gather or reduce-scatter the dim that it runs along, where it is one.
         values: of graph ops, the values that `reads` hold the parts of.
+        inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Step:
     collective: Collective | None = None
     dim: int | None = None
     values: tuple[Value, ...] = ()
+    inner: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -277,7 +279,11 @@ class _Lowering:
         flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS | BODIES else 0.0
         held = tuple(value for value, array in zip(op.operands, reads, strict=True) if array is not None)
         arrays = [array for array in (*reads, *beside) if array is not None]
-        self._step(op.kind, op.id, arrays, made, flops, values=held)
+        inner = (0.0, 0.0)
+        if op.kind in BODIES:
+            size, kernels = body_work(op)
+            inner = size * share, kernels
+        self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)

@@ -22,7 +22,10 @@ def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
             continue
         products = [steps[number] for number in kernel.steps if steps[number].flops]
         dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
-        found.append(roofline_seconds(kernel.flops, sum(touched.values()), dtype, device))
+        inner = [steps[number].inner for number in kernel.steps]
+        size = sum(touched.values()) + sum(each for each, _ in inner)
+        kernels = 1 + int(sum(count for _, count in inner))
+        found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels))
     return found
 
 

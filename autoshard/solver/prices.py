@@ -16,13 +16,13 @@ import numpy.typing as npt
 from autoshard.capture.program import TensorType
 from autoshard.cost.backend import backend_of
 from autoshard.cost.collectives import Collective, coefficients
-from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, op_flops
+from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import fit_of, reshard_matrix, reshard_steps
 from autoshard.cost.tpu_layout import row_major
 from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
-from autoshard.graph.ops import Graph, Value
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.solver.strategies import Specs, Strategies, plain, spec_of
 
@@ -108,11 +108,18 @@ class Prices:
         seconds = np.zeros(len(ways))
         for place, op_id in enumerate(group.ops):
             op = self.graph.ops[op_id]
-            if op.kind in CONTRACTIONS:
+            if op.kind in BODIES:
+                seconds += self._bodies(op) / ways.flop_ways[:, place] + body_work(op)[1] * self.device.kernel_overhead
+            elif op.kind in CONTRACTIONS:
                 dtype = self.graph.type_of(op.operands[0]).dtype
                 rate = self.device.peak_flops(dtype) * self.device.achievable_compute
                 seconds += op_flops(op, self.graph) / ways.flop_ways[:, place] / rate
         return seconds
+
+    def _bodies(self, op: Op) -> float:
+        """Seconds of all that a loop or branch runs, on one device."""
+        dtypes = [kind.dtype for kind in op.results if kind.shape] or ["f32"]
+        return roofline_seconds(op_flops(op, self.graph), body_work(op)[0], dtypes[0], self.device, kernels=0)
 
     def _traffic(self, group: Group, ways: Strategies, weights: Mapping[int, Weights]) -> Matrix:
         """Bytes of one device. What is split less finds less of itself on chip: in between, by the logarithm."""
