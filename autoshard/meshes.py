@@ -45,7 +45,7 @@ def plan_best(meshes: Sequence[Mesh], plan_on: PlanOn, time_limit: float) -> tup
         return plan_on(meshes[0], time_limit, None)
     best: tuple[Plan, Problem] | None = None
     tried: dict[Mesh, MeshTried] = {}
-    refused: list[NoPlanError] = []
+    refused: list[tuple[float, Mesh]] = []
     for mesh in sorted(meshes, key=lambda mesh: len(mesh.shape)):
         twin = next((other for other in tried if _same(mesh, other)), None)
         if twin is not None:
@@ -65,15 +65,19 @@ def plan_best(meshes: Sequence[Mesh], plan_on: PlanOn, time_limit: float) -> tup
             note = f"no plan is better than that on {_text(best[0].mesh.shape)} by more than {100 * WORTH:g} %"
             tried[mesh] = MeshTried(mesh.shape, "pruned", bound=pruned.bound, note=note)
         except NoPlanError as error:
-            refused.append(error)
+            refused.append((error.least, mesh))
             tried[mesh] = MeshTried(mesh.shape, "no plan", note=str(error))
         else:
             tried[mesh] = _tried(found[0])
             if best is None or _time(found[0]) < _time(best[0]):
                 best = found
     if best is None:
-        raise min(refused, key=lambda error: error.least) if refused else PlanError("no mesh to plan for")
-    if best[0].solver is not None and best[0].solver.status == "time_limit":
+        if not refused:
+            raise PlanError("no mesh to plan for")
+        _, mesh = min(refused, key=lambda each: each[0])
+        best = plan_on(mesh, time_limit, None)  # it may have been for want of time
+        tried[mesh] = _tried(best[0])
+    elif best[0].solver is not None and best[0].solver.status == "time_limit":
         again = plan_on(best[0].mesh, time_limit, None)
         if _time(again[0]) < _time(best[0]):
             best = again

@@ -319,3 +319,16 @@ def test_other_shardings_are_explained(run, tmp_path):
     status, out, err = run("explain", "plan.json", "nets.py:step", "1.weight")
     assert (status, out) == (2, "")
     assert "no tensor called '1.weight'; did you mean" in err
+
+
+def test_hints_can_be_left_out_and_shapes_left_open(run, tmp_path):
+    hinted = ("plan", "nets.py:mlp", "--mesh", "2x2", "--hint", "0.weight=[model],[data]", "--json")
+    kept = json.loads(run(*hinted, "-o", "kept.json")[1].splitlines()[-1])
+    free = json.loads(run(*hinted, "--keep", "none", "-o", "free.json")[1].splitlines()[-1])
+    assert Plan.load(tmp_path / "kept.json").options.hints == {"0.weight": (("model",), ("data",))}
+    assert Plan.load(tmp_path / "free.json").options.hints == {}
+    assert free["predicted"]["step_time_s"] <= kept["predicted"]["step_time_s"]
+    status, out, err = run("plan", "nets.py:mlp", "--devices", "4", "-o", "open.json")
+    assert (status, err) == (0, "")
+    assert "Mesh shapes tried: 2, * as planned" in out
+    assert [each.shape for each in Plan.load(tmp_path / "open.json").search] == [(4,), (2, 2)]

@@ -97,3 +97,16 @@ def test_the_table_is_in_the_plan_its_file_its_report_and_its_page():
     assert [line.split()[0] for line in lines[at + 2 : at + 6]] == ["2x2x2", "8", "2x4", "4x2"]
     assert "Mesh shapes" in best.to_html()
     assert "pruned" in best.to_html()
+
+
+def test_where_no_shape_has_a_plan_in_its_part_of_the_time_one_has_all_of_it():
+    quick = planner({(8,): 4.0, (2, 4): 2.0, (4, 2): 3.0, (2, 2, 2): 5.0})
+
+    def plan_on(mesh, seconds, watch):
+        if seconds < 60:
+            raise NoPlanError("time ran out", {(2, 4): 10.0}.get(mesh.shape, 20.0))
+        return quick(mesh, seconds, watch)
+
+    best, _ = plan_best(MESHES, plan_on, 60.0)
+    assert best.mesh.shape == (2, 4)
+    assert outcomes(best) == {(8,): "no plan", (2, 4): "planned", (4, 2): "no plan", (2, 2, 2): "no plan"}
