@@ -1,0 +1,40 @@
+"""torch_xla's ways of working, each training under a plan with the numbers of one device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch_xla")
+
+ROOT = Path(__file__).resolve().parents[2]
+EQUAL, HALF_EQUAL = 1e-5, 2e-2
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What `ways_eight_devices.py` saw, in a process of its own with eight devices."""
+    out = tmp_path_factory.mktemp("ways") / "seen.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.lower.ways_eight_devices", str(out)],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert out.exists(), done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "bf16", "eager_and_compile"])
+def test_numbers_are_those_of_one_device(seen, name):
+    assert "failed" not in seen[name], seen[name]["failed"]
+    equal = HALF_EQUAL if name == "bf16" else EQUAL
+    assert seen[name]["losses"] < equal
+    assert seen[name]["parameters"] < equal
+
+
+def test_sharded_tensors_hold_what_the_plan_says(seen):
+    found = seen["sharded_tensors"]
+    assert "failed" not in found, found["failed"]
+    assert found["split"] > 4
+    assert found["differing"] == []
