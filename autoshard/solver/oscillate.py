@@ -100,9 +100,10 @@ class Oscillation:
             if self._stalled and self._stalled % TIRED == 0 and self._best is not None:
                 self._restart()
             floor = LEAST * float(self._prices.mean()) if len(self._prices) else 0.0
-            risen = np.maximum(self._prices, floor) * np.exp(LIFT + RISE * over)
-            fallen = self._prices * np.exp(FALL * over)
-            self._prices = np.where(over > 0.0, risen, fallen * (SINK if fits else 1.0))
+            risen = np.maximum(self._prices, floor) * np.exp(np.minimum(LIFT + RISE * over, 1.0))
+            fallen = self._prices * np.exp(FALL * np.minimum(over, 0.0))
+            prices = np.where(over > 0.0, risen, fallen * (SINK if fits else 1.0))
+            self._prices = np.minimum(prices, self._dual.forbidden)  # no choice can cost more
 
     def _restart(self) -> None:
         assert self._best is not None
