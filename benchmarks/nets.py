@@ -78,6 +78,29 @@ def perceptron(rows: int = 512, width: int = 1024, hidden: int = 4096) -> dict[s
     return {"model": model, "inputs": inputs, "loss_fn": lambda out: out.square().mean()}
 
 
+class Scales(nn.Module):
+    """Many small parameters: vectors that scale and shift the features, one after the other, a tanh between them."""
+
+    def __init__(self, count: int, width: int) -> None:
+        """`count` vectors of `width` numbers."""
+        super().__init__()
+        self.vectors = nn.ParameterList(nn.Parameter(torch.empty(width)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the shape of `x` (rows, width)."""
+        for number, vector in enumerate(self.vectors):
+            x = torch.tanh(x * vector) if number % 2 else x + vector
+        return x
+
+
+def small_parameters(count: int = 5000, width: int = 256, rows: int = 512) -> dict[str, Any]:
+    """5,000 vectors, as many parameters: what planning costs when nothing is large."""
+    with torch.device("meta"):
+        model = Scales(count, width)
+        inputs = (torch.empty(rows, width),)
+    return {"model": model, "inputs": inputs, "loss_fn": lambda out: out.square().mean()}
+
+
 def dlrm(
     batch: int = 2048, width: int = 64, rows: int = 1_000_000, bag: int = 4, tables: int = 26, hidden: int = 512
 ) -> dict[str, Any]:

@@ -57,6 +57,11 @@ def llama(layers: int, width: int, inner: int, heads: int, mesh: str) -> list[st
 JOBS: dict[str, list[str]] = {
     "gpt2 2x4": ["hf:gpt2", "--batch", "8", "--seq", "512", "--mesh", "2x4", "--device", "tpu-v5e"],
     "mlp 2x2x2": [f"{NETS}:perceptron", "--mesh", "2x2x2", "--device", "h100"],
+    "gpt2 200 layers 2x4": [
+        *("hf:gpt2", "--set", "n_layer=200", "--batch", "8", "--seq", "512", "--mesh", "2x4", "--device", "tpu-v5e"),
+        *("--memory", "none"),
+    ],
+    "5000 parameters 2x4": [f"{NETS}:small_parameters", "--mesh", "2x4", "--device", "tpu-v5e"],
     "llama-8b 2x4": llama(32, 4096, 14336, 32, "2x4"),
     "llama-8b 4x4x4": llama(32, 4096, 14336, 32, "4x4x4"),
     "llama-70b 8x8": llama(80, 8192, 28672, 64, "8x8"),

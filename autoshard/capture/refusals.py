@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.decompositions import falls_back
+from autoshard.capture.exact import is_mask, masked_write
 from autoshard.capture.sequence import READS_VALUE, TRANSFERS, is_xla
 from autoshard.errors import CaptureError
 
@@ -84,7 +85,10 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) 
 
 
 class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
-    """Refuses `x[mask] = …` and `index_put` with a boolean mask: torch_xla looks for the true ones at once."""
+    """Refuses `x[mask] = …` and `index_put` with a boolean mask: torch_xla looks for the true ones at once.
+
+    What `exact.masked_write` can write without looking is left to it.
+    """
 
     def __init__(self, where: Callable[[], str]) -> None:
         """`where` says who is running."""
@@ -95,12 +99,13 @@ class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
         """Look at what is written through an index."""
         if func in _WRITES_BY_INDEX and len(args) > 1:
             indices = args[1] if isinstance(args[1], tuple | list) else (args[1],)
-            if any(isinstance(i, torch.Tensor) and is_xla(i) and i.dtype in _MASKS and i.dim() for i in indices):
+            if any(is_mask(i) and is_xla(i) for i in indices):
+                if func is torch.Tensor.__setitem__ and masked_write(*args) is not NotImplemented:
+                    return None
                 raise _shape_by_value("writes through a boolean mask", "aten.index_put", self.where())
         return func(*args, **(kwargs or {}))
 
 
-_MASKS = (torch.bool, torch.uint8)
 _WRITES_BY_INDEX = frozenset(
     {torch.Tensor.__setitem__, torch.Tensor.index_put, torch.Tensor.index_put_, torch.index_put, torch.index_put_}
 )

@@ -8,12 +8,14 @@ tensors on an XLA device.
 |---|---|---|
 | `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
-| `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt` | torch_xla makes `batch-norm-training` of them, which is gathered |
+| `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear and cubic ones as products with their weights; 2-d grid sampling as gathers | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
 | `groups` | convolutions of groups with several features each, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
+| `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
+| `index` | `x[mask] = value` as a choice; `F.unfold` and `Tensor.unfold` as slices side by side | torch_xla would look for the true ones; it has no lowering of these |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -30,7 +32,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture import interpolation, ops
+from autoshard.capture import exact, interpolation, ops
 from autoshard.capture.grouped import grouped_convolution
 from autoshard.capture.loops import unrolled
 from autoshard.capture.transformers_library import transformers_traced
@@ -44,12 +46,14 @@ DEFAULT: tuple[str, ...] = (
     "interpolate",
     "groups",
     "scan",
+    "activation",
+    "index",
     "transformers",
 )
 
 Handler = Callable[..., Any]
 _HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in DEFAULT}
-_UNTOUCHED = object()
+_UNTOUCHED = NotImplemented
 """What a handler returns when the call is none that it can do better."""
 
 
@@ -394,6 +398,15 @@ def _batch_norm(
         centered, variance = x - running_mean.view(shape), running_var.view(shape)
     out = centered * torch.rsqrt(variance + eps)
     return _scaled(out, _per_channel(weight, rank), _per_channel(bias, rank)).to(input.dtype)
+
+
+replaces("norm", torch._weight_norm)(exact.weight_norm)
+replaces("activation", F.elu)(exact.elu)
+replaces("activation", F.selu, torch.selu)(exact.selu)
+replaces("activation", F.celu, torch.celu)(exact.celu)
+replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
+replaces("index", F.unfold)(exact.unfold)
+replaces("index", torch.Tensor.unfold)(exact.windows)
 
 
 # Loss and embedding.

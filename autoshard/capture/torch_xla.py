@@ -549,8 +549,14 @@ class Labels(AtenSequence):
         for j, tensor in enumerate(outputs):
             if is_xla(tensor) and tensor.is_floating_point() and tensor_id(tensor) not in inputs:
                 scope = self.xla.profiler.scope_pusher(f"op{call.index}.out{j}")
-                self.xla._xla_mark_sharding(tensor, self.replicated)
+                self._mark(tensor)
                 del scope
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        try:
+            self.xla._xla_mark_sharding(tensor, self.replicated)
+        except RuntimeError:  # the copy of an argument is no expression yet, and has no data to be marked
+            self.xla._xla_annotate_custom_sharding(tensor, self.replicated)
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Record the op."""

@@ -6,6 +6,7 @@ that holds them keeps working.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -114,6 +115,22 @@ def check_model(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optim
 
 def place_model(plan: Plan, model: torch.nn.Module, mesh: Mesh) -> None:
     """Move parameters and buffers to the XLA device and shard them; gradients are dropped."""
+    with free_of_weak_references(model):
+        _place_tensors(plan, model, mesh)
+
+
+@contextlib.contextmanager
+def free_of_weak_references(model: torch.nn.Module) -> Iterator[None]:
+    """Let recurrent modules forget their weak references to their weights meanwhile, which forbid swapping contents."""
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    yield
+    for module in recurrent:
+        module._init_flat_weights()
+
+
+def _place_tensors(plan: Plan, model: torch.nn.Module, mesh: Mesh) -> None:
     for name, parameter in model.named_parameters():
         _place(f"parameter {name}", parameter, mesh, plan.parameters.get(name))
     for name, buffer in model.named_buffers():

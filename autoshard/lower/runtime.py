@@ -108,9 +108,18 @@ def shard_data(tensor: torch.Tensor, mesh: Mesh, spec: Spec, what: str) -> None:
     """Mark a tensor that has data (a parameter, buffer, state or input), in place: each device holds its shard.
 
     Raises:
-        LoweringError: when it is already sharded otherwise; torch_xla does not move shards between devices.
+        LoweringError: when it is already sharded otherwise (torch_xla does not move shards between devices); when it
+            has more than `MOST_DIMS` dims and is to be split.
     """
     import torch_xla
+
+    if tensor.dim() > MOST_DIMS:
+        if any(spec):
+            raise LoweringError(
+                f"{what} has {tensor.dim()} dims, and torch_xla splits data of at most {MOST_DIMS}; plan with a hint "
+                "that keeps it whole, or reshape it inside the model"
+            )
+        return
 
     try:
         torch_xla._XLAC._xla_mark_sharding(plain(tensor), op_sharding(mesh, spec))
@@ -122,18 +131,56 @@ def shard_data(tensor: torch.Tensor, mesh: Mesh, spec: Spec, what: str) -> None:
         ) from None
 
 
+MOST_DIMS = 5
+"""torch_xla's `OpSharding` can be made for tensors of so many dims (it takes nested lists, to this depth)."""
+
+
 def pin(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> None:
     """Annotate an intermediate, in place: from here on it is the value that passed `custom_call @Sharding`."""
     import torch_xla
 
-    torch_xla._XLAC._xla_annotate_custom_sharding(plain(tensor), op_sharding(mesh, spec))
+    if tensor.dim() > MOST_DIMS:
+        made = annotated_copy(tensor, mesh, spec)
+        replace_value(tensor, torch._from_functional_tensor(made) if torch._is_functional_tensor(made) else made)
+    else:
+        torch_xla._XLAC._xla_annotate_custom_sharding(plain(tensor), op_sharding(mesh, spec))
 
 
 def annotated_copy(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> torch.Tensor:
-    """A second value, equal to `tensor`, annotated with a spec of its own (also when `tensor` is an argument)."""
+    """A second value, equal to `tensor`, annotated with a spec of its own (also when `tensor` is an argument).
+
+    A tensor of more than `MOST_DIMS` dims is annotated as one of fewer, in which dims that stay whole are one.
+    """
     copy = plain(tensor).clone()
-    pin(copy, mesh, spec)
-    return copy
+    if copy.dim() <= MOST_DIMS:
+        pin(copy, mesh, spec)
+        return copy
+    order, shape, fewer = fewer_dims(tuple(copy.shape), spec)
+    flat = copy.permute(order).reshape(shape).clone()
+    pin(flat, mesh, fewer)
+    back = sorted(range(len(order)), key=lambda dim: order[dim])
+    return flat.reshape([copy.shape[dim] for dim in order]).permute(back).clone()
+
+
+def fewer_dims(shape: tuple[int, ...], spec: Spec) -> tuple[list[int], list[int], Spec]:
+    """How to see a tensor in fewer dims without touching those that are split.
+
+    Returns:
+        The order in which to put its dims (their own where that is enough, else split ones first), the shape in which
+        neighbours that are whole are one dim, and the spec of that shape.
+    """
+    for order in (list(range(len(shape))), sorted(range(len(shape)), key=lambda dim: not spec[dim])):
+        sizes: list[int] = []
+        specs: list[tuple[str, ...]] = []
+        for dim in order:
+            if specs and not spec[dim] and not specs[-1]:
+                sizes[-1] *= shape[dim]
+            else:
+                sizes.append(shape[dim])
+                specs.append(spec[dim])
+        if len(sizes) <= MOST_DIMS:
+            break
+    return order, sizes, tuple(specs)
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -11,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from autoshard.capture import switches
 from autoshard.capture.inputs import Inputs, split_inputs
 from autoshard.capture.optimizer import make_optimizer
 from autoshard.capture.sources import Source, load_source
 from autoshard.capture.torch_xla import prepare_runtime
 from autoshard.errors import AutoshardError
+from autoshard.lower.place import free_of_weak_references
 from autoshard.plan import Plan
-from autoshard.verify.run import HALF_TOLERANCE, TOLERANCE, RunError
+from autoshard.verify.run import HALF_TOLERANCE, TOLERANCE, RunError, random_op
 
 SEED = 20
 NOISE = 10.0
@@ -43,8 +46,8 @@ def main() -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def compare(plan: Plan, source: Source, steps: int) -> dict[str, Any]:
-    """Both runs, and the fields of a `RunReport`."""
+def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) -> dict[str, Any]:
+    """Both runs, and the fields of a `RunReport`; the numbers under the plan are kept in the file `keep`, if given."""
     prepare_runtime(plan.mesh.size)
     import torch_xla
 
@@ -52,27 +55,63 @@ def compare(plan: Plan, source: Source, steps: int) -> dict[str, Any]:
     model = with_weights(source.model)
     reference, exact = copy.deepcopy(model), copy.deepcopy(model)
     batches = [random_batch(source, model, step) for step in range(steps)]
-    expected = _Run(reference, source).steps(batches, lambda batch: batch, None)
+    random = random_op(plan.program.ops) is not None
+    if random:  # PyTorch's kernels draw other numbers than XLA's do
+        with switches.active(plan.program.switches, reference):
+            expected = _Run(reference, source).steps(batches, _to_device, None)
+    else:
+        expected = _Run(reference, source).steps(batches, lambda batch: batch, None)
     found = _Run(model, source).steps(batches, _to_device, plan)
+    if keep is not None:
+        torch.save((found.losses, found.gradients, found.parameters, found.outputs), keep)
     half = any(output.startswith(HALF) for op in plan.program.ops for output in op.outputs)
     tolerance = HALF_TOLERANCE if half else TOLERANCE
     off = [n for n in expected.gradients if _largest_of(found.gradients, expected.gradients, n) > tolerance]
-    rounding = _rounding(off, found, expected, exact, source, batches[0], tolerance) if off else []
+    judge_rounding = bool(off) and not random
+    rounding = _rounding(off, found, expected, exact, source, batches[0], tolerance) if judge_rounding else []
     for name in rounding:
         del found.gradients[name], expected.gradients[name]
-    losses = zip(found.losses, expected.losses, strict=True)
     return {
         "devices": plan.mesh.size,
         "optimizer": found.optimizer,
         "losses": found.losses,
         "reference_losses": expected.losses,
+        **_differences(found, expected),
+        "tolerance": tolerance,
+        "rounding": rounding,
+        "compiled_once": found.compiles[1:] == [0] * (steps - 1),
+        "reference": "torch_xla, not split" if random else "PyTorch on one device",
+    }
+
+
+def alone(source: Source, steps: int, kept: Path | None = None) -> dict[str, Any]:
+    """The same steps through torch_xla alone, on its one device and without a plan: whether it can train the model.
+
+    Returns:
+        `losses`, and the differences from the numbers that `compare` kept in the file `kept`, if it is there.
+    """
+    model = with_weights(source.model)
+    exact = copy.deepcopy(model)
+    batches = [random_batch(source, model, step) for step in range(steps)]
+    run = _Run(model, source).steps(batches, _to_device, None)
+    if kept is None or not kept.exists():
+        return {"losses": run.losses}
+    found = copy.copy(run)
+    found.losses, found.gradients, found.parameters, found.outputs = torch.load(kept)
+    off = [n for n in run.gradients if _largest_of(found.gradients, run.gradients, n) > TOLERANCE]
+    for name in _rounding(off, found, run, exact, source, batches[0], TOLERANCE) if off else []:
+        del found.gradients[name], run.gradients[name]
+    return {"losses": run.losses, **_differences(found, run)}
+
+
+def _differences(found: _Run, expected: _Run) -> dict[str, Any]:
+    """The largest differences, as in a `RunReport`."""
+    losses = zip(found.losses, expected.losses, strict=True)
+    return {
         "loss": max((abs(a - b) / max(abs(b), 1e-30) for a, b in losses), default=0.0),
         "gradients": _largest(found.gradients, expected.gradients, relative=True),
         "parameters": _largest(found.parameters, expected.parameters, relative=False),
         "outputs": _largest(found.outputs, expected.outputs, relative=True),
-        "tolerance": tolerance,
-        "rounding": rounding,
-        "compiled_once": found.compiles[1:] == [0] * (steps - 1),
     }
 
 
@@ -130,19 +169,23 @@ class _Run:
         self.compiles: list[int] = []
 
     def steps(self, batches: list[Any], place: Callable[[Any], Any], plan: Plan | None) -> _Run:
-        """Run a step per batch, under `plan` if there is one."""
+        """Run a step per batch, under `plan` if there is one, on the device that `place` puts a batch on."""
         train = self.source.train
+        batches = [place(batch) for batch in batches]
+        on_xla = any(isinstance(t, torch.Tensor) and t.device.type == "xla" for t in tree_leaves(batches))
         if plan is not None:
             plan.apply(self.model, self.made)
+        elif on_xla:
+            _move(self.model)
+        if on_xla:
+            import torch_xla
+
+            torch_xla.manual_seed(SEED)
         for number, batch in enumerate(batches):
             before = _compiles()
-            if plan is None:
+            with plan.annotate() if plan is not None else contextlib.nullcontext():
                 result = self.step(split_inputs(self.model, batch, self.source.loss_fn), train)
-            else:
-                import torch_xla
-
-                with plan.annotate():
-                    result = self.step(split_inputs(self.model, place(batch), self.source.loss_fn), train)
+            if on_xla:
                 torch_xla.sync()
             self.compiles.append(_compiles() - before)
             if train:
@@ -269,6 +312,16 @@ def _to_device(batch: Any) -> Any:
         return moved[id(leaf)]
 
     return tree_map(move, batch)
+
+
+def _move(model: torch.nn.Module) -> None:
+    """Put a model on the XLA device; its parameters stay the objects that an optimizer holds, tied ones tied."""
+    with free_of_weak_references(model):
+        for tensor in (*model.parameters(), *model.buffers()):
+            moved = tensor.detach().to("xla")
+            if isinstance(tensor, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
 
 
 def _floats(output: Any) -> dict[str, torch.Tensor]:

@@ -262,3 +262,18 @@ def test_one_tensor_given_twice_is_one_input() -> None:
 def test_a_program_names_no_file_of_the_machine_it_was_captured_on(adamw_step: Program) -> None:
     assert b"op0." in adamw_step.stablehlo
     assert b".py" not in adamw_step.stablehlo
+
+
+def test_copies_of_arguments_are_captured() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+            self.register_buffer("shift", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.clone() @ self.weight.clone() + self.shift.clone() + self.weight.data.clone()[0]
+
+    program = capture(Copies(), torch.zeros(4, 8))
+    assert [op.name for op in program.ops].count("aten.clone.default") == 4
+    assert {a.name for a in program.arguments} == {"weight", "shift", "x"}

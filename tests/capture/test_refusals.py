@@ -46,7 +46,7 @@ def refusal(function: Callable[[torch.Tensor], Any]) -> str:
 
 def set_where(x: torch.Tensor) -> torch.Tensor:
     y = x + 1
-    y[y > 0] = 0.0
+    y[y > 0] = torch.arange(3.0, device=y.device)
     return y
 
 

@@ -44,6 +44,21 @@ def with_running_statistics(i: torch.Tensor) -> torch.Tensor:
 
 
 Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def set_number(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[y > 0.5] = -1.0
+    y[:, 0][(y[:, 0] < 0)] = 3.0
+    return y
+
+
+def set_rows(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[y.sum(-1) > 0] = row
+    return y
+
+
 CASES: dict[str, Case] = {
     "linear": (lambda x, w, b: F.linear(x, w, b), (x, w, b)),
     "linear of a matrix": (lambda x, w: F.linear(x[0], w), (x, w)),
@@ -80,6 +95,17 @@ CASES: dict[str, Case] = {
     "convolution of groups with many taps": (
         lambda x, w: F.conv1d(x.mT, w, padding=20, groups=4), (x, random(D, 2, 40)),
     ),
+    "weight norm": (lambda s, t: torch._weight_norm(s, t, 1), (random(D, S), random(1, S))),
+    "weight norm of the whole": (lambda s, t: torch._weight_norm(s, t, -1), (random(D, S), random(1, 1))),
+    "numbers through a mask": (set_number, (x,)),
+    "rows through a mask": (set_rows, (x, random(D))),
+    "patches": (lambda i: F.unfold(i, (2, 3), dilation=(2, 1), padding=1, stride=(1, 2)), (image,)),
+    "windows": (lambda x: x.unfold(1, 3, 2), (x,)),
+    "windows side by side": (lambda x: x.unfold(-1, 4, 4), (x,)),
+    "elu": (lambda x: F.elu(x, 0.7), (x,)),
+    "elu in place": (lambda x: F.elu(x * 2, inplace=True), (x,)),
+    "selu": (lambda x: F.selu(x * 4), (x,)),
+    "celu": (lambda x: torch.celu(x, alpha=2.0), (x,)),
     "nearest": (lambda i: F.interpolate(i, scale_factor=2), (image,)),
     "nearest to a size": (lambda i: F.interpolate(i, size=(15, 5), mode="nearest-exact"), (image,)),
     "nearest to an odd size": (lambda i: F.interpolate(i, size=(7, 3)), (image,)),

@@ -1,12 +1,15 @@
-"""Which device of a runtime stands at which place of a mesh."""
+"""Which device of a runtime stands at which place of a mesh; annotations of tensors with many dims."""
 
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch_xla")
 
-from autoshard.lower.runtime import device_ids
+from autoshard.lower.runtime import MOST_DIMS, device_ids, fewer_dims
 from autoshard.mesh import Mesh
 
 
@@ -47,3 +50,17 @@ def test_devices_stand_where_they_were_priced(
 ) -> None:
     assert device_ids(mesh, attributes) == ids
     assert device_ids(mesh, attributes[::-1]) == ids
+
+
+@given(st.data())
+def test_a_tensor_of_many_dims_is_seen_in_few_of_which_the_same_are_split(data: st.DataObject) -> None:
+    rank = data.draw(st.integers(1, 9))
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=rank, max_size=rank)))
+    dims = data.draw(st.permutations(range(rank)))[:3]
+    spec = tuple((f"axis{dim}",) if dim in dims else () for dim in range(rank))
+    order, sizes, fewer = fewer_dims(shape, spec)
+    assert sorted(order) == list(range(rank))
+    assert len(sizes) == len(fewer) <= MOST_DIMS
+    assert math.prod(sizes) == math.prod(shape)
+    split = [(size, axes) for size, axes in zip(sizes, fewer, strict=True) if axes]
+    assert split == [(shape[dim], spec[dim]) for dim in order if spec[dim]]

@@ -12,8 +12,10 @@ import torch
 
 from autoshard.capture.sources import Source, load_source
 from autoshard.capture.torch_xla import capture
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh
-from autoshard.plan import OpSignature
+from autoshard.plan import plan_of
 from autoshard.verify import run_worker
 from autoshard.verify.run import Difference, RunError, RunReport, run_equal
 from tests.lower.alternating import alternating
@@ -66,14 +68,45 @@ def test_a_plan_for_another_program_is_not_run(tmp_path):
         run_equal(plan, source, steps=1)
 
 
-def test_random_programs_are_refused(tmp_path):
-    (tmp_path / "net.py").write_text(FILE)
-    source = load_source(f"{tmp_path}/net.py:build")
-    plan = planned(source)
-    drawn = (*plan.program.ops, OpSignature("aten.native_dropout.default", ("f32[4,12]",), ((2, 0),)))
-    plan = dataclasses.replace(plan, program=dataclasses.replace(plan.program, ops=drawn))
-    with pytest.raises(RunError, match=r"draws random numbers \(aten.native_dropout.default\)"):
-        run_equal(plan, source)
+AWKWARD = """
+import torch
+import torch.nn.functional as F
+
+class Net(torch.nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(8, 8, batch_first=True)  # keeps weak references to its weights
+        self.conv = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(8, 8, 3, padding=1))
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.drop = torch.nn.Dropout(drop)
+
+    def forward(self, x):
+        x = F.elu(self.lstm(x)[0]) + F.selu(x)
+        x = F.celu(self.conv(x.transpose(1, 2)), 0.5) * self.scale.clone().unsqueeze(1)
+        x = self.drop(x).view(4, 2, 2, 2, 2, 2).permute(0, 2, 4, 1, 3, 5) * 1.5  # more dims than OpSharding takes
+        return x.flatten(1).square().mean()
+
+def build(drop=0.0):
+    torch.manual_seed(0)
+    return {"model": Net(drop), "inputs": (torch.zeros(4, 4, 8),), "loss_fn": lambda loss: loss}
+"""
+
+
+@pytest.mark.parametrize(
+    ("drop", "reference"), [("0.0", "PyTorch on one device"), ("0.5", "torch_xla, not split")], ids=["exact", "random"]
+)
+def test_what_torch_xla_has_no_lowering_or_a_wrong_one_for_trains_with_equal_numbers(tmp_path, drop, reference):
+    (tmp_path / "net.py").write_text(AWKWARD)
+    source = load_source(f"{tmp_path}/net.py:build", settings={"drop": drop}, train="sgd")
+    graph = build_graph(capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer))
+    many = [value for value in graph.aten_outputs.values() if len(graph.type_of(value).shape) == 6]
+    split = (("data",), (), ("model",), (), (), ())
+    plan = plan_of(graph, MESH, Annotations(dict.fromkeys(many, split), {}))
+    assert len(plan.activations) >= 4
+    report = run_equal(plan, source, steps=2)
+    assert report.equal, str(report)
+    assert report.reference == reference
+    assert report.losses[0] != report.losses[1]
 
 
 def test_what_cannot_be_sent_to_another_process_is_refused():

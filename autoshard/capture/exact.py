@@ -1,0 +1,101 @@
+"""What torch_xla computes wrongly, or outside XLA, computed from ops that it lowers: functions for `switches.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+"""Klambauer et al. 2017 (arXiv:1706.02515), section 2."""
+
+
+def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """x, or alpha * (exp(x) - 1) where negative; torch_xla is right where it is in place."""
+    return NotImplemented if inplace else _exponential_unit(input, alpha, 1.0, 1.0)
+
+
+def selu(input: torch.Tensor, inplace: bool = False) -> Any:
+    """`elu`, scaled so that activations keep their mean and variance."""
+    return NotImplemented if inplace else _exponential_unit(input, SELU_ALPHA, SELU_SCALE, 1.0)
+
+
+def celu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """`elu` of x / alpha where negative."""
+    return NotImplemented if inplace else _exponential_unit(input, alpha, 1.0, 1 / alpha)
+
+
+def _exponential_unit(x: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
+    return scale * torch.where(x > 0, x, alpha * torch.expm1(input_scale * x.clamp(max=0)))
+
+
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """`v` scaled to the norms `g`: one per slice along `dim`, or one in all (-1)."""
+    dims = [d for d in range(v.dim()) if d != dim]
+    return v * (g / v.square().sum(dims, keepdim=True).sqrt())
+
+
+def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
+    """`x[mask] = value` as a choice between the two, where the value is one for all places, or one per trailing dim.
+
+    Args:
+        x: written in place.
+        index: a boolean mask of the leading dims of `x`, alone or in a tuple.
+        value: a number, or a tensor that broadcasts over the dims of `x` behind the mask.
+    """
+    mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if not is_mask(mask) or not isinstance(x, torch.Tensor) or x.shape[: mask.dim()] != mask.shape:
+        return NotImplemented
+    mask = mask.to(torch.bool).reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
+    if not isinstance(value, torch.Tensor):
+        x.masked_fill_(mask, value)
+        return x
+    behind = x.shape[x.dim() - value.dim() :] if value.dim() else ()
+    if value.dim() > x.dim() - index_dims(index) or any(
+        v not in (1, b) for v, b in zip(value.shape, behind, strict=True)
+    ):
+        return NotImplemented
+    x.copy_(torch.where(mask, value.to(x.dtype), x))
+    return x
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index is a boolean mask (`uint8` is one too) of at least one dim."""
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def index_dims(index: Any) -> int:
+    """How many dims a mask, alone or in a tuple, indexes."""
+    mask = index[0] if isinstance(index, tuple) else index
+    return int(mask.dim())
+
+
+def unfold(input: torch.Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> torch.Tensor:
+    """Patches of images `(batch, channels, height, width)` or of one: a slice per place of the kernel, side by side."""
+    if input.dim() == 3:
+        return unfold(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
+    size, spread, pad, step = (
+        tuple(each) if isinstance(each, list | tuple) else (each, each)
+        for each in (kernel_size, dilation, padding, stride)
+    )
+    x = F.pad(input, (pad[1], pad[1], pad[0], pad[0])) if any(pad) else input
+    counts = [(x.shape[2 + i] - spread[i] * (size[i] - 1) - 1) // step[i] + 1 for i in (0, 1)]
+
+    def along(dim: int, place: int) -> slice:
+        begin = place * spread[dim]
+        return slice(begin, begin + step[dim] * (counts[dim] - 1) + 1, step[dim])
+
+    parts = [x[:, :, along(0, i), along(1, j)] for i in range(size[0]) for j in range(size[1])]
+    return torch.stack(parts, 2).flatten(3).flatten(1, 2)
+
+
+def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """`Tensor.unfold`: the windows of `size` elements that begin every `step` ones; their elements are the last dim."""
+    dim = dimension % input.dim() if input.dim() else 0
+    count = (input.shape[dim] - size) // step + 1
+    if size == step:  # side by side: a view says it
+        return input.narrow(dim, 0, count * size).unflatten(dim, (count, size)).movedim(dim + 1, -1)
+    parts = [input.narrow(dim, i, step * (count - 1) + 1) for i in range(size)]
+    sliced = [part[(slice(None),) * dim + (slice(None, None, step),)] for part in parts]
+    return torch.stack(sliced, -1)
