@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from autoshard.capture.refusals import asks_for_data
 from autoshard.errors import CaptureError
@@ -107,24 +107,49 @@ def state_tensors(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, 
             yield ".".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]), value
 
 
-def _twin(optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings over other tensors, with no hooks and the state of a new one."""
+def _twin(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor], memo: dict[int, Any] | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings over other tensors, with no hooks and the state of a new one.
+
+    Optimizers that it holds (one for each part of the model, say) are twins too, with it share what they share with it.
+    """
+    memo = {} if memo is None else memo
+    if id(optimizer) in memo:
+        made: torch.optim.Optimizer = memo[id(optimizer)]
+        return made
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
     twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap `step`
     for name, value in twin.__dict__.items():
         if "hooks" in name and isinstance(value, dict):
             twin.__dict__[name] = type(value)()
-    twin.state = defaultdict(dict)
+    twin.state = memo.setdefault(id(optimizer.state), defaultdict(dict))
     twin.param_groups = [
-        {
-            key: [tensors[id(p)] for p in value] if key == "params" else copy.deepcopy(value)
-            for key, value in group.items()
-        }
+        memo.setdefault(
+            id(group),
+            {
+                key: [tensors[id(p)] for p in value] if key == "params" else copy.deepcopy(value)
+                for key, value in group.items()
+            },
+        )
         for group in optimizer.param_groups
     ]
-    if optimizer.state:
+
+    def inner(value: Any) -> Any:
+        return _twin(value, tensors, memo) if isinstance(value, torch.optim.Optimizer) else value
+
+    for name, value in twin.__dict__.items():
+        if name not in ("state", "param_groups") and any(_optimizers(value)):
+            twin.__dict__[name] = tree_map(inner, value)
+    if optimizer.state and not twin.state:
         fill_state(twin)
     return twin
+
+
+def _optimizers(value: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in a container."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
@@ -156,6 +181,30 @@ def _state_kinds(
     with guard:
         step(trial)
     return {kind: dict(trial.state[p]) for kind, p in kinds.items()}
+
+
+def first_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
+    """id of each parameter -> the state, on the CPU, with which an optimizer begins that does not say it otherwise.
+
+    That is what a twin holds after a step with gradients of zero that moves nothing, before any step is counted.
+    """
+    copies = {id(p): torch.nn.Parameter(p.detach().cpu().clone()) for p in parameters}
+    others = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    trial = _twin(optimizer, others | copies)
+    trial.state.clear()
+    for group in trial.param_groups:
+        group["params"] = [p for p in group["params"] if any(p is c for c in copies.values())]
+        for key in ("lr", "weight_decay"):
+            if key in group:
+                group[key] = type(group[key])(0) if isinstance(group[key], int | float) else group[key] * 0
+    for p in copies.values():
+        p.grad = torch.zeros_like(p)
+    step(trial)
+    states = {key: dict(trial.state[p]) for key, p in copies.items()}
+    for state in states.values():
+        if "step" in state:
+            state["step"] = state["step"] - 1
+    return states
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

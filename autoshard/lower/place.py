@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from autoshard.capture.optimizer import first_state
 from autoshard.errors import LoweringError
 from autoshard.lower import runtime
 from autoshard.lower.annotator import format_tensor
@@ -150,6 +151,8 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
 
     owners = {name.rpartition(".")[0] for name in plan.optimizer_state}
     wanted = {name: parameter for name, parameter in model.named_parameters() if name in owners}
+    if not _says_how_it_begins(plan, optimizer):
+        begin_by_trial(optimizer, [p for p in wanted.values() if p.requires_grad])
     old = {name for name, _, _, _ in states(model, optimizer)}
     create_state(optimizer, [p for p in wanted.values() if p.requires_grad])
     made = []
@@ -176,13 +179,41 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
         torch_xla._XLAC._xla_sync_multi(made, [], True, True)
 
 
+def _says_how_it_begins(plan: Plan, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `create_state` can make what the plan wants."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return all(name.endswith(".momentum_buffer") for name in plan.optimizer_state)
+    return hasattr(optimizer, "_init_group")
+
+
+def begin_by_trial(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """Make the state that is missing as a trial step of a twin on the CPU makes it.
+
+    Raises:
+        LoweringError: that step failed.
+    """
+    missing = [p for p in parameters if not optimizer.state.get(p)]
+    if not missing:
+        return
+    try:
+        made = first_state(optimizer, missing)
+    except Exception as error:
+        raise LoweringError(
+            f"{type(optimizer).__name__} does not say how its state begins, and a trial step on the CPU failed "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); run a step of it before applying "
+            "the plan, or load its state"
+        ) from error
+    for p in missing:
+        optimizer.state[p].update(made[id(p)])
+
+
 def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
     """Make the state of `parameters` as the optimizer itself does at the start of its first step.
 
     SGD takes its first gradient for the momentum buffer; a buffer of zeros gives the same first step, dampening apart.
 
     Raises:
-        LoweringError: SGD with dampening, or an optimizer that does not say how its state begins (`_init_group`).
+        LoweringError: SGD with dampening.
     """
     wanted = {id(each) for each in parameters}
     if isinstance(optimizer, torch.optim.SGD):
@@ -198,12 +229,7 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Par
         return
     if all(optimizer.state.get(each) for each in parameters):
         return
-    begin = getattr(optimizer, "_init_group", None)
-    if begin is None:
-        raise LoweringError(
-            f"{type(optimizer).__name__} does not say how its state begins; run a step of it before applying the plan, "
-            "or load its state"
-        )
+    begin = optimizer._init_group
     lists = len(inspect.signature(begin).parameters) - 1
     gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
     try:

@@ -131,6 +131,7 @@ def _rounding(
     plan by at most `NOISE` times as much.
     """
     truth = _Run(exact.double(), source)
+    torch.set_default_dtype(torch.float64)  # for what the model makes itself
     try:
         wide = tree_map(
             lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, batch
@@ -138,6 +139,8 @@ def _rounding(
         truth.steps([wide], lambda each: each, None)
     except RuntimeError:  # a model that mixes in float32 tensors of its own: nothing is excused
         return []
+    finally:
+        torch.set_default_dtype(torch.float32)
     excused = []
     for name in names:
         if name not in truth.gradients or name not in found.gradients:
