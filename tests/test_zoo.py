@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch_xla")
 
 ROOT = Path(__file__).resolve().parents[1]
-ENTRIES = ["gan-of-two-optimizers", "average-of-weights", "gcn-scatter", "windowed-attention", "autoencoder"]
+ENTRIES = ["gan-of-two-optimizers", "average-of-weights", "gcn-scatter", "windowed-attention"]
 
 
 @pytest.fixture(scope="module")
