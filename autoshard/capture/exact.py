@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 """Klambauer et al. 2017 (arXiv:1706.02515), section 2."""
@@ -69,33 +68,3 @@ def index_dims(index: Any) -> int:
     """How many dims a mask, alone or in a tuple, indexes."""
     mask = index[0] if isinstance(index, tuple) else index
     return int(mask.dim())
-
-
-def unfold(input: torch.Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> torch.Tensor:
-    """Patches of images `(batch, channels, height, width)` or of one: a slice per place of the kernel, side by side."""
-    if input.dim() == 3:
-        return unfold(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
-    size, spread, pad, step = (
-        tuple(each) if isinstance(each, list | tuple) else (each, each)
-        for each in (kernel_size, dilation, padding, stride)
-    )
-    x = F.pad(input, (pad[1], pad[1], pad[0], pad[0])) if any(pad) else input
-    counts = [(x.shape[2 + i] - spread[i] * (size[i] - 1) - 1) // step[i] + 1 for i in (0, 1)]
-
-    def along(dim: int, place: int) -> slice:
-        begin = place * spread[dim]
-        return slice(begin, begin + step[dim] * (counts[dim] - 1) + 1, step[dim])
-
-    parts = [x[:, :, along(0, i), along(1, j)] for i in range(size[0]) for j in range(size[1])]
-    return torch.stack(parts, 2).flatten(3).flatten(1, 2)
-
-
-def windows(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """`Tensor.unfold`: the windows of `size` elements that begin every `step` ones; their elements are the last dim."""
-    dim = dimension % input.dim() if input.dim() else 0
-    count = (input.shape[dim] - size) // step + 1
-    if size == step:  # side by side: a view says it
-        return input.narrow(dim, 0, count * size).unflatten(dim, (count, size)).movedim(dim + 1, -1)
-    parts = [input.narrow(dim, i, step * (count - 1) + 1) for i in range(size)]
-    sliced = [part[(slice(None),) * dim + (slice(None, None, step),)] for part in parts]
-    return torch.stack(sliced, -1)

@@ -15,7 +15,7 @@ tensors on an XLA device.
 | `groups` | convolutions of groups with several features each, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
-| `index` | `x[mask] = value` as a choice; `F.unfold` and `Tensor.unfold` as slices side by side | torch_xla would look for the true ones; it has no lowering of these |
+| `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -405,8 +405,6 @@ replaces("activation", F.elu)(exact.elu)
 replaces("activation", F.selu, torch.selu)(exact.selu)
 replaces("activation", F.celu, torch.celu)(exact.celu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
-replaces("index", F.unfold)(exact.unfold)
-replaces("index", torch.Tensor.unfold)(exact.windows)
 
 
 # Loss and embedding.
