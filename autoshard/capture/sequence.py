@@ -35,8 +35,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
@@ -150,8 +148,6 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         """Number the op, or run it uncounted."""
         kwargs = kwargs or {}
         tensors = tuple(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        if _traced(tensors):
-            return func(*args, **kwargs)
         name = str(func)
         instead = decomposition_of(func) if _on_xla(tensors, kwargs) else None
         if instead is not None:
@@ -222,16 +218,6 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
             producer = self.producer(tensors[-1] if accumulates else tensors[0])
             if producer is not None:
                 self._producers.setdefault(tensor_id(made[0]), producer)
-
-
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.FUNCTIONAL)
-
-
-def _traced(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether somebody traces this op (scan_layers traces its body) and nothing is computed."""
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS) or any(
-        isinstance(t, FakeTensor | FunctionalTensor) for t in tensors
-    )
 
 
 class _Made:
