@@ -32,6 +32,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
+if __name__ == "coverage":  # numba looks for a package of this name, and finds this file from the scripts beside it
+    raise ImportError("benchmarks/coverage.py is a script, not the package that measures tests")
+
 HERE = Path(__file__).resolve().parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == HERE:
     sys.path[0] = str(HERE.parent)  # numba imports a package `coverage`, if there is one: this file is not it

@@ -33,3 +33,9 @@ def test_an_entry_trains_under_its_plan_with_equal_numbers(rows, name):
     assert row["compiled_once"]
     assert row["split"] > 0.5
     assert sum(row["replicated"].values()) <= 0.02
+
+
+def test_scripts_beside_it_can_load_numba() -> None:
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import numba; print('loaded')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "loaded"

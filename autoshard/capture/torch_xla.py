@@ -120,7 +120,7 @@ def _nothing_left() -> Iterator[None]:
 
     torch_xla's next sync runs every lazy tensor that is alive, and a placeholder among them, which has no data, ends
     the process. What could keep one is a cycle that waits for the collector, or the frames of an error that somebody
-    keeps (a notebook keeps the last one).
+    keeps (a notebook keeps the last one); of the errors behind that one only what they say is kept.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -128,10 +128,16 @@ def _nothing_left() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        failure: BaseException | None = error
-        while failure is not None:
-            traceback.clear_frames(failure.__traceback__)
-            failure = failure.__cause__ or failure.__context__
+        failures: list[BaseException | None] = [error]
+        seen: set[int] = set()
+        while failures:
+            failure = failures.pop()
+            if failure is not None and id(failure) not in seen:
+                seen.add(id(failure))
+                traceback.clear_frames(failure.__traceback__)
+                failures += [failure.__cause__, failure.__context__]
+                if failure is not error:
+                    failure.__traceback__ = None
         raise
     finally:
         gc.collect()

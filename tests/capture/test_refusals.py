@@ -180,8 +180,12 @@ class Reads(torch.nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         return y if y.sum() > 0 else -y
+class Branches(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z - 1, (y,))
 kept = []
-for model in (torch.nn.Linear(8, 8), Reads(8, 8)):
+for model in (torch.nn.Linear(8, 8), Reads(8, 8), Branches(8, 8)):
     try:
         autoshard.capture(model, torch.empty(4, 8), loss_fn=torch.sum, optimizer=torch.optim.SGD)
     except autoshard.CaptureError as error:
@@ -193,7 +197,7 @@ torch_xla.sync()
 print(len(kept), bool(layer.weight.grad.cpu().eq(4).all()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "1 True", (done.returncode, done.stderr[-2000:])
+    assert done.stdout.strip() == "2 True", (done.returncode, done.stderr[-2000:])
 
 
 @pytest.mark.parametrize(
