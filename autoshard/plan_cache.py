@@ -50,8 +50,10 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
         if found is None:
             found = plan_program(program, mesh, **options)
             text = found.to_json()
-            with contextlib.suppress(FileError):
+            try:
                 files.write(path, f"{_digest(text)}\n{text}")
+            except FileError as error:
+                warnings.warn(f"this plan is not kept: {error}", stacklevel=2)
         return found
     finally:
         lock.__exit__(None, None, None)

@@ -4,11 +4,8 @@ python -m tests.lower.auto_eight_devices OUT.json
 """
 
 import copy
-import json
 import os
-import sys
 import time
-import traceback
 import warnings
 
 os.environ["PJRT_DEVICE"] = "CPU"
@@ -22,6 +19,7 @@ from torch.distributed.tensor import distribute_module
 
 import autoshard
 from autoshard import api, auto
+from tests.lower import scenarios
 
 ROWS, STEPS = 16, 4
 HINTS = {"up.weight": "[model],[]", "x": "[data],[]"}
@@ -151,17 +149,5 @@ SCENARIOS = {
 }
 
 
-def main():
-    out, *wanted = sys.argv[1:]
-    seen = {}
-    for name in wanted or SCENARIOS:
-        try:
-            seen[name] = SCENARIOS[name]()
-        except Exception:
-            seen[name] = {"failed": traceback.format_exc()}
-        with open(out, "w") as file:
-            json.dump(seen, file)
-
-
 if __name__ == "__main__":
-    main()
+    scenarios.main(SCENARIOS)

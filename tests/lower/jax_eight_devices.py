@@ -4,10 +4,7 @@ python -m tests.lower.jax_eight_devices OUT.json
 """
 
 import copy
-import json
 import os
-import sys
-import traceback
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -19,6 +16,7 @@ import torch
 
 import autoshard
 from autoshard.mesh import Mesh
+from tests.lower import scenarios
 
 STEPS, ROWS, VOCABULARY = 3, 16, 199
 MESH = Mesh((2, 4))
@@ -213,17 +211,5 @@ SCENARIOS = {
 }
 
 
-def main():
-    out, *wanted = sys.argv[1:]
-    seen = {}
-    for name in wanted or SCENARIOS:
-        try:
-            seen[name] = SCENARIOS[name]()
-        except Exception:
-            seen[name] = {"failed": traceback.format_exc()}
-        with open(out, "w") as file:
-            json.dump(seen, file)
-
-
 if __name__ == "__main__":
-    main()
+    scenarios.main(SCENARIOS)

@@ -3,10 +3,7 @@
 python -m tests.lower.ways_eight_devices OUT.json [SCENARIO...]
 """
 
-import json
 import os
-import sys
-import traceback
 
 os.environ.update(
     PJRT_DEVICE="CPU",
@@ -22,6 +19,7 @@ import torch_xla.utils.checkpoint
 
 from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.mesh import Mesh
+from tests.lower import scenarios
 from tests.lower.alternating import alternating
 
 prepare_runtime(8)
@@ -176,17 +174,5 @@ SCENARIOS = {
 }
 
 
-def main():
-    out, *wanted = sys.argv[1:]
-    seen = {}
-    for name in wanted or SCENARIOS:
-        try:
-            seen[name] = SCENARIOS[name]()
-        except Exception:
-            seen[name] = {"failed": traceback.format_exc()}
-        with open(out, "w") as file:
-            json.dump(seen, file)
-
-
 if __name__ == "__main__":
-    main()
+    scenarios.main(SCENARIOS)
