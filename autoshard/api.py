@@ -452,7 +452,7 @@ def register_rule(
 
 
 def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
-    """A plan as people write it by hand: `dp`, `fsdp` or `megatron` (see `autoshard.manual`).
+    """A plan as people write it by hand: `dp`, `fsdp`, `megatron`… (see `autoshard.manual.PLANS`).
 
     Raises:
         ValueError: no manual plan has that name.

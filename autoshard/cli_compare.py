@@ -35,7 +35,7 @@ from autoshard.plan import Plan
 @click.option(
     "--plans",
     metavar="AUTO,DP,…",
-    help="auto, dp, fsdp, megatron, expert, embedding…, or PLAN.JSON files; default auto and all that fit the program.",
+    help="auto, dp, fsdp, megatron, sequence, hf-tp…, or PLAN.JSON files; default auto and all that fit the program.",
 )
 @click.option("--target", metavar="TARGET", help="Also compile every plan for it: tpu-v5e:2x4, h100:8, cpu.")
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")

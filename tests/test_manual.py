@@ -147,7 +147,7 @@ def test_every_plan_fits_every_mesh(name: str, mesh: Mesh, gpt2: Graph):
 
 
 def test_a_plan_that_does_not_exist_is_refused(gpt2: Graph):
-    with pytest.raises(ValueError, match="there are dp, fsdp, megatron, expert, embedding"):
+    with pytest.raises(ValueError, match=r"there are dp, fsdp, .*megatron, .*expert"):
         autoshard.manual_plan("zero", gpt2.program, MESH)
 
 

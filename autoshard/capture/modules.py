@@ -96,3 +96,22 @@ class ModulePaths:
         if not path:
             return f"the model ({kind})" if kind and self._stack else self.outside
         return f"module {path} ({kind})" if kind else f"module {path}"
+
+
+def tensor_parallel_plan(root: torch.nn.Module) -> dict[str, str]:
+    """The tensor parallel plan that `root`, or the outermost modules in it that have one, carry: path -> style.
+
+    transformers' models merge theirs from `base_model_tp_plan` of their configurations' classes and from what the
+    classes of the models themselves add. Numbers in paths are written as `*`, as there.
+    """
+    found: dict[str, str] = {}
+    carriers: list[str] = []
+    for path, module in root.named_modules():
+        if any(not carrier or path == carrier or path.startswith(f"{carrier}.") for carrier in carriers):
+            continue
+        plan = getattr(module, "tp_plan", None)
+        if isinstance(plan, Mapping) and plan:
+            carriers.append(path)
+            prefix = "".join(f"{'*' if part.isdigit() else part}." for part in path.split(".") if part)
+            found.update({f"{prefix}{name}": str(style) for name, style in plan.items()})
+    return found

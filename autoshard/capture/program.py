@@ -89,6 +89,8 @@ class Program:
         values: name of a scalar (or another constant of the host) -> its value at capture, a CPU tensor. What an
             optimizer works out on the host, such as bias corrections, is another one in every step.
         annotated: name of an argument -> the GSPMD sharding that its tensor carried at capture, in HLO's words.
+        tp_plan: the tensor parallel plan that the model carries, as transformers' models do: path of a module or
+            parameter, its numbers written as `*`, -> style; empty where it carries none.
     """
 
     kind: Literal["forward", "train"]
@@ -101,6 +103,7 @@ class Program:
     ops: tuple[AtenOp, ...] = field(repr=False)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     annotated: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def fingerprint(self) -> str:

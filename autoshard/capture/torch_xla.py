@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from autoshard.capture import refusals, switches
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inputs import Inputs, input_names, split_inputs
-from autoshard.capture.modules import ModulePaths
+from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
 from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, step
 from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
 from autoshard.capture.sequence import AtenSequence, Call, is_xla, tensor_id
@@ -432,6 +432,7 @@ class _Tracing(contextlib.AbstractContextManager["_Tracing"]):
             ops=tuple(self.labels.ops),
             values=self.values,
             annotated={known.name: known.annotated for known in self.known.values() if known.annotated},
+            tp_plan=tensor_parallel_plan(self.model),
         )
 
     def _results(self, loss_or_output: Any, train: bool) -> list[_Result]:

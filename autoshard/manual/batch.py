@@ -1,0 +1,109 @@
+"""Plans in which every device has its part of the batch: data parallel, FSDP in its forms, split embedding tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from autoshard.errors import ManualPlanError
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph
+from autoshard.manual.find import subtree_outputs, token_tables, wrapped_modules
+from autoshard.manual.write import arguments, batch_split, split
+from autoshard.mesh import Mesh, Spec
+
+_EMBEDDING_SHARE = 0.5
+"""Part of all parameter bytes that tables hold in the models that embedding parallelism is for."""
+_SMALL_TABLE = 10_000
+"""Tables of fewer rows are kept whole on every device."""
+
+
+def data_parallel(graph: Graph, mesh: Mesh) -> Annotations:
+    """Inputs split over all axes on their first dim, everything else replicated; no activations are annotated."""
+    return Annotations(arguments(graph, mesh, {}, mesh.axis_names))
+
+
+def fsdp(graph: Graph, mesh: Mesh) -> Annotations:
+    """Fully sharded data parallelism, as people write it with `mark_sharding`.
+
+    Every parameter is split over all axes on its first dim that divides, inputs on their first dim; the outputs of
+    repeated blocks are annotated with the batch split.
+    """
+    return _fully_sharded(graph, mesh, mesh.axis_names)
+
+
+def hsdp(graph: Graph, mesh: Mesh) -> Annotations:
+    """FSDP over the last axis within each of the groups that the other axes number, data parallelism between them.
+
+    What torch calls HYBRID_SHARD: gathers stay on the fastest links. Otherwise as `fsdp`.
+
+    Raises:
+        ManualPlanError: the mesh has one axis.
+    """
+    if len([size for size in mesh.shape if size > 1]) < 2:
+        raise ManualPlanError(
+            "hybrid sharding is for meshes of two axes: weights over one, their copies over the other"
+        )
+    return _fully_sharded(graph, mesh, mesh.axis_names[-1:])
+
+
+def _fully_sharded(graph: Graph, mesh: Mesh, axes: Sequence[str]) -> Annotations:
+    specs = {}
+    for argument in graph.program.arguments:
+        if argument.role == "parameter":
+            shape = argument.type.shape
+            dim = next((d for d, size in enumerate(shape) if size % mesh.ways(axes) == 0), None)
+            specs[argument.name] = split(len(shape), {} if dim is None else {dim: axes})
+    pins = arguments(graph, mesh, specs, mesh.axis_names)
+    pins.update(batch_split(graph, mesh, mesh.axis_names, wrapped_modules(graph)))
+    return Annotations(pins)
+
+
+def fsdp_v2(graph: Graph, mesh: Mesh) -> Annotations:
+    """What torch_xla's own FSDPv2 marks (`SpmdFullyShardedDataParallel`, torch_xla 2.9), by its rule.
+
+    All axes together are its axis `fsdp`. Every parameter is split on its largest dim, the first of several, evenly
+    or not; each wrapped module's output on dim 0. Wrapped are the repeated blocks (what its users pass as
+    `auto_wrap_policy`) and the model itself, whose logits count as its output; inputs are split on dim 0, as its
+    users do. Optimizer states follow. Its wrapper does not run on placeholders (it marks tensors that have data);
+    `tests/manual` holds this rule against the wrapper's own on a small model.
+    """
+    axes = mesh.axis_names
+    specs: dict[str, Spec] = {}
+    for argument in graph.program.arguments:
+        shape = argument.type.shape
+        if argument.role == "parameter" and shape:
+            specs[argument.name] = split(len(shape), {shape.index(max(shape)): axes})
+    pins = arguments(graph, mesh, specs, axes)
+    outputs = subtree_outputs(graph)
+    wrapped = [outputs[module] for module in wrapped_modules(graph) if module in outputs]
+    whole = max(outputs.values(), default=None)
+    for value in wrapped + ([] if whole is None else [whole]):
+        shape = graph.type_of(value).shape
+        if shape and shape[0] >= mesh.size:
+            pins[value] = split(len(shape), {0: axes})
+    return Annotations(pins)
+
+
+def embedding_parallel(graph: Graph, mesh: Mesh) -> Annotations:
+    """Rows of large embedding tables over all axes, everything else data parallel, as recommendation models are trained
+    (row-wise sharding of TorchRec; DLRM, arXiv:1906.00091, section 4, splits between tables, which GSPMD cannot say).
+
+    What is looked up is annotated with the batch split.
+
+    Raises:
+        ManualPlanError: tables hold less than half of the parameters.
+    """
+    axes = mesh.axis_names
+    shapes = {each.name: each.type.shape for each in graph.program.arguments if each.role == "parameter"}
+    tables = token_tables(graph)
+    if sum(prod(shapes[name]) for name in tables) < _EMBEDDING_SHARE * sum(prod(shape) for shape in shapes.values()):
+        raise ManualPlanError("embedding tables hold less than half of the parameters")
+    specs = {name: split(2, {0: axes}) for name in tables if shapes[name][0] >= _SMALL_TABLE}
+    outputs = subtree_outputs(graph)
+    pins = {}
+    for name in specs:
+        value = outputs.get(name.rpartition(".")[0])
+        if value is not None and graph.type_of(value).shape[0] % mesh.size == 0:
+            pins[value] = split(len(graph.type_of(value).shape), {0: axes})
+    return Annotations(arguments(graph, mesh, specs, axes) | pins)

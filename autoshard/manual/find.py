@@ -1,0 +1,208 @@
+"""What manual plans look for in a program: linear layers, experts, embedding tables, norms, blocks, convolutions.
+
+By how weights are read and what their shapes are; by module paths only where a model family's habit is meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoshard.graph.ops import Graph, Value
+
+_FLOATS = ("f16", "bf16", "f32", "f64")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight that a dot contracts in the forward pass.
+
+    Attributes:
+        name: of the parameter.
+        module: its module's path.
+        weight: its value.
+        contracted: the dim of the weight that is summed over; the other dims are the output's.
+        input: what the weight is multiplied with, where that is a value that can be annotated.
+        output: the module's result, bias included: the last value it made, or the dot.
+        gradient: the gradient of the output: what the weight is multiplied with in the backward pass, likewise.
+    """
+
+    name: str
+    module: str
+    weight: Value
+    contracted: int
+    input: Value | None
+    output: Value
+    gradient: Value | None = None
+
+
+def linears(graph: Graph) -> tuple[Linear, ...]:
+    """Every linear layer, in forward order."""
+    arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
+    results = module_outputs(graph)
+    annotatable = set(graph.aten_outputs.values())
+    found: dict[str, Linear] = {}
+    gradients: dict[str, Value] = {}
+    for op in graph.ops:
+        if op.kind != "dot_general" or op.aten is None:
+            continue
+        for position, operand in enumerate(op.operands):
+            source, dims = through_views(graph, operand)
+            argument = arguments.get(source.op)
+            if argument is None or argument.role != "parameter" or len(argument.type.shape) != 2:
+                continue
+            contract = op.attrs["rhs_contract" if position else "lhs_contract"]
+            other = _annotated(graph, op.operands[1 - position], annotatable)
+            if not is_forward(graph, op.aten):
+                if len(contract) == 1 and other is not None:
+                    gradients.setdefault(argument.name, other)
+                continue
+            if len(contract) != 1 or argument.name in found:
+                continue
+            output = results.get(op.module, Value(op.id))
+            found[argument.name] = Linear(argument.name, op.module, source, dims[contract[0]], other, output)
+    return tuple(
+        Linear(each.name, each.module, each.weight, each.contracted, each.input, each.output, gradients.get(each.name))
+        for each in found.values()
+    )
+
+
+def _annotated(graph: Graph, value: Value, annotatable: set[Value]) -> Value | None:
+    """The value that can be annotated, itself or behind views of the same aten op."""
+    while value not in annotatable:
+        op = graph.ops[value.op]
+        if op.kind not in ("transpose", "convert", "reshape", "broadcast_in_dim"):
+            return None
+        value = op.operands[0]
+    return value
+
+
+def product_readers(graph: Graph) -> dict[Value, tuple[int, ...]]:
+    """Value -> the aten ops that multiply it with something in a dot, by index."""
+    products = {op.aten for op in graph.ops if op.kind == "dot_general" and op.aten is not None}
+    found: dict[Value, dict[int, None]] = {}
+    for op in graph.ops:
+        if op.aten is not None and op.aten in products:
+            for value in op.operands:
+                found.setdefault(value, {})[op.aten] = None
+    return {value: tuple(readers) for value, readers in found.items()}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A weight of all experts of a layer, stacked: three dims, of which the first counts experts.
+
+    Attributes:
+        name: of the parameter.
+        weight: its value.
+        contracted: the dim that the forward product sums over, 1 or 2.
+        product: the product, where it has a dim of experts (a GShard layer's, not one that gathers weights).
+        dims: of the product: the dim of experts, and that of the weight's output.
+    """
+
+    name: str
+    weight: Value
+    contracted: int
+    product: Value | None
+    dims: tuple[int, int]
+
+
+def experts(graph: Graph) -> tuple[Experts, ...]:
+    """Every stack of experts that a forward product reads, its batch dim (or a gather) on the first dim."""
+    arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
+    annotatable = set(graph.aten_outputs.values())
+    found: dict[str, Experts] = {}
+    for op in graph.ops:
+        if op.kind != "dot_general" or not is_forward(graph, op.aten):
+            continue
+        for side, operand in zip(("lhs", "rhs"), op.operands, strict=True):
+            value, dims = through_views(graph, operand)
+            gathered = graph.ops[value.op].kind == "gather"
+            if gathered:
+                value, dims = through_views(graph, graph.ops[value.op].operands[0])
+            argument = arguments.get(value.op)
+            contract, batch = op.attrs[f"{side}_contract"], op.attrs[f"{side}_batch"]
+            if argument is None or argument.role != "parameter" or len(argument.type.shape) != 3:
+                continue
+            if argument.name in found or len(contract) != 1 or len(batch) != 1 or dims[batch[0]] != 0:
+                continue
+            rank = len(op.results[0].shape)
+            free = rank - 1 if side == "rhs" else 1
+            product = None if gathered or Value(op.id) not in annotatable else Value(op.id)
+            found[argument.name] = Experts(argument.name, value, dims[contract[0]], product, (0, free))
+    return tuple(found.values())
+
+
+def module_outputs(graph: Graph) -> dict[str, Value]:
+    """Module path -> the last float value that its own forward code made (not its children's)."""
+    found: dict[str, Value] = {}
+    for module, value in forward_values(graph):
+        found[module] = value
+    return found
+
+
+def subtree_outputs(graph: Graph) -> dict[str, Value]:
+    """Module path -> the last float value that it or a module inside it made in the forward pass."""
+    found: dict[str, Value] = {}
+    for module, value in forward_values(graph):
+        path = module
+        while path:
+            found[path] = value
+            path = path.rpartition(".")[0]
+    return found
+
+
+def forward_values(graph: Graph) -> Iterator[tuple[str, Value]]:
+    """(module path, value) of every float value of the forward pass that an aten op made, in order."""
+    for (aten, _), value in sorted(graph.aten_outputs.items()):
+        op = graph.program.ops[aten]
+        if op.phase == "forward" and graph.type_of(value).dtype in _FLOATS and graph.ops[value.op].kind != "argument":
+            yield op.module, value
+
+
+def is_forward(graph: Graph, aten: int | None) -> bool:
+    """Whether an aten op, by index, is of the forward pass."""
+    return aten is not None and graph.program.ops[aten].phase == "forward"
+
+
+def through_views(graph: Graph, value: Value) -> tuple[Value, list[int]]:
+    """The value behind transposes and converts, and for each dim of `value` the dim of that source."""
+    dims = list(range(len(graph.type_of(value).shape)))
+    while (op := graph.ops[value.op]).kind in ("transpose", "convert"):
+        if op.kind == "transpose":
+            dims = [op.attrs["permutation"][dim] for dim in dims]
+        value = op.operands[0]
+    return value, dims
+
+
+def token_tables(graph: Graph) -> list[str]:
+    """Token embeddings, split by vocabulary: tables that a gather reads and that are not positions."""
+    found: dict[str, None] = {}
+    arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
+    for op in graph.ops:
+        if op.kind == "gather" and is_forward(graph, op.aten):
+            source, _ = through_views(graph, op.operands[0])
+            argument = arguments.get(source.op)
+            if argument is None or argument.role != "parameter" or len(argument.type.shape) != 2:
+                continue
+            if not re.search(r"wpe|position|token_type|relative", argument.name):
+                found.setdefault(argument.name)
+    return list(found)
+
+
+def wrapped_modules(graph: Graph) -> tuple[str, ...]:
+    """Paths of the blocks of numbered containers (`h.0`, `layers.3`) that hold no numbered container themselves."""
+    paths = {op.module for op in graph.program.ops if op.phase == "forward"}
+    blocks: dict[str, None] = {}
+    for path in sorted(paths):
+        match = re.match(r"(.*?\.?\b\d+)(\.|$)", path)
+        if match:
+            blocks.setdefault(match.group(1))
+    return tuple(blocks)
+
+
+def norms(graph: Graph) -> dict[str, Value]:
+    """Module path -> output of every module that scales its input by an inverse root of its mean square or variance."""
+    roots = {op.module for op in graph.ops if op.kind == "rsqrt" and op.module and is_forward(graph, op.aten)}
+    return {module: value for module, value in module_outputs(graph).items() if module in roots}
