@@ -49,6 +49,7 @@ def plan(
     backend: str = "auto",
     frontend: str = "auto",
     annotations: Literal["all", "least"] = "all",
+    refine: str | None = None,
     dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -79,6 +80,9 @@ def plan(
         frontend: `auto` or `torch_xla`.
         annotations: `all` pins every output of every aten op; `least` leaves out what GSPMD's propagation, as modelled,
             chooses by itself (see `lower/least.py`).
+        refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be there: the few best candidates,
+            plans written by hand among them, are compiled for it, and the best compiled one is taken. What was compiled
+            is recorded in the plan, the predicted choice beside it (see `refine.py`).
         dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: packed).
         progress: called with the name of each stage as it begins.
 
@@ -89,9 +93,7 @@ def plan(
     """
     if frontend not in ("auto", "torch_xla"):
         raise ValueError(f"frontend {frontend!r}: only torch_xla captures programs so far")
-    from autoshard.meshes import candidate_meshes
-
-    meshes = candidate_meshes(mesh, devices, device)
+    meshes = meshes_for(mesh, devices, device, refine)
     say = progress or (lambda stage: None)
     say("capture")
     with collector_paused():
@@ -107,9 +109,34 @@ def plan(
             seed=seed,
             backend=backend,
             annotations=annotations,
+            refine=refine,
             dump_problem=dump_problem,
             progress=progress,
         )
+
+
+def meshes_for(
+    mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None, refine: str | None
+) -> list[Mesh]:
+    """The meshes to plan for; without a device kind, of the target that the choice is refined for.
+
+    Raises:
+        ValueError: there is none, or it does not lie on that target.
+    """
+    from autoshard.meshes import candidate_meshes
+
+    if refine is None:
+        return candidate_meshes(mesh, devices, device)
+    from autoshard.refine import check_refine
+
+    meshes = candidate_meshes(mesh, devices, device if isinstance(mesh, Mesh) else device_for(device, refine))
+    check_refine(refine, meshes[0])
+    return meshes
+
+
+def device_for(device: str | None, refine: str | None) -> str | None:
+    """The device kind to plan for: as given, else of the target that the choice is refined for."""
+    return refine if device is None and refine is not None and not refine.startswith("cpu") else device
 
 
 @contextmanager
@@ -148,6 +175,7 @@ def plan_program(
     seed: int = 0,
     backend: str = "auto",
     annotations: Literal["all", "least"] = "all",
+    refine: str | None = None,
     dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -166,6 +194,7 @@ def plan_program(
         seed=seed,
         backend=backend,
         annotations=annotations,
+        refine=refine,
         dump_problem=dump_problem,
         progress=progress,
     )
@@ -183,6 +212,7 @@ def plan_captured(
     seed: int = 0,
     backend: str = "auto",
     annotations: Literal["all", "least"] = "all",
+    refine: str | None = None,
     dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -237,7 +267,15 @@ def plan_captured(
     if dump_problem is not None:
         say("dump")
         iopddl.write(problem, dump_problem, name=f"autoshard {found.program.fingerprint[:12]}")
-    return found
+    if refine is None:
+        return found
+    from autoshard.refine import check_refine, refined
+
+    def written(chosen: Annotations) -> Annotations:
+        return chosen if annotations == "all" else least(graph, chosen, found.mesh)
+
+    target = check_refine(refine, found.mesh)
+    return refined(found, graph, target, time_limit=time_limit, written=written, progress=progress)
 
 
 MEMORY_TRIES = 5

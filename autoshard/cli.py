@@ -25,7 +25,7 @@ import click
 
 import autoshard
 from autoshard import files
-from autoshard.api import collector_paused, plan_program
+from autoshard.api import collector_paused, device_for, meshes_for, plan_program
 from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_compare import compare, explain
 from autoshard.cli_lower import lower
@@ -43,7 +43,6 @@ from autoshard.cli_source import (
     with_source,
 )
 from autoshard.errors import AutoshardError
-from autoshard.meshes import candidate_meshes
 from autoshard.plan import Plan
 
 BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130
@@ -168,6 +167,11 @@ def commands() -> None:
     show_default=True,
     help="Pin every value, or only those that XLA would split otherwise.",
 )
+@click.option(
+    "--refine",
+    metavar="TARGET",
+    help="Compile the few best candidates for it (tpu-v5e:2x4, h100:8, cpu) and take the best compiled one.",
+)
 @click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
 @click.option(
@@ -194,6 +198,7 @@ def plan(
     keep: Literal["all", "io", "none"],
     no_fold: bool,
     annotations: Literal["all", "least"],
+    refine: str | None,
     time_limit: float,
     seed: int,
     dump_problem: Path | None,
@@ -202,9 +207,10 @@ def plan(
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
     # All that can be wrong with the command itself, before anything heavy is imported.
+    device = device_for(device, refine)
     if device is not None:
         known_device(device)
-    meshes = candidate_meshes(parse_mesh(mesh_shape, axes, devices, device, placement), devices, device)
+    meshes = meshes_for(parse_mesh(mesh_shape, axes, devices, device, placement), devices, device, refine)
     limit: float | Literal["device"] | None = "device"
     if memory is not None:
         limit = None if memory.lower() == "none" else parse_bytes(memory)
@@ -222,6 +228,7 @@ def plan(
             keep=keep,
             fold=not no_fold,
             annotations=annotations,
+            refine=refine,
             time_limit=time_limit,
             seed=seed,
             dump_problem=dump_problem,
@@ -421,7 +428,7 @@ def _terminable() -> Iterator[None]:
 
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
-    from autoshard.plan_json import predicted_to, to_dict
+    from autoshard.plan_json import predicted_to, refined_to, to_dict
 
     whole = to_dict(found)
     return {
@@ -430,6 +437,7 @@ def _summary(found: Plan) -> dict[str, Any]:
         "mesh": whole["mesh"],
         "predicted": None if found.predicted is None else predicted_to(found.predicted, modules=False),
         "solver": whole["solver"],
+        "refined": None if found.refined is None else refined_to(found.refined),
         "activations": len(found.activations),
         "replicated_ops": len(found.replicated_ops),
         "replicated_cost_s": sum(op.cost_s for op in found.replicated_ops),

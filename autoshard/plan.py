@@ -23,6 +23,8 @@ from autoshard.plan_figures import MeshTried as MeshTried
 from autoshard.plan_figures import ModuleCost as ModuleCost
 from autoshard.plan_figures import PlanError as PlanError
 from autoshard.plan_figures import Predicted as Predicted
+from autoshard.plan_figures import RefineCandidate as RefineCandidate
+from autoshard.plan_figures import Refinement as Refinement
 from autoshard.plan_figures import ReplicatedOp as ReplicatedOp
 from autoshard.plan_figures import SolverInfo as SolverInfo
 
@@ -197,6 +199,7 @@ class Plan:
         solver: None for a plan that no solver made.
         replicated_ops: what was replicated for want of a rule.
         search: every mesh shape that was tried, where the shape was left open.
+        refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
 
     Raises:
@@ -216,6 +219,7 @@ class Plan:
     solver: SolverInfo | None = None
     replicated_ops: tuple[ReplicatedOp, ...] = ()
     search: tuple[MeshTried, ...] = ()
+    refined: Refinement | None = None
     captured: Program | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -161,3 +161,40 @@ class MeshTried(_Figures):
         if self.bound is not None and not math.isfinite(self.bound):
             object.__setattr__(self, "bound", None)
         super().__post_init__()
+
+
+@dataclass(frozen=True)
+class RefineCandidate(_Figures):
+    """One plan that was compiled to refine a choice (`refine.py`).
+
+    Attributes:
+        name: `optimum` for the predicted choice; what a runner-up may not do, `overlapped`, or a plan by hand.
+        predicted_s, predicted_overlapped_s: its step, serial, and with gradient collectives beside the backward pass.
+        compiled_s, compiled_overlapped_s: of the compiled program under the device model, serial, and as scheduled;
+            None where it was not compiled.
+        peak_memory_bytes: as compiled, per device.
+        note: why it cannot be taken; empty where it can.
+    """
+
+    name: str
+    predicted_s: float
+    predicted_overlapped_s: float
+    compiled_s: float | None = None
+    compiled_overlapped_s: float | None = None
+    peak_memory_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """What was compiled to refine a choice, and what was taken.
+
+    Attributes:
+        target: that the candidates were compiled for.
+        chosen: name of the candidate that the plan is.
+        candidates: all that were compiled, the predicted choice first.
+    """
+
+    target: str
+    chosen: str
+    candidates: tuple[RefineCandidate, ...]

@@ -27,6 +27,8 @@ from autoshard.plan import (
     PlanError,
     Predicted,
     ProgramInfo,
+    RefineCandidate,
+    Refinement,
     ReplicatedOp,
     SolverInfo,
     TensorPlan,
@@ -94,7 +96,29 @@ def to_dict(plan: Plan) -> Json:
             {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}
             for each in plan.replicated_ops
         ],
-    } | ({"search": [_tried_to(each) for each in plan.search]} if plan.search else {})
+        **({"search": [_tried_to(each) for each in plan.search]} if plan.search else {}),
+        **({} if plan.refined is None else {"refined": refined_to(plan.refined)}),
+    }
+
+
+def refined_to(refined: Refinement) -> Json:
+    """What was compiled to refine a choice, as plain JSON values."""
+    return {
+        "target": refined.target,
+        "chosen": refined.chosen,
+        "candidates": [
+            {
+                "name": each.name,
+                "predicted_s": each.predicted_s,
+                "predicted_overlapped_s": each.predicted_overlapped_s,
+                "compiled_s": each.compiled_s,
+                "compiled_overlapped_s": each.compiled_overlapped_s,
+                "peak_memory_bytes": each.peak_memory_bytes,
+                "note": each.note,
+            }
+            for each in refined.candidates
+        ],
+    }
 
 
 def _tried_to(tried: MeshTried) -> Json:
@@ -175,7 +199,7 @@ def _collectives_to(totals: Sequence[CollectiveTotal]) -> list[Json]:
     return [{"kind": each.kind, "axes": list(each.axes), "count": each.count, "bytes": each.bytes} for each in totals]
 
 
-_ONE_LINE_EACH = frozenset({"collectives", "hints", "modules", "ops"})
+_ONE_LINE_EACH = frozenset({"candidates", "collectives", "hints", "modules", "ops"})
 """Collections below the second level that get a line per entry; those at the top all do."""
 
 
@@ -320,7 +344,13 @@ def from_dict(value: Json) -> Plan:
         solver=None if solver is None else SolverInfo(**solver),
         replicated_ops=tuple(ReplicatedOp(**each) for each in value["replicated_ops"]),
         search=tuple(MeshTried(**(each | {"shape": tuple(each["shape"])})) for each in value.get("search", ())),
+        refined=_refined_from(value["refined"]) if "refined" in value else None,
     )
+
+
+def _refined_from(value: Json) -> Refinement:
+    candidates = tuple(RefineCandidate(**each) for each in value["candidates"])
+    return Refinement(value["target"], value["chosen"], candidates)
 
 
 def _mesh_from(mesh: Json) -> Mesh:

@@ -16,6 +16,7 @@ from autoshard.plan import (
     MeshTried,
     Plan,
     Predicted,
+    Refinement,
     ReplicatedOp,
     SolverInfo,
     TensorPlan,
@@ -39,6 +40,8 @@ def plan_report(plan: Plan) -> str:
         parts += ["", *predicted_lines(plan.predicted, plan.options.memory)]
     if plan.solver is not None:
         parts += ["", solver_line(plan.solver)]
+    if plan.refined is not None:
+        parts += ["", *refined_lines(plan.refined)]
     if plan.search:
         parts += ["", *search_lines(plan.search, plan.mesh.shape)]
     parts += ["", *replicated_lines(plan.replicated_ops)]
@@ -275,6 +278,21 @@ def search_lines(tried: Sequence[MeshTried], chosen: Sequence[int]) -> list[str]
             ("x".join(map(str, each.shape)) + mark, *times, memory, note if len(note) < 120 else note[:117] + "...")
         )
     return [f"Mesh shapes tried: {len(tried)}, * as planned", *("  " + line for line in columns(rows))]
+
+
+def refined_lines(refined: Refinement) -> list[str]:
+    """A line per candidate that was compiled: the predicted choice first, the one that was taken marked."""
+    rows: list[tuple[str, ...]] = [
+        ("candidate", "predicted", "overlapped", "compiled", "overlapped", "compiled memory", "")
+    ]
+    for each in refined.candidates:
+        times = (each.predicted_s, each.predicted_overlapped_s, each.compiled_s, each.compiled_overlapped_s)
+        said = [duration(time) if time is not None else "-" for time in times]
+        memory = "-" if each.peak_memory_bytes is None else size(each.peak_memory_bytes)
+        mark = " *" if each.name == refined.chosen else ""
+        rows.append((each.name + mark, *said, memory, each.note if len(each.note) < 120 else each.note[:117] + "..."))
+    title = f"Refined for {refined.target}: {len(refined.candidates)} candidates compiled, * taken"
+    return [title, *("  " + line for line in columns(rows))]
 
 
 def solver_line(solver: SolverInfo) -> str:

@@ -104,7 +104,7 @@ def adamw(parameters: object) -> object:
     return torch.optim.AdamW(parameters, lr=1e-3)  # type: ignore[arg-type]
 
 
-MODELS: dict[str, Callable[[], Source]] = {
+MODELS: dict[str, Callable[..., Source]] = {
     "mlp": partial(built, "perceptron"),
     "gpt2": partial(hf, "gpt2", n_layer=2),
     "llama": partial(
@@ -131,10 +131,26 @@ MODELS: dict[str, Callable[[], Source]] = {
 }
 """Name -> the source; add a model here and every benchmark has it."""
 
+LARGE: dict[str, Callable[..., Source]] = {
+    "gpt2-2b": partial(hf, "gpt2", n_layer=1, n_embd=2560, n_head=20),
+    "llama2-2b": partial(
+        hf, "llama", num_hidden_layers=1, hidden_size=2560, intermediate_size=6912, num_attention_heads=20
+    ),
+    "gpt-neo-2.7b": partial(
+        hf, "gpt_neo", num_layers=2, attention_types='[[["global", "local"], 1]]', hidden_size=2560, num_heads=20
+    ),
+}
+"""The kinds of models that PyTorch/XLA's auto-sharding was benchmarked on, at widths of two billion parameters (24
+layers of GPT-2 or Llama 2 so wide; GPT-Neo 2.7B has 32) and one layer (GPT-Neo: one of each kind of attention)."""
 
-def program(name: str) -> Program:
-    """The captured training step of the model called `name`."""
+ROW_PER_DEVICE = ("gpt2", "llama", "bert", "t5", "mixtral", "moe", *LARGE)
+"""Models whose batch of 8 is too small for more devices."""
+
+
+def program(name: str, devices: int = 8) -> Program:
+    """The captured training step of the model called `name`; at least a row of the batch for each of `devices`."""
     from autoshard.capture.torch_xla import capture
 
-    source = MODELS[name]()
+    made = (MODELS | LARGE)[name]
+    source = made(batch=devices) if devices > 8 and name in ROW_PER_DEVICE else made()
     return capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)

@@ -103,6 +103,14 @@ class Formulation:
             costs[node] = np.where(np.array([each == spec for each in specs]), costs[node], math.inf)
         return replace(self, problem=replace(self.problem, node_costs=costs)) if wanted else self
 
+    def without(self, unwanted: Mapping[Value, Spec]) -> Formulation:
+        """The problem in which these values cannot be split as said; infeasible where there is no other way."""
+        costs = list(self.problem.node_costs)
+        for value, spec in unwanted.items():
+            node, specs = self.shardings_of(value)
+            costs[node] = np.where(np.array([each == spec for each in specs]), math.inf, costs[node])
+        return replace(self, problem=replace(self.problem, node_costs=costs))
+
     def annotations(self, choice: Sequence[int]) -> Annotations:
         """What lowering writes for a choice of one strategy per node."""
         graph, first_group = self.graph, len(self.argument_values)

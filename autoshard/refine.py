@@ -1,0 +1,224 @@
+"""`plan(..., refine=TARGET)`: the few best candidates compiled for the target, and the best compiled one taken.
+
+Candidates are the solver's optimum; its runners-up, each the best plan in which alike parameters, or the inputs, may
+not be split as the optimum splits them; the optimum where communication counts half, as if the other half ran beside
+compute; and the plans written by hand that are for the program. Of those the few with the shortest predicted steps are
+compiled, and judged under the device model by what came out (`verify/judge.py`). Times are seconds of one step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from autoshard.errors import ManualPlanError
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
+
+if TYPE_CHECKING:
+    from autoshard.api import Progress
+    from autoshard.cost.predict import Prediction
+    from autoshard.graph.annotations import Annotations
+    from autoshard.graph.ops import Graph, Value
+    from autoshard.solver.formulate import Formulation
+    from autoshard.verify.targets import Target
+
+OPTIMUM = "optimum"
+"""What the predicted choice is called among the candidates."""
+COMPILED = 6
+"""Candidates that are compiled, the optimum among them."""
+_FORBIDDEN = 4
+"""Decisions that runners-up are sought by: the largest parameters, alike ones together, and the inputs."""
+_HIDDEN = 0.5
+"""Part of communication that the overlapped objective takes to run beside compute."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: str
+    annotations: Annotations = field(repr=False)
+    prediction: Prediction = field(repr=False)
+    solver: SolverInfo | None = None
+
+
+def check_refine(text: str, mesh: Mesh) -> Target:
+    """The target to refine for, on which the mesh must lie.
+
+    Raises:
+        TargetError: there is no such target, its compiler is not installed, or the mesh does not lie on it.
+    """
+    from autoshard.verify.targets import on_target, parse_target
+
+    target = parse_target(text, mesh.size)
+    target.packages()
+    on_target(mesh, target)
+    return target
+
+
+def refined(
+    plan: Plan,
+    graph: Graph,
+    target: Target,
+    *,
+    time_limit: float = 60.0,
+    written: Callable[[Annotations], Annotations] = lambda annotations: annotations,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best compiled of the plan and its rivals, with what was compiled and how long each takes.
+
+    Args:
+        plan: the solver's; its options (memory, hints, fold, seed) hold for its rivals too.
+        time_limit: seconds for the solver, for each rival.
+        written: what of a rival's annotations is written (all, or the least that are needed).
+
+    Raises:
+        CompileError: the target's compiler compiles none of the candidates.
+    """
+    from autoshard.api import predict_annotations, written_plan
+    from autoshard.lower.stablehlo import annotate
+    from autoshard.verify.check import compare_compiled
+    from autoshard.verify.compile import CompileError
+
+    say = progress or (lambda stage: None)
+    own = plan.annotations(graph)
+    first = _Candidate(OPTIMUM, own, predict_annotations(graph, own, plan.mesh), plan.solver)
+    candidates = _distinct([first, *_rivals(plan, graph, time_limit, written, say)], plan.options.memory)
+    rows: list[RefineCandidate] = []
+    errors: list[CompileError] = []
+    for each in candidates:
+        say(f"compile {each.name} for {target}")
+        figures = (each.name, each.prediction.step_time_s, each.prediction.overlapped_s)
+        module = annotate(graph.program, graph, each.annotations, plan.mesh)
+        try:
+            report, _ = compare_compiled(graph, each.annotations, plan.mesh, target, module)
+        except CompileError as error:
+            errors.append(error)
+            rows.append(RefineCandidate(*figures, note=str(error).splitlines()[0]))
+            continue
+        judged, memory = report.judged, plan.options.memory
+        over = memory is not None and report.memory_bytes > memory
+        rows.append(
+            RefineCandidate(
+                *figures,
+                judged.step_time_s,
+                judged.step_time_s if judged.overlapped_s is None else judged.overlapped_s,
+                report.memory_bytes,
+                f"compiled it takes more than {memory:,} bytes per device" if over else "",
+            )
+        )
+    times = {row.name: (bool(row.note), row.compiled_s) for row in rows if row.compiled_s is not None}
+    if not times:
+        raise errors[0]
+    chosen = min(times, key=lambda name: times[name])
+    record = Refinement(str(target), chosen, tuple(rows))
+    if chosen == OPTIMUM:
+        return replace(plan, refined=record)
+    best = next(each for each in candidates if each.name == chosen)
+    found = written_plan(graph, plan.mesh, best.annotations, best.prediction, options=plan.options, solver=best.solver)
+    return replace(found, search=plan.search, refined=record)
+
+
+def _distinct(candidates: list[_Candidate], memory: int | None) -> list[_Candidate]:
+    """The optimum and the best predicted others that fit, no two of them annotating alike."""
+    first, *others = candidates
+    found = [first]
+    for each in sorted(others, key=lambda each: each.prediction.step_time_s):
+        fits = memory is None or each.prediction.peak_memory_bytes <= memory
+        if fits and len(found) < COMPILED and all(each.annotations != other.annotations for other in found):
+            found.append(each)
+    return found
+
+
+def _rivals(
+    plan: Plan,
+    graph: Graph,
+    time_limit: float,
+    written: Callable[[Annotations], Annotations],
+    say: Progress,
+) -> Iterator[_Candidate]:
+    from autoshard.api import decide, formulated, predict_annotations
+
+    options, mesh = plan.options, plan.mesh
+    formulation = formulated(graph, mesh, options.memory, options.hints, say)
+
+    def solved(name: str, problem: Formulation, *, same_costs: bool) -> Iterator[_Candidate]:
+        try:
+            decided = decide(
+                problem, mesh, hints=options.hints, fold=options.fold, time_limit=time_limit, seed=options.seed
+            )
+        except NoPlanError:  # the hints, or what the program ties together, leave only the optimum's way
+            return
+        annotations = written(decided.annotations)
+        info = None
+        if same_costs and plan.solver is not None and plan.solver.bound is not None:
+            objective = decided.solution.objective
+            gap = max(0.0, objective - plan.solver.bound) / objective if objective else 0.0
+            info = SolverInfo("feasible", objective, plan.solver.bound, gap, decided.solution.backend)
+        yield _Candidate(name, annotations, predict_annotations(graph, annotations, mesh), info)
+
+    say("runners-up")
+    for name, values in _decisions(graph).items():
+        forbidden = {value: plan_spec for value, plan_spec in _chosen(plan, graph).items() if value in values}
+        yield from solved(f"without its {name}", formulation.without(forbidden), same_costs=True)
+    yield from solved("overlapped", _overlapped(graph, plan), same_costs=False)
+    say("plans by hand")
+    yield from _by_hand(plan, graph)
+
+
+def _chosen(plan: Plan, graph: Graph) -> dict[Value, Spec]:
+    pins = plan.annotations(graph).pins
+    return {value: spec for value, spec in pins.items() if graph.ops[value.op].kind == "argument"}
+
+
+def _decisions(graph: Graph) -> dict[str, set[Value]]:
+    """The largest parameters by bytes, those of one name but for numbers and of one shape together; and the inputs."""
+    from autoshard.graph.ops import Value
+
+    alike: dict[tuple[str, tuple[int, ...]], dict[str, Value]] = {}
+    for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
+        if argument.role == "parameter" and argument.type.shape:
+            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", argument.name)
+            alike.setdefault((pattern, argument.type.shape), {})[argument.name] = Value(op)
+    largest = sorted(alike, key=lambda key: (-prod(key[1]) * len(alike[key]), key))[:_FORBIDDEN]
+    inputs = {
+        Value(op)
+        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
+        if argument.role == "input" and argument.type.shape
+    }
+    found: dict[str, set[Value]] = {}
+    for key in largest:
+        name = key[0] if len(alike[key]) > 1 else next(iter(alike[key]))
+        found[name] = found.get(name, set()) | set(alike[key].values())
+    return found | ({"inputs": inputs} if inputs else {})
+
+
+def _overlapped(graph: Graph, plan: Plan) -> Formulation:
+    """The problem in which part of every collective's bytes are on their way beside compute."""
+    from autoshard.cost.device import load_device
+    from autoshard.hints import split
+    from autoshard.solver.formulate import formulate
+
+    device = load_device(plan.mesh.device)
+    links = tuple(replace(link, bandwidth=link.bandwidth / (1 - _HIDDEN)) for link in device.links)
+    arguments, inside = split(graph, plan.options.hints)
+    faster = replace(device, links=links)
+    return formulate(graph, plan.mesh, faster, memory=plan.options.memory, hints=arguments).fixed(inside)
+
+
+def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
+    """Plans by hand that hold the hints."""
+    from autoshard.api import predict_annotations
+    from autoshard.hints import value_named
+    from autoshard.manual import PLANS
+
+    hints: Mapping[Value | None, Spec] = {value_named(graph, name): spec for name, spec in plan.options.hints.items()}
+    for name, annotate in PLANS.items():
+        try:
+            annotations = annotate(graph, plan.mesh)
+        except ManualPlanError:
+            continue
+        if all(value is not None and annotations.pins.get(value) == spec for value, spec in hints.items()):
+            yield _Candidate(name, annotations, predict_annotations(graph, annotations, plan.mesh))

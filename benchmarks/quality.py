@@ -1,0 +1,147 @@
+"""The quality table: the automatic plan's compiled step time over that of the best plan written by hand.
+
+Every model of `models.py` below, on each target: the automatic plan as plain `plan()` makes it (no plan by hand and no
+target compiler in its loop), and every plan by hand that has a form for the model, are compiled by the target's own
+compiler and judged under the device model (`verify/judge.py`). Rows are written as they are found and compiled
+programs are cached, so a run that was stopped goes on where it was; rows that other sources of autoshard made are kept
+unless `--again`. Batches of models with 8 rows have a row per device.
+
+    python benchmarks/quality.py --models gpt2,mlp --targets h100:8,h100:2x8 --out out/quality.jsonl
+    python benchmarks/quality.py --tables --out out/quality.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from compiled import key, measured_plan, read, sources
+from models import program
+from tabulate import tabulate
+
+from autoshard import manual
+from autoshard.api import captured_graph, plan_captured, predict_annotations
+from autoshard.errors import ManualPlanError
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph
+from autoshard.mesh import Mesh
+from autoshard.verify.targets import on_target, parse_target
+
+MODELS = [
+    *("mlp", "gpt2", "llama", "bert", "moe", "dlrm", "vit", "resnet"),
+    *("gpt2-2b", "llama2-2b", "gpt-neo-2.7b", "t5", "mixtral"),
+]
+TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8", "tpu-v5e:2x4": "2x4", "tpu-v5e:4x4": "4x4"}
+"""Target -> the mesh that plans for it are made on."""
+AUTO = "auto"
+
+Row = dict[str, Any]
+
+
+def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annotations], dict[str, str]]:
+    """What each plan annotates, best predicted first after `auto`; and why there is no plan of a name."""
+    found: dict[str, Annotations] = {}
+    left_out: dict[str, str] = {}
+    for name in wanted:
+        try:
+            if name == AUTO:
+                found[name] = plan_captured(graph, mesh).annotations(graph)
+            else:
+                found[name] = manual.PLANS[name](graph, mesh)
+        except ManualPlanError as error:
+            left_out[name] = str(error)
+    times = {name: predict_annotations(graph, each, mesh).step_time_s for name, each in found.items()}
+    return {name: found[name] for name in sorted(found, key=lambda each: (each != AUTO, times[each]))}, left_out
+
+
+def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, again: bool) -> None:
+    """Make the rows that are missing or failed; with `again`, also those that other sources made."""
+    known = read(out)
+    for target in targets:
+        shape = TARGETS[target]
+        mesh = Mesh.parse(shape)
+        mesh = on_target(Mesh.parse(shape, device=target.partition(":")[0]), parse_target(target, mesh.size))
+        for model in models:
+            row: Row = {"model": model, "target": target, "mesh": shape}
+            missing = [name for name in wanted if _missing(known.get(key(row | {"plan": name})), again)]
+            if not missing:
+                continue
+            graph = captured_graph(program(model, mesh.size))
+            made, left_out = plans(graph, mesh, missing)
+            for name in [*made, *left_out]:
+                found: Row = {**row, "plan": name, "sources": sources()}
+                try:
+                    if name in left_out:
+                        found["left_out"] = left_out[name]
+                    else:
+                        found = {**measured_plan(graph, made[name], mesh, target), **found}
+                except Exception as error:  # a sweep goes on past one failure, and shows it in the table
+                    found["error"] = f"{type(error).__name__}: {error}"
+                with out.open("a") as lines:
+                    lines.write(json.dumps(found) + "\n")
+                print(target, model, name, _outcome(found), file=sys.stderr, flush=True)
+
+
+def _missing(row: Row | None, again: bool) -> bool:
+    return row is None or "error" in row or (again and row["sources"] != sources())
+
+
+def _outcome(row: Row) -> str:
+    if "compiled" not in row:
+        return str(row.get("error", row.get("left_out")))
+    predicted, compiled = row["predicted_step_time_s"], row["compiled"]["step_time_s"]
+    return f"{1e3 * compiled:.3f} ms compiled, {1e3 * predicted:.3f} predicted, fidelity {row['fidelity']}"
+
+
+def table(rows: list[Row], style: str) -> str:
+    """One line per model and target: times of all plans in ms, and auto / best by hand, serial and overlapped."""
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if "compiled" in row:
+            cells.setdefault((row["model"], f"{row['target']}, {row['mesh']}"), {})[row["plan"]] = row
+    lines = []
+    for place, found in cells.items():
+        line = [*place, *(_ms(found.get(name)) for name in (AUTO, *manual.PLANS))]
+        for figure in ("step_time_s", "overlapped_s"):
+            by_hand = [
+                (row["compiled"][figure], name)
+                for name, row in found.items()
+                if name != AUTO and row["compiled"][figure] is not None
+            ]
+            best = min(by_hand, default=None)
+            if figure == "step_time_s":
+                line.append(best[1] if best else "")
+            both = best is not None and AUTO in found
+            line.append(f"{found[AUTO]['compiled'][figure] / best[0]:.3f}" if both and best else "")
+        lines.append(line)
+    headers = ["model", "target, mesh", AUTO, *manual.PLANS, "best by hand", "auto / best", "overlapped"]
+    return tabulate(lines, headers, style, disable_numparse=True)
+
+
+def _ms(row: Row | None) -> str:
+    return "" if row is None else f"{1e3 * row['compiled']['step_time_s']:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--plans", default=",".join([AUTO, *manual.PLANS]))
+    parser.add_argument("--out", type=Path, default=Path("out/quality.jsonl"))
+    parser.add_argument("--again", action="store_true", help="also make rows anew that other sources made")
+    parser.add_argument("--tables", action="store_true", help="only print what the file holds")
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if not options.tables:
+        sweep(
+            *(each.split(",") for each in (options.models, options.targets, options.plans)), options.out, options.again
+        )
+    print(table(list(read(options.out).values()), "pipe" if options.markdown else "simple"))
+
+
+if __name__ == "__main__":
+    main()
