@@ -392,9 +392,19 @@ class _Lowering:
     def _move(self, value: Value, source: int, move: Move, op: int) -> int:
         """The array after a move; one made before, unless the compiler moves it again (`spmd_gather`)."""
         if move.key in self.moved and not move.collectives:
-            return self.moved[move.key]
+            return self._turned(value, self.moved[move.key], move.tiling, op)
         self.moved[move.key] = self._chain(value, source, move.collectives, move.tiling, op)
         return self.moved[move.key]
+
+    def _turned(self, value: Value, found: int, tiling: Tiling, op: int) -> int:
+        """An array that was moved for another reader, its dims in the order in which this one has them."""
+        shape = self.shardings.subaxes.shard(self.graph.type_of(value).shape, tiling)
+        before = self.arrays[found].shape
+        if before is None or before == shape or len(before) != len(shape):
+            return found
+        array = self._array(value, -1, tiling)
+        self._step("transpose", op, (found,), (array,))
+        return array
 
     def _copy(self, value: Value, number: int) -> None:
         copy = self.shardings.copies[number]

@@ -10,27 +10,23 @@ A value resharded twice to the same sharding is resharded once: the partitioner 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 from autoshard.cost import spmd_body, spmd_expanded, spmd_reorder, spmd_rounded, spmd_shape, tiles_tpu
 from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
 from autoshard.cost.spmd_chained import chained_scatters
-from autoshard.cost.spmd_conv import ConvolutionPartitioner
-from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
-from autoshard.cost.spmd_dot import Move as Resharded
+from autoshard.cost.spmd_contraction import contraction, may_loop
+from autoshard.cost.spmd_emission import Emission
 from autoshard.cost.spmd_gather import KeptGathers
 from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
-from autoshard.cost.spmd_looped import Loop
+from autoshard.cost.spmd_kernel import Gathering, source_of, turned
+from autoshard.cost.spmd_looped import Ring
 from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.cost.spmd_scatter import Cuts, Dim, is_summed, scatter_later
 from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
@@ -41,8 +37,6 @@ from autoshard.graph.transfer import Transfers, bytes_of
 from autoshard.mesh import Spec
 
 Shape = tuple[int, ...]
-MoveKey = tuple[Any, Tiling | None, Tiling]
-"""Names what a move makes of a value; the last part is how that is split."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +104,6 @@ def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned
     return Partitioner(graph, shardings, target).run()
 
 
-@dataclass(frozen=True)
-class Emission:
-    """The collectives of one op, before it is known which of its reshards were made earlier.
-
-    Attributes:
-        moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
-        own: the op's own collectives.
-        order: the subaxes of the last sum among them, in the order of its devices.
-        inner: of the bodies of a loop or branch.
-    """
-
-    moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
-    own: tuple[Step, ...]
-    share: float
-    reads: tuple[Tiling, ...]
-    overcounted: bool = False
-    order: Dim = ()
-    inner: tuple[Collective, ...] = ()
-
-
 class Partitioner:
     """One run over a graph; what `spmd_shape` and `spmd_index` share of it is public."""
 
@@ -155,6 +129,7 @@ class Partitioner:
         for op in graph.ops:
             for value in dict.fromkeys(op.operands):
                 self.readers.setdefault(value, []).append(op)
+        self.gathering = Gathering(self) if target == "tpu" else None
         self.copies_of: dict[Value, list[int]] = {}
         for number, copy in enumerate(shardings.copies):
             self.copies_of.setdefault(copy.value, []).append(number)
@@ -269,6 +244,13 @@ class Partitioner:
         self.made.add(key)
         return [self.collective(step, op) for step in steps]
 
+    def _around(self, key: Hashable, steps: Sequence[Step], op: int) -> tuple[Collective, ...]:
+        """The permutes of a loop over an operand; the first of them is shared with other loops over it."""
+        (kind, axes, first), (_, _, further) = steps
+        known = key in self.made
+        self.made.add(key)
+        return (self.collective((kind, axes, further if known else first + further), op),)
+
     def collective(self, step: Step, op: int) -> Collective:
         """A step that an op needs."""
         kind, axes, size = step
@@ -279,8 +261,8 @@ class Partitioner:
         results = tuple(self.shardings.made[Value(op.id, r)] for r in range(len(op.results)))
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
-        if self.target == "tpu" and op.kind == "dot_general":
-            key = (key, self._alone(op), spmd_rounded.rounds(self, Value(op.id), None))
+        if self.target == "tpu" and op.kind in ("dot_general", "convolution"):
+            key = (key, may_loop(self, op), spmd_rounded.rounds(self, Value(op.id), None))
         if self.target == "tpu" and op.kind == "gather":
             key = (key, is_summed(self, op))
         emission = self.memo.get(key)
@@ -297,13 +279,20 @@ class Partitioner:
             value = op.operands[place]
             if value.op in self.free:
                 continue
-            copy = self.shardings.copy_read(op.id, value)
+            end, reader = move[2], op.id
+            if move[1] is not None:
+                value, dims, reader = source_of(self, op, place)
+                move = (move[0], turned(move[1], dims), turned(end, dims))
+            copy = self.shardings.copy_read(reader, value)
             node = ("value", value) if copy is None else ("copy", copy)
             if move[1] is not None:
                 steps = spmd_reorder.before_convert(self, value, copy, steps)
             if copy is None and move[1] is not None:
                 steps = spmd_reorder.before_broadcast(self, value, move[1], move[2], steps)
-            moves.append(Move(place, (node, move), move[2], tuple(self._once((node, move), steps, op.id, op.id))))
+            if isinstance(move[0], Ring):
+                moves.append(Move(place, (node, move, op.id), end, self._around((node, move), steps, op.id)))
+            else:
+                moves.append(Move(place, (node, move), end, tuple(self._once((node, move), steps, op.id, op.id))))
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
             collectives.extend(self.collective(step, op.id) for step in emission.own)
@@ -339,7 +328,7 @@ class Partitioner:
             return Emission((), (), self.share(op, results[0]), reads)
         kind = op.kind
         if kind in ("dot_general", "convolution"):
-            return self._contraction(op, reads, results[0])
+            return contraction(self, op, reads, results[0])
         if kind == "reshape":
             return spmd_shape.reshape(self, op, reads[0], results[0])
         if kind == "slice":
@@ -456,77 +445,6 @@ class Partitioner:
             ("collective-permute", self.permute_axes(tiling[one.dim], one.pairs), one.elements * bytes_of(dtype))
             for one in moved
         ]
-
-    def _contraction(self, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
-        lhs, rhs = (self.graph.type_of(value) for value in op.operands[:2])
-        out = op.results[0]
-        dims = self.transfers.contraction(op)
-        if op.kind == "convolution":
-            partitioner: DotPartitioner = ConvolutionPartitioner(dims, self.subaxes, op.attrs, out.shape)
-        else:
-            hides = partial(self._hides, op) if self.target == "tpu" else None
-            partitioner = DotPartitioner(dims, self.subaxes, hides, self._alone(op))
-        plan = partitioner.plan(
-            (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
-        )
-        moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
-        own: list[Step] = []
-        order: Dim = ()
-        for step, then in itertools.zip_longest(plan.steps, plan.steps[1:]):
-            if isinstance(step, Halo):
-                kind = lhs if step.place == 0 else rhs
-                steps = tuple(self.permutes(step.moved, step.tiling, kind.dtype))
-                moves.append((step.place, (step.key, None, step.tiling), steps))
-            elif isinstance(step, Loop):
-                kind = out if step.place == 2 else (lhs, rhs)[step.place]
-                width = 2 if step.place < 2 and kind.dtype == "f32" else bytes_of(kind.dtype)
-                sent: Step = ("collective-permute", self.resharder.names(step.axes), step.elements * width)
-                if step.place == 2:
-                    own.append(sent)
-                else:
-                    moves.append((step.place, (step.outer, step.source, self.nothing(kind.shape)), (sent,)))
-            elif isinstance(step, Sum):
-                cut = None
-                if any(step.kept):
-                    parts = tuple(self.subaxes.ways(dim) for dim in step.kept)
-                    cut = self.cuts.cut(parts, self.nothing(parts), step.kept, step.outer)
-                    cut = None if cut is None else replace(cut, shape=step.made)
-                elif isinstance(then, Resharded) and then.place == 2:
-                    cut = self.cuts.cut(then.shape, then.source, then.target, then.outer)
-                own.extend(self.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
-                order = self.order_of(step.axes)
-            elif step.place == 2:
-                dtype = "bf16" if spmd_rounded.rounds(self, Value(op.id), None) else out.dtype
-                own.extend(self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer))
-            else:
-                kind = lhs if step.place == 0 else rhs
-                dtype = kind.dtype
-                steps = self.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer)
-                summed = any(each[0] == "all-reduce" for each in steps)
-                if (
-                    self.target == "tpu"
-                    and dtype == "f32"
-                    and not summed
-                    and spmd_rounded.multiplies_matrices(self, op)
-                ):
-                    # It multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
-                    dtype = "bf16"
-                    steps = tuple((name, axes, size // 2) for name, axes, size in steps)
-                end = self.resharder.destination(step.shape, dtype, step.source, step.target, step.outer)
-                moves.append((step.place, (step.outer, step.source, end), steps))
-        whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
-        return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted, order)
-
-    def _alone(self, op: Op) -> tuple[bool, ...]:
-        """Per operand whether no other contraction reads it."""
-        return tuple(
-            sum(reader.kind in CONTRACTIONS for reader in self.readers.get(value, ())) == 1 for value in op.operands
-        )
-
-    def _hides(self, op: Op, macs: int, elements: int, axes: Dim) -> bool:
-        """See `tiles_tpu.hides`."""
-        size = elements * bytes_of(op.results[0].dtype)
-        return tiles_tpu.hides(2 * macs, size, self.resharder.names(axes), self.subaxes.mesh)
 
     def sums(self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None) -> list[Step]:
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.

@@ -19,7 +19,8 @@ from autoshard.graph.propagate import propagate
 from autoshard.graph.tiling import Tiling
 
 if TYPE_CHECKING:
-    from autoshard.cost.spmd import Emission, Partitioner
+    from autoshard.cost.spmd import Partitioner
+    from autoshard.cost.spmd_emission import Emission
 
 
 def loop(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from autoshard.cost.spmd_dot import Create, Dim, DotPartitioner, Halo, Shape, Side
 from autoshard.cost.spmd_halo import Exchange, Moved, Window, exchange, exchange_all, halos
+from autoshard.cost.spmd_looped import Hides
 from autoshard.graph.contraction import Dims
 from autoshard.graph.tiling import Subaxes, Tiling
 
@@ -24,9 +27,17 @@ Outcome = tuple[Shape | None]
 class ConvolutionPartitioner(DotPartitioner):
     """Plans one convolution."""
 
-    def __init__(self, dims: Dims, subaxes: Subaxes, attrs: Mapping[str, Any], out: Shape) -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        subaxes: Subaxes,
+        attrs: Mapping[str, Any],
+        out: Shape,
+        hides: Hides | None = None,
+        alone: tuple[bool, ...] = (False, False),
+    ) -> None:
         """For a convolution with these attributes (see `graph/stablehlo_attrs.py`), whose whole result is `out`."""
-        super().__init__(dims, subaxes)
+        super().__init__(dims, subaxes, hides, alone)
         self.whole = dims
         self.attrs = attrs
         self.out = out
@@ -90,6 +101,15 @@ class ConvolutionPartitioner(DotPartitioner):
                 made = self._group_axes_only(lhs, rhs, shape, out, outer, create)
             return (made,)
         return None if made is None else (made,)
+
+    def computed(self, macs: int, lhs: Side, rhs: Side) -> int:
+        """The taps that lie on elements of the input: XLA's costs count no padding and no holes between elements."""
+        attrs = self.attrs
+        for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
+            window = (attrs["stride"][i], attrs["padding"][i][0], attrs["lhs_dilation"][i], attrs["rhs_dilation"][i])
+            share = on_elements(lhs.shape[a], rhs.shape[b], self.out[o], *window)
+            macs = macs * share.numerator // share.denominator
+        return macs
 
     # ---- spatial dims ------------------------------------------------------------------------------------------
 
@@ -290,6 +310,21 @@ class ConvolutionPartitioner(DotPartitioner):
         taps = math.prod(right[b] for _, b, _, _ in d.spatial)
         self.result.macs += math.prod(out) * math.prod(right[b] for _, b in d.contract) * taps
         return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def on_elements(size: int, taps: int, count: int, stride: int, low: int, base: int, dilation: int) -> Fraction:
+    """Of all taps of one window dim at all positions, how many lie on an element of the input.
+
+    Args:
+        size, count: extents of the input and of the result.
+        stride, low, base, dilation: of the window, its padding below, the input's dilation and the kernel's.
+    """
+    found = 0
+    for tap in range(taps):
+        at = range(tap * dilation - low, tap * dilation - low + count * stride, stride)
+        found += sum(0 <= place < size * base and place % base == 0 for place in at)
+    return Fraction(found, taps * count)
 
 
 def _whole(tiling: Tiling) -> Tiling:

@@ -127,6 +127,10 @@ class DotPartitioner:
         """Multiply-adds of the whole contraction, counted as in `DotPlan`."""
         return math.prod(out) * math.prod(lhs[dim] for dim, _ in self.dims.contract)
 
+    def computed(self, macs: int, lhs: Side, rhs: Side) -> int:
+        """Of multiply-adds, those that XLA's costs count."""
+        return macs
+
     # ---- recursion ---------------------------------------------------------------------------------------------
 
     def _dot(

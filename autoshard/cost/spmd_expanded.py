@@ -16,7 +16,8 @@ from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 
 if TYPE_CHECKING:
-    from autoshard.cost.spmd import Emission, Partitioner
+    from autoshard.cost.spmd import Partitioner
+    from autoshard.cost.spmd_emission import Emission
 
 
 def top_k(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:

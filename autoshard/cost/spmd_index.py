@@ -23,7 +23,8 @@ from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 
 if TYPE_CHECKING:
-    from autoshard.cost.spmd import Emission, Partitioner
+    from autoshard.cost.spmd import Partitioner
+    from autoshard.cost.spmd_emission import Emission
 
 Dim = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -101,7 +102,7 @@ class IndexPartitioner:
 
     def emit(self) -> Emission:
         """The emission of the op."""
-        from autoshard.cost.spmd import Emission
+        from autoshard.cost.spmd_emission import Emission
 
         operand = _Array(0, self.types[0].shape, self.reads[0], self.types[0].dtype)
         indices = _Array(1, self.types[1].shape, self.reads[1], self.types[1].dtype)

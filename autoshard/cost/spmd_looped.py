@@ -26,15 +26,26 @@ Hides = Callable[[int, int, Dim], bool]
 
 @dataclass(frozen=True)
 class Loop:
-    """A windowed einsum over `axes`: permutes of `elements` elements in all, of operand `place` or of the result (2).
+    """A windowed einsum over `axes`: permutes of operand `place` or of the result (2).
 
-    `outer` and `source` name the gather that they replace.
+    Attributes:
+        parts: devices in the ring. There is one permute more, that of the device's own part, before the loop.
+        part: elements of one part.
+        source, outer: name the gather that they replace.
     """
 
     place: int
     axes: Dim
-    elements: int
+    parts: int
+    part: int
     source: Tiling
+    outer: Dim
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Names what goes round a ring within the groups `outer`, beside what is gathered there."""
+
     outer: Dim
 
 
@@ -59,13 +70,13 @@ def looped(
         pair = (side, whole) if side is lhs else (whole, side)
         if owner.hides(_macs(owner, *pair), math.prod(other.shape), devices):
             part = math.prod(owner.subaxes.shard(other.shape, other.tiling))
-            owner.result.steps.append(Loop(other.place, devices, (count + 1) * part, other.tiling, outer))
+            owner.result.steps.append(Loop(other.place, devices, count, part, other.tiling, outer))
             return owner.make(*pair, owner.leaf)
     summed = owner.ways(lhs.tiling, (k[0] for k in d.contract)), owner.ways(rhs.tiling, (k[1] for k in d.contract))
     if summed == (count, count) and count in free and owner.hides(_macs(owner, lhs, rhs), math.prod(shape), devices):
         owner.make(lhs, rhs, owner.leaf)
         made = owner.subaxes.shard(shape, out)
-        owner.result.steps.append(Loop(2, devices, (count + 1) * math.prod(made), out, outer))
+        owner.result.steps.append(Loop(2, devices, count, math.prod(made), out, outer))
         return made
     return None
 
@@ -75,4 +86,4 @@ def _macs(owner: DotPartitioner, lhs: Side, rhs: Side) -> int:
     before = owner.result.macs
     owner.make(lhs, rhs, owner.leaf)
     macs, owner.result.macs = owner.result.macs - before, before
-    return macs
+    return owner.computed(macs, lhs, rhs)

@@ -16,7 +16,8 @@ from autoshard.cost.spmd_scatter import MOVES
 from autoshard.graph.ops import Op, Value
 
 if TYPE_CHECKING:
-    from autoshard.cost.spmd import Emission, Partitioner
+    from autoshard.cost.spmd import Partitioner
+    from autoshard.cost.spmd_emission import Emission
 
 
 def rounds(owner: Partitioner, value: Value, at: int | None) -> bool:

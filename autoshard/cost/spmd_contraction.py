@@ -1,0 +1,106 @@
+"""What the partitioner emits for a contraction: the plan of `spmd_dot` or `spmd_conv`, as collectives of a target."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from autoshard.cost import spmd_rounded, tiles_tpu
+from autoshard.cost.spmd_conv import ConvolutionPartitioner
+from autoshard.cost.spmd_dot import DotPartitioner, Halo, Sum
+from autoshard.cost.spmd_dot import Move as Resharded
+from autoshard.cost.spmd_emission import Emission, MoveKey
+from autoshard.cost.spmd_looped import Hides, Loop, Ring
+from autoshard.cost.spmd_reshard import Step
+from autoshard.graph.ops import Op, Value
+from autoshard.graph.tiling import Tiling
+from autoshard.graph.transfer import bytes_of
+
+if TYPE_CHECKING:
+    from autoshard.cost.spmd import Partitioner
+
+Dim = tuple[int, ...]
+
+
+def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
+    """The emission of a `dot_general` or a convolution whose operands and result are split so."""
+    lhs, rhs = (owner.graph.type_of(value) for value in op.operands[:2])
+    out = op.results[0]
+    partitioner = _partitioner(owner, op)
+    plan = partitioner.plan(
+        (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
+    )
+    moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
+    own: list[Step] = []
+    order: Dim = ()
+    for step, then in itertools.zip_longest(plan.steps, plan.steps[1:]):
+        if isinstance(step, Halo):
+            kind = lhs if step.place == 0 else rhs
+            steps = tuple(owner.permutes(step.moved, step.tiling, kind.dtype))
+            moves.append((step.place, (step.key, None, step.tiling), steps))
+        elif isinstance(step, Loop):
+            kind = out if step.place == 2 else (lhs, rhs)[step.place]
+            width = 2 if step.place < 2 and kind.dtype == "f32" else bytes_of(kind.dtype)
+            first, further = _round(owner, step, width)
+            if step.place == 2:
+                own.append((*first[:2], first[2] + further[2]))
+            else:
+                moves.append((step.place, (Ring(step.outer), step.source, owner.nothing(kind.shape)), (first, further)))
+        elif isinstance(step, Sum):
+            cut = None
+            if any(step.kept):
+                parts = tuple(owner.subaxes.ways(dim) for dim in step.kept)
+                cut = owner.cuts.cut(parts, owner.nothing(parts), step.kept, step.outer)
+                cut = None if cut is None else replace(cut, shape=step.made)
+            elif isinstance(then, Resharded) and then.place == 2:
+                cut = owner.cuts.cut(then.shape, then.source, then.target, then.outer)
+            own.extend(owner.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
+            order = owner.order_of(step.axes)
+        elif step.place == 2:
+            dtype = "bf16" if spmd_rounded.rounds(owner, Value(op.id), None) else out.dtype
+            own.extend(owner.resharder.reshard(step.shape, dtype, step.source, step.target, step.outer))
+        else:
+            kind = lhs if step.place == 0 else rhs
+            moves.append((step.place, *_moved(owner, op, step, kind.dtype)))
+    whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
+    return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted, order)
+
+
+def may_loop(owner: Partitioner, op: Op) -> tuple[bool, ...]:
+    """Per operand whether it may go round a ring while it is multiplied."""
+    return (False,) * len(op.operands) if owner.gathering is None else owner.gathering.alone(op)
+
+
+def _partitioner(owner: Partitioner, op: Op) -> DotPartitioner:
+    dims = owner.transfers.contraction(op)
+    hides: Hides | None = partial(_hides, owner, op) if owner.target == "tpu" else None
+    if op.kind == "convolution":
+        return ConvolutionPartitioner(dims, owner.subaxes, op.attrs, op.results[0].shape, hides, may_loop(owner, op))
+    return DotPartitioner(dims, owner.subaxes, hides, may_loop(owner, op))
+
+
+def _hides(owner: Partitioner, op: Op, macs: int, elements: int, axes: Dim) -> bool:
+    """See `tiles_tpu.hides`."""
+    size = elements * bytes_of(op.results[0].dtype)
+    return tiles_tpu.hides(2 * macs, size, owner.resharder.names(axes), owner.subaxes.mesh)
+
+
+def _round(owner: Partitioner, loop: Loop, width: int) -> tuple[Step, Step]:
+    """The permute before a loop over elements of `width` bytes, and those in it."""
+    axes, part = owner.resharder.names(loop.axes), loop.part * width
+    return ("collective-permute", axes, part), ("collective-permute", axes, loop.parts * part)
+
+
+def _moved(owner: Partitioner, op: Op, move: Resharded, dtype: str) -> tuple[MoveKey, tuple[Step, ...]]:
+    """The reshard of an operand: its name and its collectives."""
+    steps = owner.resharder.reshard(move.shape, dtype, move.source, move.target, move.outer)
+    summed = any(each[0] == "all-reduce" for each in steps)
+    if owner.target == "tpu" and dtype == "f32" and not summed and spmd_rounded.multiplies_matrices(owner, op):
+        # It multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
+        dtype = "bf16"
+        steps = tuple((name, axes, size // 2) for name, axes, size in steps)
+    end = owner.resharder.destination(move.shape, dtype, move.source, move.target, move.outer)
+    return (move.outer, move.source, end), tuple(steps)

@@ -1,0 +1,34 @@
+"""What the partitioner emits for one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.cost.collectives import Collective
+from autoshard.cost.spmd_reshard import Step
+from autoshard.graph.tiling import Tiling
+
+Dim = tuple[int, ...]
+MoveKey = tuple[Any, Tiling | None, Tiling]
+"""Names what a move makes of a value; the last part is how that is split."""
+
+
+@dataclass(frozen=True)
+class Emission:
+    """The collectives of one op, before it is known which of its reshards were made earlier.
+
+    Attributes:
+        moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
+        own: the op's own collectives.
+        order: the subaxes of the last sum among them, in the order of its devices.
+        inner: of the bodies of a loop or branch.
+    """
+
+    moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
+    own: tuple[Step, ...]
+    share: float
+    reads: tuple[Tiling, ...]
+    overcounted: bool = False
+    order: Dim = ()
+    inner: tuple[Collective, ...] = ()

@@ -1,0 +1,75 @@
+"""How a TPU's compiler reads the kernels of convolutions, before the partitioner looks at them.
+
+A kernel's transpose and the reversal of its taps become dimension numbers and window attributes of the convolution
+that reads it (`AlgebraicSimplifier`): a forward convolution and the gradient of its input read one value, gathered
+once for both. Where each goes round the ring instead (`spmd_looped.py`) the first permute of both is one.
+
+That a value is gathered for several contractions keeps them from going round the ring, but `GetShardingFromUser`
+(xla/service/sharding_propagation.cc) does not know what a convolution that slides over its input asks for, so those
+never count.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoshard.cost.compute import CONTRACTIONS
+from autoshard.graph.ops import Op, Value
+from autoshard.graph.tiling import Tiling
+
+if TYPE_CHECKING:
+    from autoshard.cost.spmd import Partitioner
+
+Dim = tuple[int, ...]
+
+
+def source_of(owner: Partitioner, op: Op, place: int) -> tuple[Value, Dim, int]:
+    """What a convolution reads as operand `place`: the value, which of its dims each dim is, and the op that reads it.
+
+    Annotated values are read as they are, and so is what is reversed along a dim that is split.
+    """
+    value, reader = op.operands[place], op.id
+    dims = tuple(range(len(owner.graph.type_of(value).shape)))
+    if owner.target != "tpu" or op.kind != "convolution":
+        return value, dims, reader
+    while owner.shardings.copy_read(reader, value) is None:
+        maker = owner.graph.ops[value.op]
+        if maker.kind not in ("transpose", "reverse"):
+            break
+        before = maker.operands[0]
+        order = tuple(maker.attrs["permutation"]) if maker.kind == "transpose" else tuple(range(len(dims)))
+        split, found = owner.shardings.made[value], owner.shardings.read(maker.id, before)
+        if split != tuple(found[dim] for dim in order):
+            break
+        if maker.kind == "reverse" and any(split[dim] for dim in maker.attrs["dims"]):
+            break
+        value, reader, dims = before, maker.id, tuple(order[dim] for dim in dims)
+    return value, dims, reader
+
+
+def turned(tiling: Tiling, dims: Dim) -> Tiling:
+    """A tiling of what a convolution reads, as one of the value that `source_of` names."""
+    return tuple(tiling[dims.index(dim)] for dim in range(len(dims)))
+
+
+class Gathering:
+    """Which contractions ask for a value in a sharding that the partitioner knows."""
+
+    def __init__(self, owner: Partitioner) -> None:
+        """For the program that `owner` partitions."""
+        self.owner = owner
+        self.readers: dict[Value, set[int]] = {}
+        for op in owner.graph.ops:
+            if op.kind in CONTRACTIONS and not self.slides(op):
+                for place in range(len(op.operands)):
+                    self.readers.setdefault(source_of(owner, op, place)[0], set()).add(op.id)
+
+    def slides(self, op: Op) -> bool:
+        """Whether a kernel of more than one tap slides over an input."""
+        return op.kind == "convolution" and bool(self.owner.transfers.contraction(op).spatial)
+
+    def alone(self, op: Op) -> tuple[bool, ...]:
+        """Per operand whether it may go round the ring, because it is gathered for no other contraction."""
+        if self.slides(op):
+            return (True,) * len(op.operands)
+        return tuple(self.readers[source_of(self.owner, op, place)[0]] == {op.id} for place in range(len(op.operands)))
