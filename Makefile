@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo examples notebooks test lint format clean
+.PHONY: help install demo docs examples notebooks test lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,6 +39,9 @@ examples: $(STAMP) ## every other script in examples/, as continuous integration
 
 notebooks: $(STAMP) ## run the notebooks at small size; `python notebooks/build.py` makes them anew at full size
 	$(BIN)/python notebooks/build.py --check
+
+docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(OUT)/docs
 
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

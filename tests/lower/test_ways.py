@@ -25,7 +25,17 @@ def seen(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", ["activation_checkpointing", "bf16", "eager_and_compile"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "activation_checkpointing",
+        "bf16",
+        "eager_and_compile",
+        "fsdpv2_beside",
+        "gradient_accumulation",
+        "layers_scanned",
+    ],
+)
 def test_numbers_are_those_of_one_device(seen, name):
     assert "failed" not in seen[name], seen[name]["failed"]
     equal = HALF_EQUAL if name == "bf16" else EQUAL
@@ -38,3 +48,12 @@ def test_sharded_tensors_hold_what_the_plan_says(seen):
     assert "failed" not in found, found["failed"]
     assert found["split"] > 4
     assert found["differing"] == []
+
+
+def test_a_checkpoint_of_one_plan_is_loaded_under_another(seen):
+    found = seen["checkpoint_between_plans"]
+    assert "failed" not in found, found["failed"]
+    assert found["partial"] > 0  # tensors that torch_xla's own planner leaves out
+    assert found["stored"] == 2 * 14  # parameters and momenta, every one of them
+    assert found["difference"] == 0
+    assert found["unsplit"] == []

@@ -3,6 +3,7 @@
 python -m tests.lower.ways_eight_devices OUT.json [SCENARIO...]
 """
 
+import copy
 import os
 
 os.environ.update(
@@ -18,7 +19,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.utils.checkpoint
 
 from autoshard.capture.torch_xla import capture, prepare_runtime
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, spec_axes
 from tests.lower import scenarios
 from tests.lower.alternating import alternating
 
@@ -166,7 +167,159 @@ def sharded_tensors():
     return {"differing": differing, "split": split}
 
 
+def checkpoint_between_plans():
+    """Parameters and momenta, saved under one plan and loaded under another."""
+    import tempfile
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner
+
+    from autoshard.lower.checkpoint import SavePlanner
+
+    def state(model, optimizer):
+        momenta = {n: optimizer.state[p]["momentum_buffer"] for n, p in model.named_parameters()}
+        return {"model": dict(model.state_dict()), "momenta": momenta}
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model, other = fresh(), fresh()
+    saved_under = planned(model)
+    _, optimizer = trained(saved_under, model)
+    with tempfile.TemporaryDirectory() as directory:
+        dcp.save(state(model, optimizer), checkpoint_id=directory, planner=SavePlanner())
+        stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        plan = planned(other, mesh=Mesh((4, 2), ("data", "model")))
+        _, its_optimizer = trained(plan, other, steps=range(1))
+        dcp.load(state(other, its_optimizer), checkpoint_id=directory, planner=SPMDLoadPlanner())
+    torch.distributed.destroy_process_group()
+    partial = [p for p in saved_under.parameters.values() if len(spec_axes(p.spec)) == 1]
+    found, wanted = state(other, its_optimizer), state(model, optimizer)
+    return {
+        "stored": len(stored),
+        "partial": len(partial),
+        "difference": max(
+            float((found[part][name].detach().cpu() - wanted[part][name].detach().cpu()).abs().max())
+            for part in found
+            for name in found[part]
+        ),
+        "unsplit": [
+            name
+            for name, tensor in other.named_parameters()
+            if any(plan.parameters[name].spec) and "devices=" not in torch_xla._XLAC._get_xla_sharding_spec(tensor)
+        ],
+    }
+
+
+def fsdpv2_beside():
+    """A model under torch_xla's FSDPv2 trains in the same process, step by step beside a planned one."""
+    import numpy
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    model, beside, reference = fresh(), fresh(), fresh()
+    plan = planned(model)
+    optimizer = sgd(model.parameters())
+    plan.apply(model, optimizer)
+    mesh = xs.Mesh(numpy.arange(8), (8, 1), ("fsdp", "model"))
+
+    def shard_output(output, mesh):
+        xs.mark_sharding(output, mesh, ("fsdp", None))
+
+    wrapped = SpmdFullyShardedDataParallel(beside.to("xla"), mesh=mesh, shard_output=shard_output)
+    theirs = sgd(wrapped.parameters())
+    losses, their_losses = [], []
+    for number in range(STEPS):
+        x, y = (t.to("xla") for t in batch(number))
+        with plan.annotate():
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+        torch_xla.sync()
+        x, y = (xs.mark_sharding(t.to("xla"), mesh, ("fsdp", None)).global_tensor for t in batch(number))
+        theirs.zero_grad()
+        their_loss = torch.nn.functional.mse_loss(wrapped(x), y)
+        their_loss.backward()
+        theirs.step()
+        torch_xla.sync()
+        losses.append(loss.item())
+        their_losses.append(their_loss.item())
+    wanted = alone(reference)
+    ours, other = compared(losses, wanted, model, reference), compared(their_losses, wanted, beside, reference)
+    return {key: max(ours[key], other[key]) for key in ours}
+
+
+class Accumulating(torch.nn.Module):
+    """The mean loss of several parts of a batch, one after the other, as a loop that accumulates gradients has it."""
+
+    def __init__(self, model, parts):
+        super().__init__()
+        self.model = model
+        self.parts = parts
+
+    def forward(self, x, y):
+        losses = [
+            torch.nn.functional.mse_loss(self.model(a), b)
+            for a, b in zip(x.chunk(self.parts), y.chunk(self.parts), strict=True)
+        ]
+        return sum(losses) / self.parts
+
+
+def gradient_accumulation():
+    model, reference = Accumulating(fresh(), 2), fresh()
+    program = capture(model, batch(0), optimizer=sgd)
+    plan = alternating(program, MESH)
+    optimizer = sgd(model.parameters())
+    plan.apply(model, optimizer)
+    losses = []
+    for number in range(STEPS):
+        with plan.annotate():
+            optimizer.zero_grad()
+            loss = model(*(t.to("xla") for t in batch(number)))
+            loss.backward()
+            optimizer.step()
+        torch_xla.sync()
+        losses.append(loss.item())
+    return compared(losses, alone(reference), model, reference)
+
+
+class Scanned(torch.nn.Module):
+    """Equal layers under torch_xla's `scan_layers`."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = torch.nn.Linear(16, 16)
+        self.layers = torch.nn.ModuleList([Plain(), Plain(), Plain()])
+
+    def forward(self, x):
+        from torch_xla.experimental.scan_layers import scan_layers
+
+        return scan_layers(self.layers, self.stem(x))
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 64)
+        self.down = torch.nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def layers_scanned():
+    torch.manual_seed(0)
+    model = Scanned()
+    reference = torch.nn.Sequential(model.stem, *model.layers)
+    reference = copy.deepcopy(reference)
+    losses, _ = trained(planned(model), model)
+    return compared(losses, alone(reference), model, reference)
+
+
 SCENARIOS = {
+    "layers_scanned": layers_scanned,
+    "checkpoint_between_plans": checkpoint_between_plans,
+    "fsdpv2_beside": fsdpv2_beside,
+    "gradient_accumulation": gradient_accumulation,
     "activation_checkpointing": activation_checkpointing,
     "bf16": bf16,
     "eager_and_compile": eager_and_compile,
