@@ -25,16 +25,19 @@ from autoshard.cost.rewrite_tpu import (
     scattered_by_rows,
     scattered_onto,
 )
-from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy
+from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
 from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
 """Bytes of results up to which collectives are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
 
-COPIES_BYTES = 80 * 2**14
-"""Bookkeeping of asynchronous copies: up to 40 each way are under way (libtpu's `xla_msa_max_outstanding_prefetches`
-and `_evictions`), each with a block of 16 KiB."""
+COPY_BYTES = 24 * 2**10
+"""Device memory that each asynchronous copy of a program takes beside what it copies; a slice of one `SLICE_BYTES`.
+Temporaries of 26 compiled steps for a v5e, less the arrays among them laid out as a heap, are this within 1 MB."""
+SLICE_BYTES = 30 * 2**10
+SLICES, SLICED = 4, 2**20
+"""Into how many slices a copy to on-chip memory is cut, and from how many bytes on (on a v5p it is not)."""
 
 SCOPED = 16 * 2**20
 """Bytes of results beyond which a combined all-reduce writes to device memory: the on-chip memory of one kernel
@@ -56,6 +59,9 @@ IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
 
 STILL = COLLECTIVES | {BARRIER}
 """Kinds of kernels whose traffic of device memory is not counted: a link is slower than that, or nothing moves."""
+
+LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
+"""Kinds of kernels that two cores run half each, their results in on-chip memory."""
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
 """Kinds that pass their operands' elements on."""
@@ -126,6 +132,13 @@ def _product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
     return None
 
 
+def _split_between_cores(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a kernel is a loop or a sum over what it reads, products of matrices left out (libtpu on a v5p)."""
+    if kernel.flops and _product_with_vectors(kernel, program) is None:
+        return False
+    return kernel.kind in LOOPS_OF_CORES or bool(kernel.flops)
+
+
 def _put_together(program: Lowered, array: int) -> bool:
     """Whether an array is gathered in pieces, so that no result takes over its buffer."""
     found = program.arrays[array]
@@ -194,6 +207,8 @@ class TpuBackend(Backend):
         for kernel in kernels:
             if kernel.kind in IN_PLACE:
                 kernel.shares = True
+            elif _product_with_vectors(kernel, program) is None:
+                kernel.shares = False
 
         def size(kernel: Kernel) -> int:
             return sum(program.arrays[array].bytes for array in kernel.writes)
@@ -211,19 +226,39 @@ class TpuBackend(Backend):
         return tuple(shapes) if kernel.kind in ELEMENTWISE and len(shapes) == 1 else None
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """What frees most first, updates counted as in place or as new arrays: whichever needs less memory.
+
+        The memory scheduler knows of no donation (`DefaultMemoryScheduler` takes the best of several orders): by what
+        it frees, the update of the largest gradient comes last.
+        """
+        orders = [self._ordered(kernels, deps, program, updates) for updates in (True, False)]
+
+        def peaks(order: list[int]) -> list[int]:
+            counted = (
+                liveness(kernels, order, program.arrays, self.buffer_bytes, results=held) for held in (True, False)
+            )
+            return [live.peak for live in counted]
+
+        return orders[0] if orders[0] == orders[1] else min(orders, key=peaks)
+
+    def _ordered(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered, updates: bool) -> list[int]:
         """What frees most first; what needs nothing but arguments right before what reads it.
 
         The latency hiding scheduler keeps for the end what no collective waits for, so gradients that are not reduced
         yet are in memory together; and what nothing waits for, such as updates, comes last of all. It runs earlier
         where weights are gathered on the way, beside the gather.
+
+        Args:
+            updates: whether an update that is written over its argument adds nothing.
         """
-        lazy = {number for number, makers in enumerate(deps.makers) if not makers and deps.users[number]}
+        lazy = _lazy(kernels, deps)
         phases = _phases(kernels, deps)
         sequence: list[list[int]] = []
         for current in range(3):
             now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == current]
             rest = [kernels[number] for number in now]
-            sequence.append([now[n] for n in greedy(rest, dependencies(rest), program.arrays, updates=True)])
+            ordered = greedy(rest, dependencies(rest), program.arrays, updates=updates or current == 0)
+            sequence.append([now[number] for number in ordered])
         beside = _weight_gathers(kernels, deps)
         late = [*sequence[1], *sequence[2]]
         order: list[int] = []
@@ -302,9 +337,9 @@ class TpuBackend(Backend):
                     written.append(Life(size, (position, position + 1), gain - size / self.device.memory_bandwidth))
         whole = {array: self.buffer_bytes(program.arrays[array]) for array in read}
         far = {
-            array
+            live.buffers.get(array, array)
             for kernel, sizes in zip(kernels, touched, strict=True)
-            if kernel.kind == "all-reduce" and len(kernel.writes) > 1 and sum(sizes[a] for a in kernel.writes) > SCOPED
+            if self._writes_far(kernel, sum(sizes[a] for a in kernel.writes), program)
             for array in kernel.writes
         }
         lives = [
@@ -323,14 +358,30 @@ class TpuBackend(Backend):
             for array, size in sizes.items():
                 held = live.buffers.get(array, array)
                 known = held in uses or (held in read and position > read[held][1])
-                near = known and (held not in beside or (array in kernel.reads and position in beside[held]))
+                near = known and (held not in beside or (array in kernel.reads and position in beside[held].near))
                 if not near and kernel.kind not in STILL:
                     far_off[array] = size
             moved.append(far_off)
-        spans = {array: lives[place].span for place, array in enumerate(uses) if place in off}
+        spans = {array: (at[0], off[place].until) for place, (array, at) in enumerate(uses.items()) if place in off}
         _reduce_in_place(spans, live, kernels, program)
         heap = packed([(*span, live.sizes[array]) for array, span in spans.items()])
-        return Placement(heap + COPIES_BYTES, tuple(moved))
+        copied = sum(self._copies(life, off[place].copies) for place, life in enumerate(lives) if place in off)
+        kept = sum(place not in off for place in range(len(lives), len(lives) + len(written)))
+        return Placement(heap + copied + kept * COPY_BYTES, tuple(moved))
+
+    def _copies(self, life: Life, count: int) -> int:
+        """Bytes that `count` copies of a value to on-chip memory take beside the value."""
+        sliced = life.bytes >= SLICED and self.device.cores == 1
+        return count * (SLICES * SLICE_BYTES if sliced else COPY_BYTES)
+
+    def _writes_far(self, kernel: Kernel, size: int, program: Lowered) -> bool:
+        """Whether a kernel writes its results, of `size` bytes, to device memory: `SCOPED`, and devices of two cores.
+
+        These split loops and sums between their cores; what other kernels make must be where both reach it.
+        """
+        if kernel.kind == "all-reduce" and len(kernel.writes) > 1 and size > SCOPED:
+            return True
+        return self.device.cores > 1 and not _split_between_cores(kernel, program)
 
     def _worth(self, array: int, sizes: Mapping[int, int], gains: Mapping[int, float]) -> float:
         """Seconds that a value saves on chip, less those in which copying it there keeps others waiting."""
@@ -415,6 +466,16 @@ def _phases(kernels: Sequence[Kernel], deps: Dependencies) -> list[int]:
         0 if number in first else 1 if users or not reduced.isdisjoint(deps.makers[number]) else 2
         for number, users in enumerate(deps.users)
     ]
+
+
+def _lazy(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
+    """Kernels that need nothing but arguments, and copies and parts of what they make for these alone."""
+    found: set[int] = set()
+    for number, makers in enumerate(deps.makers):
+        alone = len(makers) == 1 and makers[0] in found and len(deps.users[makers[0]]) == 1
+        if deps.users[number] and (not makers or (alone and kernels[number].kind in ("copy", SLICE))):
+            found.add(number)
+    return found
 
 
 def _weight_gathers(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:

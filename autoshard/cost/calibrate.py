@@ -267,6 +267,8 @@ def calibrate(
         multiprocessors=start.multiprocessors if start else 0,
         compute_capability=start.compute_capability if start else 0.0,
         chip_devices=start.chip_devices if start else 1,
+        on_chip_bytes=start.on_chip_bytes if start else 0,
+        cores=start.cores if start else 1,
         source=_words(facts),
     )
     skipped = tuple(
@@ -434,8 +436,9 @@ def to_toml(found: Calibration) -> str:
     for key in ("multiprocessors", "compute_capability"):
         if getattr(device, key):
             lines.append(f"{key} = {getattr(device, key)}")
-    if device.chip_devices > 1:
-        lines.append(f"chip_devices = {device.chip_devices}")
+    for key, usual in (("chip_devices", 1), ("on_chip_bytes", 0), ("cores", 1)):
+        if getattr(device, key) != usual:
+            lines.append(f"{key} = {getattr(device, key)}")
     lines += ["achievable = { compute = 1.0, memory = 1.0 }", f"source = {_text(_source(found))}"]
     for link in device.links:
         lines += ["", f"[[{device.name}.links]]", f"name = {_text(link.name)}", f'topology = "{link.topology}"']

@@ -86,6 +86,7 @@ class Device:
         topology: chips per torus dim of one slice, or (hosts, devices per host); empty where none was given.
         slices: slices of that topology.
         on_chip_bytes: memory beside the device memory that the compiler places values in (a TPU's VMEM or CMEM).
+        cores: how many cores run one device's program: of several, each reaches its own on-chip memory alone.
         source: where the figures come from.
     """
 
@@ -105,6 +106,7 @@ class Device:
     topology: tuple[int, ...] = ()
     slices: int = 1
     on_chip_bytes: int = 0
+    cores: int = 1
     source: str = field(default="", repr=False, compare=False)
 
     @property
@@ -402,6 +404,7 @@ def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
         "multiprocessors", "compute_capability", "links", "source", "chip_devices", "on_chip_bytes",
+        "cores",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -435,6 +438,7 @@ def _device(table: _Table, name: str) -> Device:
         compute_capability=table.number("compute_capability") if "compute_capability" in table.value else 0.0,
         chip_devices=table.whole("chip_devices") if "chip_devices" in table.value else 1,
         on_chip_bytes=table.whole("on_chip_bytes", zero=True) if "on_chip_bytes" in table.value else 0,
+        cores=table.whole("cores") if "cores" in table.value else 1,
         source=table.text("source"),
     )
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
-from autoshard.cost.spmd import Move, Partitioned
+from autoshard.cost.spmd import Move, OpRun, Partitioned
 from autoshard.graph.groups import ELEMENTWISE, free_ops
+from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.simplify import fold
@@ -218,7 +219,12 @@ class _Lowering:
             own = own[count:]
         if op.kind in UPDATES and reads[0] is None:
             reads[0] = self._filled(op.operands[0], results[0], number)
-        made = self._made(op, reads, results, own, beside)
+        whole = self._gathered_whole(op, run, results[0]) if op.kind == "gather" and not own else None
+        made = self._made(op, reads, results, own, beside, whole)
+        if whole is not None:
+            parts = [self._array(value, -1) for value in results]
+            self._step(SLICE, number, made, parts)
+            made = tuple(parts)
         for value, array in zip(results, made, strict=True):
             self.of[value] = array
         if own:
@@ -253,13 +259,15 @@ class _Lowering:
         results: Sequence[Value],
         own: Sequence[Collective],
         beside: Sequence[int | None] = (),
+        tiling: Tiling | None = None,
     ) -> tuple[int, ...]:
         """The arrays of an op's results, before its own collectives; equal steps are one.
 
         Args:
             beside: what it reads beside its operands.
+            tiling: how its results are split at first, if not as they are in the end.
         """
-        tilings = tuple(self.shardings.made[value] for value in results)
+        tilings = tuple(tiling or self.shardings.made[value] for value in results)
         key: Hashable = None
         if op.kind in REPEATABLE:
             named = tuple(
@@ -271,7 +279,7 @@ class _Lowering:
                 return self.numbers[key]
         made = []
         for i, value in enumerate(results):
-            array = self._array(value, -1)
+            array = self._array(value, -1, tiling)
             if i == 0 and own:
                 self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
             made.append(array)
@@ -301,6 +309,19 @@ class _Lowering:
                 )
             else:
                 self.names[value] = (op.kind, tuple(op.attrs.items()), op.results, i if op.attrs else value)
+
+    def _gathered_whole(self, op: Op, run: OpRun, result: Value) -> Tiling | None:
+        """How a gather's result is split before a device takes its part of it; None where that is all it makes.
+
+        Rows are gathered from the operand as it is read: a dim of theirs that is whole there is cut afterwards.
+        """
+        operand = next((move.tiling for move in run.moves if move.place == 0), run.reads[0])
+        shapes = [self.graph.type_of(value).shape for value in (*op.operands, result)]
+        made = list(self.shardings.made[result])
+        for before, after in index_dims(op.kind, op.attrs, shapes[0], shapes[1], shapes[2]).passthrough:
+            if self.shardings.subaxes.ways(operand[before]) == 1:
+                made[after] = ()
+        return None if tuple(made) == self.shardings.made[result] else tuple(made)
 
     def _filled(self, value: Value, result: Value, op: int) -> int:
         """The array that is updated in place where it follows from constants: it is written first."""

@@ -13,7 +13,7 @@ too small for what comes later make the whole larger than the most that is live 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,9 +41,24 @@ class Life:
         return self.uses[0], self.uses[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Buffered:
+    """A value that has a buffer in device memory.
+
+    Attributes:
+        near: its uses that find it on chip all the same.
+        copies: how often it is copied there.
+        until: the last position at which device memory must hold it: all that reads it later finds it on chip.
+    """
+
+    near: frozenset[int]
+    copies: int
+    until: int
+
+
 def off_chip(
     lives: Sequence[Life], capacity: int, clock: Sequence[float] | None = None, longest: float = math.inf
-) -> dict[int, frozenset[int]]:
+) -> dict[int, Buffered]:
     """Which of `lives` need a buffer in device memory when `capacity` bytes lie on chip.
 
     Args:
@@ -51,7 +66,7 @@ def off_chip(
         longest: seconds that a value may wait on chip between two uses.
 
     Returns:
-        Place of the life -> the uses that find the value on chip all the same.
+        Place of the life -> its buffer there.
     """
     if not lives:
         return {}
@@ -66,14 +81,34 @@ def off_chip(
     def short(start: int, end: int) -> bool:
         return clock is None or clock[end] - clock[start + 1] <= longest
 
-    found: dict[int, frozenset[int]] = {}
+    found: dict[int, Buffered] = {}
     for place in sorted(range(len(lives)), key=lambda i: (-lives[i].gain / math.sqrt(max(lives[i].bytes, 1)), i)):
         life = lives[place]
         gaps = list(zip(life.uses, life.uses[1:], strict=False))
         if life.far or not all(short(*gap) for gap in gaps) or not fits(*life.span, life.bytes):
-            fetched = [(start if short(start, end) else end - 1, end) for start, end in gaps]
-            found[place] = frozenset(end for start, end in fetched if fits(start, end, life.bytes))
+            found[place] = _buffered(
+                life, [(start if short(start, end) else end - 1, end) for start, end in gaps], fits
+            )
     return found
+
+
+def _buffered(life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, int, int], bool]) -> Buffered:
+    """What becomes of a value that is on chip between two uses where it fits.
+
+    Args:
+        gaps: from where on it would be on chip, and the use that finds it there.
+    """
+    near: list[int] = []
+    copies, until, held = 0, life.uses[0], False
+    for before, (start, end) in zip(life.uses, gaps, strict=False):
+        kept = held and start == before
+        held = fits(start, end, life.bytes)
+        if held:
+            near.append(end)
+            copies += not kept
+        if not held or not kept:
+            until = max(before, end - held)
+    return Buffered(frozenset(near), copies, until)
 
 
 def packed(blocks: Sequence[tuple[int, int, int]]) -> int:

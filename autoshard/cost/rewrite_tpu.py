@@ -20,7 +20,10 @@ def _constant(program: Lowered, scatter: Step) -> bool:
 
 
 def scattered_onto(program: Lowered) -> Lowered:
-    """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between."""
+    """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between.
+
+    There one device of those that sum them scatters onto x, the others onto zeros: a select before it.
+    """
     at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
     gone: set[int] = set()
     for number, step in enumerate(program.steps):
@@ -48,7 +51,12 @@ def scattered_onto(program: Lowered) -> Lowered:
     rewriter = Rewriter(program)
     for number, step in enumerate(program.steps):
         if number in at:
-            for one in at[number][1]:
+            onto, steps = at[number]
+            if len(steps) > 1:
+                selected = rewriter.array(onto)
+                rewriter.emit(Step("select", steps[0].op, (onto,), (selected,)))
+                steps[0] = replace(steps[0], reads=(selected, *steps[0].reads[1:]))
+            for one in steps:
                 rewriter.emit(one)
         elif number not in gone:
             rewriter.emit(step)
@@ -90,8 +98,12 @@ def moved_by_rows(program: Lowered) -> Lowered:
     widened = {number: sizes for number, step in enumerate(program.steps) if (sizes := _rows_moved(program, step))}
     if not widened:
         return program
+    cut = {number: _cut(program, number) for number in widened if program.steps[number].kind == "gather"}
+    gone = {one for chain in cut.values() for one in chain}
     rewriter = Rewriter(program)
     for number, step in enumerate(program.steps):
+        if number in gone:
+            continue
         if number not in widened:
             rewriter.emit(step)
             continue
@@ -99,12 +111,44 @@ def moved_by_rows(program: Lowered) -> Lowered:
         if step.kind == "gather":
             made = rewriter.array(step.writes[0], size)
             rewriter.emit(replace(step, writes=(made,)))
-            rewriter.emit(Step("copy", step.op, (made,), step.writes))
+            last = step
+            for one in cut[number]:
+                last = program.steps[one]
+                part = rewriter.array(last.writes[0], _by_columns(program, last.writes[0], _window(program, step)))
+                rewriter.emit(replace(last, reads=(made,), writes=(part,)))
+                made = part
+            rewriter.emit(Step("copy", step.op, (made,), last.writes))
         else:
             read = rewriter.array(step.reads[place], size)
             rewriter.emit(Step("copy", step.op, (step.reads[place],), (read,)))
             rewriter.emit(replace(step, reads=(*step.reads[:place], read, *step.reads[place + 1 :])))
     return rewriter.result()
+
+
+def _cut(program: Lowered, number: int) -> list[int]:
+    """The steps that take a device's part of what a gather alone makes for them: they leave it lying as it does."""
+    found: list[int] = []
+    while True:
+        made = program.arrays[program.steps[number].writes[0]]
+        if made.returned or len(made.readers) != 1 or program.steps[made.readers[0]].kind != SLICE:
+            return found
+        number = made.readers[0]
+        if program.arrays[program.steps[number].writes[0]].shape is None:
+            return found
+        found.append(number)
+
+
+def _window(program: Lowered, step: Step) -> tuple[int, ...]:
+    """The dims of what a gather makes, or of a scatter's updates, that lie in one row."""
+    return tuple(program.graph.ops[step.op].attrs["offset_dims" if step.kind == "gather" else "window_dims"])
+
+
+def _by_columns(program: Lowered, number: int, window: tuple[int, ...]) -> int:
+    """Bytes of an array that lies as one row per index, the dims of `window` in the row."""
+    array = program.arrays[number]
+    shape = array.shape or ()
+    columns = math.prod(shape[dim] for dim in window)
+    return array.bytes * row_major((math.prod(shape) // columns, columns)) // math.prod(shape)
 
 
 def _rows_moved(program: Lowered, step: Step) -> tuple[int, int] | None:
@@ -113,15 +157,13 @@ def _rows_moved(program: Lowered, step: Step) -> tuple[int, int] | None:
         return None
     place = len(step.reads) - 1
     array = program.arrays[step.writes[0] if step.kind == "gather" else step.reads[place]]
-    attrs = program.graph.ops[step.op].attrs
-    window = attrs["offset_dims" if step.kind == "gather" else "window_dims"]
+    window = _window(program, step)
     if array.shape is None or not window or max(window) >= len(array.shape) or not all(array.shape):
         return None
     columns = math.prod(array.shape[dim] for dim in window)
-    rows = row_major((math.prod(array.shape) // columns, columns))
-    if rows < COPIED * tiled(array.shape):
+    if row_major((math.prod(array.shape) // columns, columns)) < COPIED * tiled(array.shape):
         return None
-    return place, array.bytes * rows // math.prod(array.shape)
+    return place, _by_columns(program, step.writes[0] if step.kind == "gather" else step.reads[place], window)
 
 
 def _narrow(program: Lowered, step: Step) -> bool:

@@ -71,6 +71,14 @@ def test_narrow_rows_take_128_numbers_each() -> None:
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
 
 
+def test_narrow_rows_are_gathered_whole_and_cut_as_they_lie() -> None:
+    """Of a table that every device holds whole: its rows, and the part of them that a device goes on with, padded."""
+    split = [((), ()), ((), ()), ((), (), ("model",))]
+    report = compiled(narrow, [f32(32, 8), ids(512, 512), f32(512, 512, 8)], split)
+    assert report.memory_bytes > 2 * 512 * 512 * 128 * 4
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
+
+
 def test_a_matrix_per_token_is_read_in_f32_and_gives_its_place_to_an_outer_product() -> None:
     """Both products read what flows back, in one loop: the gathered matrices live until the outer product is made."""
     arguments = [f32(8, 512, 512), ids(256), f32(256, 512)]
