@@ -2,7 +2,8 @@
 
 The partitioner writes an all-reduce, and where the value is then split further a dynamic-slice behind it. XLA's GPU and
 TPU compilers merge the two into a reduce-scatter (`ReduceScatterCreator`, xla/service/collective_opt_utils.cc) if the
-slice is the only reader, of one dim alone, and takes the parts in the order of the all-reduce's devices. The CPU
+slice is the only reader, of one dim alone, and takes the parts in the order of the all-reduce's devices; the GPU's
+not where the slices are uneven, since what is summed is padded in between. The CPU
 compiler merges none; there `verify` counts an all-reduce of which every device takes a slice of its own.
 """
 
@@ -66,6 +67,8 @@ class Cuts:
         if self.target == "cpu":
             return all(len({tuple(part) for part in group}) == ways for group in parts.tolist())
         split = [dim for dim, factor in enumerate(cut.factors) if factor > 1]
+        if self.target == "gpu" and any(cut.shape[dim] % cut.factors[dim] for dim in split):
+            return False
         return (
             len(split) == 1 and cut.factors[split[0]] == ways and bool((parts[:, :, split[0]] == np.arange(ways)).all())
         )

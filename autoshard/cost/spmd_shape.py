@@ -59,7 +59,7 @@ def slice_(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emissi
         for size, count, start, stride in zip(shape, op.results[0].shape, attrs["start"], attrs["stride"], strict=True)
     )
     run_as = source if owner.subaxes.tiles(source) > owner.subaxes.tiles(result) else result
-    return _windowed(owner, op, source, result, run_as, windows)
+    return _windowed(owner, op, source, result, run_as, windows, resharded=True)
 
 
 def pad(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
@@ -147,16 +147,27 @@ def _scattered(
 
 
 def _windowed(
-    owner: Partitioner, op: Op, source: Tiling, result: Tiling, run_as: Tiling, windows: tuple[Window, ...]
+    owner: Partitioner,
+    op: Op,
+    source: Tiling,
+    result: Tiling,
+    run_as: Tiling,
+    windows: tuple[Window, ...],
+    *,
+    resharded: bool = False,
 ) -> Emission:
-    """`ReshardAsWindowedInput`: reshard to `run_as`, exchange halos along each dim that is split and moved."""
+    """`ReshardAsWindowedInput`: reshard to `run_as`, exchange halos along each dim that is split and moved.
+
+    An operand that is whole along those dims is padded and sliced where it is, unless it is `resharded` in any case:
+    `HandleSlice` does that first, and then exchanges.
+    """
     kind = owner.graph.type_of(op.operands[0])
     subaxes = owner.subaxes
     own: list[Step] = []
     busy = [dim for dim, window in enumerate(windows) if run_as[dim] and not window.trivial]
     whole = tuple(() if dim in busy else axes for dim, axes in enumerate(run_as))
     target = run_as
-    if busy and (not any(source) or source == whole):
+    if busy and not resharded and (not any(source) or source == whole):
         target = source  # every device pads and slices what it has
     elif busy:
         found = [(dim, exchange(windows[dim], subaxes.ways(run_as[dim]))) for dim in busy]

@@ -151,6 +151,40 @@ def test_a_sum_whose_result_is_split_further_is_scattered():
     assert found == {("reduce-scatter", ("model",)): 16 * 64 // 2 * 32 * 32 * 4}
 
 
+def test_an_uneven_split_of_a_sum_is_no_reduce_scatter_on_gpus():
+    # Compiled so for 8 H100, as for 252 columns over four; XLA pads what was summed before it slices it.
+    found = {}
+    for columns in (250, 252):
+        graph = graph_from_text(
+            f"""func.func @main(%a: tensor<64x{columns}xf32>, %b: tensor<64x32xf32>) -> tensor<{columns}x32xf32> {{
+              %0 = stablehlo.dot_general %a, %b, contracting_dims = [0] x [0]
+                : (tensor<64x{columns}xf32>, tensor<64x32xf32>) -> tensor<{columns}x32xf32>
+              return %0 : tensor<{columns}x32xf32>
+            }}"""
+        )
+        rows, out = (("model",), ()), (("model",), ())
+        pins = {Value(0): rows, Value(1): rows, graph.outputs[0]: out}
+        found[columns] = {kind for kind, _ in predicted(graph, Annotations(pins), target="gpu")}
+    assert found[252] == {"reduce-scatter"}
+    assert "all-reduce" in found[250]
+    assert "reduce-scatter" not in found[250]
+
+
+@pytest.mark.parametrize(("whole", "size"), [((("data",), (), ()), 40960), (((), (), ()), 2 * 40960)])
+def test_halves_of_a_whole_value_that_are_split_are_exchanged(whole, size):
+    # Compiled so for CPU and 8 H100, gate and up in one weight: it was predicted to take nothing.
+    graph = graph_from_text(
+        """func.func @main(%a: tensor<8x16x256xf32>) -> tensor<8x16x128xf32> {
+          %0 = stablehlo.slice %a [0:8, 0:16, 0:128] : (tensor<8x16x256xf32>) -> tensor<8x16x128xf32>
+          %1 = stablehlo.slice %a [0:8, 0:16, 128:256] : (tensor<8x16x256xf32>) -> tensor<8x16x128xf32>
+          %2 = stablehlo.multiply %0, %1 : tensor<8x16x128xf32>
+          return %2 : tensor<8x16x128xf32>
+        }"""
+    )
+    pins = {Value(0): whole, graph.outputs[0]: (*whole[:2], ("model",))}
+    assert predicted(graph, Annotations(pins)) == {("collective-permute", ("model",)): size}
+
+
 def test_pools_that_do_not_overlap_need_no_edges():
     assert alone("pool", IN_SPACE) == alone("pool_back", IN_SPACE, IN_SPACE) == {}
 
