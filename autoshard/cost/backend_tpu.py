@@ -1,8 +1,9 @@
 """XLA's TPU compiler: what it fuses, combines, and in which order it runs.
 
-Everything elementwise runs inside the kernels that read it, however often that is: products take in their operands'
-makers and what their result goes through, so what is kept between forward and backward pass are results of products,
-gathers, sums and collectives. A value that products alone read is kept in bf16, the precision they run in.
+What is elementwise runs inside the kernels that read it, unless that reads more than keeping it: products take in their
+operands' makers and what their result goes through, so what is kept between forward and backward pass are results of
+products, gathers, sums and collectives, and the sums of several arrays that many kernels read (a residual stream).
+A value that products alone read is kept in bf16, the precision they run in.
 All-reduces work in place in device memory, not on chip; collectives are combined up to 120 MiB.
 """
 
@@ -67,6 +68,10 @@ MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concate
 """Kinds that pass their operands' elements on."""
 
 
+TAKING = INDEXED | {SLICE}
+"""Kinds that read of an operand what they make."""
+
+
 class TpuFusion(Fusion):
     """Products with what is elementwise around them, loops into everything."""
 
@@ -119,8 +124,31 @@ class TpuFusion(Fusion):
         return False
 
     def reads_more(self, step: Step, kernels: int) -> bool:
-        """Never a reason to keep a result."""
-        return False
+        """Whether running in every reader moves more than one write and a read each.
+
+        As seen: an elementwise result of two arrays runs again in three kernels, not in four; of three arrays in two,
+        not in three; of four not in two; of one array, and what is smaller than that, in any number.
+        """
+        made = self.arrays[step.writes[0]].bytes
+        read = self._read(step)
+        return kernels * read > read + made + kernels * made
+
+    def _read(self, step: Step) -> int:
+        """Bytes of the arrays that a step reads with what runs for it alone."""
+        sizes: dict[int, int] = {}
+        todo = [step]
+        while todo:
+            one = todo.pop()
+            made = self.arrays[one.writes[0]].bytes
+            for array in dict.fromkeys(one.reads):
+                found = self.arrays[array]
+                maker = None if found.maker < 0 else self.steps[found.maker]
+                if maker is not None and len(found.readers) == 1 and len(maker.writes) == 1 and self.inlined(maker):
+                    todo.append(maker)
+                else:
+                    taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
+                    sizes[array] = max(sizes.get(array, 0), taken)
+        return sum(sizes.values())
 
 
 def _product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.backend_tpu import TpuBackend, _and_gain
+from autoshard.cost.backend_tpu import TpuBackend, TpuFusion, _and_gain
 from autoshard.cost.device import load_device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
@@ -300,3 +300,37 @@ def test_a_transposed_copy_that_is_cut_up_has_its_last_dim_padded() -> None:
     backend = TpuBackend(load_device("tpu-v5e"))
     backend.store(backend.fusion(program).kernels(), program)
     assert (arrays[heads].dtype, arrays[heads].bytes) == ("f32", 4 * 3 * 4 * 64 * 128)
+
+
+@pytest.mark.parametrize(
+    ("operands", "readers", "kept"),
+    [(1, 6, False), (2, 3, False), (2, 4, True), (3, 2, False), (3, 3, True), (4, 2, True)],
+)
+def test_what_many_kernels_read_is_kept_where_running_it_again_reads_more(
+    operands: int, readers: int, kept: bool
+) -> None:
+    """As compiled by libtpu 0.0.51 for a v5e: sums of so many arrays of 8 MB, read by so many products."""
+    steps: list[Step] = []
+    arrays = arguments(operands + 1)
+    total = step(steps, arrays, "negate", (0,)) if operands == 1 else 0
+    for other in range(1, operands):
+        total = step(steps, arrays, "add", (total, other))
+    for _ in range(readers):
+        arrays[step(steps, arrays, "dot_general", (total, operands))].returned = True
+    assert (total in TpuFusion(Lowered(arrays, steps, [], MATRICES)).materialised()) == kept  # type: ignore[arg-type]
+
+
+def test_no_kernel_grows_with_the_length_of_a_residual_stream() -> None:
+    """The gradient of each layer is a sum of three arrays, which two products and the gradient before it read."""
+    steps: list[Step] = []
+    arrays = arguments(2)
+    stream = 0
+    for _ in range(40):
+        product = step(steps, arrays, "dot_general", (stream, 1))
+        rows = step(steps, arrays, "reduce", (product,))
+        scaled = step(steps, arrays, "multiply", (product, rows))
+        stream = step(steps, arrays, "add", (step(steps, arrays, "add", (stream, scaled)), 1))
+        arrays[step(steps, arrays, "dot_general", (1, stream))].returned = True
+    arrays[stream].returned = True
+    kernels = TpuFusion(Lowered(arrays, steps, [], MATRICES)).kernels()  # type: ignore[arg-type]
+    assert max(len(kernel.reads) for kernel in kernels) <= 6
