@@ -322,8 +322,9 @@ class IndexPartitioner:
         else:
             inside = self._moved(outcome, window, window_as, outer)
         left = tuple(axis for axis in devices if axis not in group)
+        held = self._within(operand, group)
         inner = self._partition(
-            self._within(operand, group),
+            held,
             self._within(indices, group),
             self._within(inside, group),
             left,
@@ -338,6 +339,8 @@ class IndexPartitioner:
         made_as = window_as if self.is_gather else operand_as
         size = self._bytes(target.shape, made_as, target.dtype)
         outcome.summed = inner.summed
+        if not self.is_gather:  # what the groups made is as they hold the operand
+            self._given(outcome, held, self.final, held.tiling, outer + group)
         if sums:
             outcome.own.extend(self.owner.sums(sums[::-1], size, None))
             together = self.owner.target != "cpu"

@@ -106,6 +106,17 @@ def test_random_shardings_of_index_ops_compile_to_what_is_predicted(seed: int, r
     assert predicted(graph, annotations) == normalise(found), compared.table()
 
 
+def test_what_experts_sum_over_the_axis_that_splits_them_is_scattered() -> None:
+    """Tokens and experts split by one axis, features by the other: it was predicted as an all-reduce."""
+    made, graph = program(["experts_back"], INDEXED)
+    held = (("data",), (), ("model",))
+    pins = {Value(0): held, Value(1): (("data",), ()), Value(2): held, graph.outputs[0]: held}
+    compiled = compile_module(annotate(made, graph, Annotations(pins), MESH), "cpu:8")
+    found = normalise(compiled_collectives(compiled.hlo_text, MESH, "cpu"))
+    assert ("reduce-scatter", ("data",)) in found
+    assert predicted(graph, Annotations(pins)) == found
+
+
 def test_on_gpus_what_is_broadcast_is_gathered_before() -> None:
     """The gradient of a summed bag: every row of a bag gets the same gradient."""
     text = """
