@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.on_chip import packed
 from autoshard.cost.schedule import (
     Dependencies,
     Liveness,
@@ -27,12 +29,19 @@ class Placement:
     """Where a compiler with on-chip memory keeps temporaries.
 
     Attributes:
-        bytes: of device memory for temporaries, gaps included.
+        blocks: (first kernel, last kernel, bytes) of what lies in device memory.
+        bookkeeping: bytes of device memory beside it.
         touched: per kernel, in order, array -> the bytes of it that it reads and writes in device memory.
     """
 
-    bytes: int
+    blocks: tuple[tuple[int, int, int], ...] = field(repr=False)
+    bookkeeping: int
     touched: tuple[Mapping[int, int], ...] = field(repr=False)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of device memory for temporaries, gaps included."""
+        return packed(self.blocks) + self.bookkeeping
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
-from autoshard.cost.on_chip import Life, off_chip, packed
+from autoshard.cost.on_chip import Life, off_chip
 from autoshard.cost.rewrite_tpu import (
     convolved,
     laid_out_for_convolutions,
@@ -392,10 +392,10 @@ class TpuBackend(Backend):
             moved.append(far_off)
         spans = {array: (at[0], off[place].until) for place, (array, at) in enumerate(uses.items()) if place in off}
         _reduce_in_place(spans, live, kernels, program)
-        heap = packed([(*span, live.sizes[array]) for array, span in spans.items()])
+        blocks = tuple((*span, live.sizes[array]) for array, span in spans.items())
         copied = sum(self._copies(life, off[place].copies) for place, life in enumerate(lives) if place in off)
         kept = sum(place not in off for place in range(len(lives), len(lives) + len(written)))
-        return Placement(heap + copied + kept * COPY_BYTES, tuple(moved))
+        return Placement(blocks, copied + kept * COPY_BYTES, tuple(moved))
 
     def _copies(self, life: Life, count: int) -> int:
         """Bytes that `count` copies of a value to on-chip memory take beside the value."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
 
 ELEMENTWISE = frozenset(
@@ -74,6 +75,7 @@ def free_ops(graph: Graph) -> frozenset[int]:
     return frozenset(free)
 
 
+@per_graph
 def fusion_groups(graph: Graph) -> Groups:
     """Partition the ops of `graph` that are neither arguments nor free."""
     free = free_ops(graph)

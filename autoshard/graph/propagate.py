@@ -17,6 +17,7 @@ constants and iotas alone is made for each reader anew (`HloConstantSplitter` wi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ from functools import cached_property
 from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.memo import Latest, per_graph
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -111,7 +113,16 @@ def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, *, simplified:
     Args:
         simplified: whether the compiler simplifies the program first, as a TPU's does.
     """
-    return _Propagation(graph, annotations, mesh, simplified).run()
+    return _propagation(graph, annotations, mesh, simplified).shardings
+
+
+_LATEST = Latest()
+
+
+def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, simplified: bool) -> _Propagation:
+    """The steps of one plan ask for the same: what is equal, whether numbers would be wrong, what it costs."""
+    key = annotations, mesh, simplified
+    return _LATEST.of(graph, key, lambda: _Propagation(graph, annotations, mesh, simplified))
 
 
 def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Value, Value]:
@@ -119,18 +130,22 @@ def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Val
 
     What follows from constants alone is left out: each reader has its own.
     """
-    run = _Propagation(graph, annotations, mesh, simplified=True)
+    run = _propagation(graph, annotations, mesh, simplified=True)
     return {value: first for value, first in run.merged.items() if run.first[first.op] not in run.expressions}
+
+
+_folded = per_graph(fold)
 
 
 class _Propagation:
     """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 
     def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, simplified: bool = False) -> None:
-        self.graph = graph
+        self.folded = _folded(graph)
+        self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
         self.simplified = simplified
         self.subaxes = Subaxes(mesh)
-        self.transfers = Transfers(graph, self.subaxes)
+        self.transfers = Transfers(self.graph, self.subaxes)
         self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
         for op in graph.ops:
             self.first[op.id + 1] = self.first[op.id] + len(op.results)
@@ -139,7 +154,6 @@ class _Propagation:
         self.reads: dict[tuple[int, Value], int] = {}
         self.pins: dict[Value, int] = {}
         self._add_copies(annotations)
-        self.folded = fold(graph)
         self.constants: dict[tuple[str, TensorType], int] = {}
         self.constant: set[int] = set()
         self.op_of: list[Op | None] = [op for op in graph.ops for _ in op.results]
@@ -338,7 +352,9 @@ class _Propagation:
 
     # ---- the fixpoint ------------------------------------------------------------------------------------------
 
-    def run(self) -> Shardings:
+    @cached_property
+    def shardings(self) -> Shardings:
+        """What is annotated, spread until nothing improves."""
         for level in _LEVELS:
             self._run_level(level)
         made = {}

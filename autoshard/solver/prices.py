@@ -22,11 +22,16 @@ from autoshard.cost.reshard import fit_of, reshard_matrix, reshard_steps
 from autoshard.cost.tpu_layout import row_major
 from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
+from autoshard.graph.memo import Latest
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.solver.strategies import Specs, Strategies, plain, spec_of
 
 Matrix = npt.NDArray[np.float64]
+
+
+_WORKS = Latest()
+"""The last program compiled whole: of all shapes of mesh of one size it is the same."""
 
 
 class Prices:
@@ -36,7 +41,7 @@ class Prices:
         """Compiles the whole program."""
         self.graph, self.groups, self.mesh, self.device = graph, groups, mesh, device
         self.backend = backend_of(device)
-        self.works = group_works(graph, groups, mesh, device)
+        self.works = _WORKS.of(graph, (mesh.size, device), lambda: group_works(graph, groups, mesh, device))
         self.last = last_products(graph, groups)
         self.sums = sum(self.last) or 1
         self.weights = sum(argument.role == "parameter" for argument in graph.program.arguments)

@@ -101,12 +101,16 @@ def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh
         for value in op.operands:
             if value in equal and graph.type_of(value).shape == op.results[0].shape != ():
                 members.setdefault(equal[value], {})[groups.of[op.id]] = made
-    found: list[tuple[TensorType, Shared]] = []
+    found: list[Shared] = []
+    within: dict[tuple[TensorType, int], list[set[int]]] = {}  # shape, group -> what was found with that group in it
     for value, own in sorted(members.items(), key=lambda item: -len(item[1])):
         ids, kind = tuple(sorted(own)), graph.type_of(value)
-        if len(ids) > 1 and not any(kind == other and set(ids) <= set(more.groups) for other, more in found):
-            found.append((kind, Shared(tuple(own[group] for group in ids), ids, value.op in groups.free)))
-    return [one for _, one in found]
+        if len(ids) > 1 and not any(more.issuperset(ids) for more in within.get((kind, ids[0]), ())):
+            found.append(Shared(tuple(own[group] for group in ids), ids, value.op in groups.free))
+            whole = set(ids)
+            for group in ids:
+                within.setdefault((kind, group), []).append(whole)
+    return found
 
 
 def disagreeing(formulation: Formulation, shared: Iterable[Shared], choice: Sequence[int]) -> list[Shared]:
