@@ -23,7 +23,7 @@ NETS = Path(__file__).with_name("nets.py")
 FLOOR = "import torch, torch_xla, jax, transformers"
 
 
-def llama(layers: int, width: int, inner: int, heads: int, mesh: str) -> list[str]:
+def llama(layers: int, width: int, inner: int, heads: int) -> list[str]:
     """A Llama 3 of these sizes: 8 key-value heads, vocabulary 128,256; batch 4 of 8,192 tokens, AdamW, f32.
 
     Without a memory limit: such a step, with whole attention scores and no checkpointing, fits on no 8 devices.
@@ -38,20 +38,12 @@ def llama(layers: int, width: int, inner: int, heads: int, mesh: str) -> list[st
         "max_position_embeddings": 8192,
     }
     settings = [text for key, value in fields.items() for text in ("--set", f"{key}={value}")]
-    return [
-        "hf:llama",
-        *settings,
-        "--batch",
-        "4",
-        "--seq",
-        "8192",
-        "--mesh",
-        mesh,
-        "--device",
-        "h100",
-        "--memory",
-        "none",
-    ]
+    return ["hf:llama", *settings, "--batch", "4", "--seq", "8192", "--memory", "none"]
+
+
+def on_h100(model: list[str], mesh: str) -> list[str]:
+    """Planned for such a mesh of H100."""
+    return [*model, "--mesh", mesh, "--device", "h100"]
 
 
 JOBS: dict[str, list[str]] = {
@@ -62,9 +54,9 @@ JOBS: dict[str, list[str]] = {
         *("--memory", "none"),
     ],
     "5000 parameters 2x4": [f"{NETS}:small_parameters", "--mesh", "2x4", "--device", "tpu-v5e"],
-    "llama-8b 2x4": llama(32, 4096, 14336, 32, "2x4"),
-    "llama-8b 4x4x4": llama(32, 4096, 14336, 32, "4x4x4"),
-    "llama-70b 8x8": llama(80, 8192, 28672, 64, "8x8"),
+    "llama-8b 2x4": on_h100(llama(32, 4096, 14336, 32), "2x4"),
+    "llama-8b 4x4x4": on_h100(llama(32, 4096, 14336, 32), "4x4x4"),
+    "llama-70b 8x8": on_h100(llama(80, 8192, 28672, 64), "8x8"),
 }
 """Name -> arguments of `autoshard plan`; `--train adamw` is added to all."""
 
