@@ -1,9 +1,10 @@
 """`plan(..., refine=TARGET)`: the few best candidates compiled for the target, and the best compiled one taken.
 
-Candidates are the solver's optimum; its runners-up, each the best plan in which alike parameters, or the inputs, may
-not be split as the optimum splits them; the optimum where communication counts half, as if the other half ran beside
-compute; and the plans written by hand that are for the program. Of those the few with the shortest predicted steps are
-compiled, and judged under the device model by what came out (`verify/judge.py`). Times are seconds of one step.
+Candidates are the solver's optimum; the optimum where communication counts half, as if the other half ran beside
+compute; the best runners-up, each the best plan in which alike parameters, or the inputs, may not be split over the
+axes that the optimum splits them over; and the best of the plans written by hand that are for the program. Those that
+communicate alike count as one. They are compiled, and judged under the device model by what came out
+(`verify/judge.py`). Times are seconds of one step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from autoshard.errors import ManualPlanError
-from autoshard.mesh import Mesh, Spec
+from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.plan import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 
 OPTIMUM = "optimum"
 """What the predicted choice is called among the candidates."""
-COMPILED = 6
-"""Candidates that are compiled, the optimum among them."""
+_BEST = {"runner-up": 2, "by hand": 2}
+"""How many of each kind are compiled, beside the optimum and the overlapped one."""
+COMPILED = 2 + sum(_BEST.values())
+"""Candidates that are compiled at most."""
+_ALIKE = 1e-3
+"""Plans that communicate the same bytes, with steps that differ by less than this part, count as one."""
 _FORBIDDEN = 4
 """Decisions that runners-up are sought by: the largest parameters, alike ones together, and the inputs."""
 _HIDDEN = 0.5
@@ -42,6 +47,25 @@ class _Candidate:
     annotations: Annotations = field(repr=False)
     prediction: Prediction = field(repr=False)
     solver: SolverInfo | None = None
+    kind: str = ""
+
+    @property
+    def time(self) -> float:
+        return self.prediction.step_time_s
+
+    def like(self, other: _Candidate) -> bool:
+        """Whether both communicate the same in the same time."""
+        mine, others = (_moved(each.prediction) for each in (self, other))
+        return mine == others and abs(self.time - other.time) <= _ALIKE * max(self.time, other.time)
+
+
+def _moved(prediction: Prediction) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes of collectives per kind and axes."""
+    found: dict[tuple[str, tuple[str, ...]], int] = {}
+    for each in prediction.collectives:
+        key = each.kind, each.axes
+        found[key] = found.get(key, 0) + each.bytes * each.count
+    return found
 
 
 def check_refine(text: str, mesh: Mesh) -> Target:
@@ -122,13 +146,14 @@ def refined(
 
 
 def _distinct(candidates: list[_Candidate], memory: int | None) -> list[_Candidate]:
-    """The optimum and the best predicted others that fit, no two of them annotating alike."""
+    """The optimum and the best predicted others of each kind that fit, no two of them alike."""
     first, *others = candidates
-    found = [first]
-    for each in sorted(others, key=lambda each: each.prediction.step_time_s):
+    found, room = [first], dict(_BEST)
+    for each in sorted(others, key=lambda each: (each.kind != "", each.time)):
         fits = memory is None or each.prediction.peak_memory_bytes <= memory
-        if fits and len(found) < COMPILED and all(each.annotations != other.annotations for other in found):
+        if fits and room.get(each.kind, 1) and not any(each.like(other) for other in found):
             found.append(each)
+            room[each.kind] = room.get(each.kind, 1) - 1
     return found
 
 
@@ -144,7 +169,7 @@ def _rivals(
     options, mesh = plan.options, plan.mesh
     formulation = formulated(graph, mesh, options.memory, options.hints, say)
 
-    def solved(name: str, problem: Formulation, *, same_costs: bool) -> Iterator[_Candidate]:
+    def solved(name: str, problem: Formulation, kind: str) -> Iterator[_Candidate]:
         try:
             decided = decide(
                 problem, mesh, hints=options.hints, fold=options.fold, time_limit=time_limit, seed=options.seed
@@ -153,24 +178,26 @@ def _rivals(
             return
         annotations = written(decided.annotations)
         info = None
-        if same_costs and plan.solver is not None and plan.solver.bound is not None:
+        if kind and plan.solver is not None and plan.solver.bound is not None:
             objective = decided.solution.objective
             gap = max(0.0, objective - plan.solver.bound) / objective if objective else 0.0
             info = SolverInfo("feasible", objective, plan.solver.bound, gap, decided.solution.backend)
-        yield _Candidate(name, annotations, predict_annotations(graph, annotations, mesh), info)
+        yield _Candidate(name, annotations, predict_annotations(graph, annotations, mesh), info, kind)
 
     say("runners-up")
+    chosen = _chosen(plan, graph)
     for name, values in _decisions(graph).items():
-        forbidden = {value: plan_spec for value, plan_spec in _chosen(plan, graph).items() if value in values}
-        yield from solved(f"without its {name}", formulation.without(forbidden), same_costs=True)
-    yield from solved("overlapped", _overlapped(graph, plan), same_costs=False)
+        forbidden = {value: axes for value, axes in chosen.items() if value in values}
+        yield from solved(f"another {name}", formulation.without(forbidden), "runner-up")
+    yield from solved("overlapped", _overlapped(graph, plan), "")
     say("plans by hand")
     yield from _by_hand(plan, graph)
 
 
-def _chosen(plan: Plan, graph: Graph) -> dict[Value, Spec]:
+def _chosen(plan: Plan, graph: Graph) -> dict[Value, frozenset[str]]:
+    """Argument -> the axes that split it."""
     pins = plan.annotations(graph).pins
-    return {value: spec for value, spec in pins.items() if graph.ops[value.op].kind == "argument"}
+    return {value: spec_axes(spec) for value, spec in pins.items() if graph.ops[value.op].kind == "argument"}
 
 
 def _decisions(graph: Graph) -> dict[str, set[Value]]:
@@ -221,4 +248,4 @@ def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
         except ManualPlanError:
             continue
         if all(value is not None and annotations.pins.get(value) == spec for value, spec in hints.items()):
-            yield _Candidate(name, annotations, predict_annotations(graph, annotations, plan.mesh))
+            yield _Candidate(name, annotations, predict_annotations(graph, annotations, plan.mesh), kind="by hand")

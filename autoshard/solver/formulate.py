@@ -29,7 +29,7 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules import rule_for
 from autoshard.graph.tiling import Subaxes
-from autoshard.mesh import Mesh, Spec
+from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.solver.prices import Prices
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.strategies import (
@@ -103,12 +103,12 @@ class Formulation:
             costs[node] = np.where(np.array([each == spec for each in specs]), costs[node], math.inf)
         return replace(self, problem=replace(self.problem, node_costs=costs)) if wanted else self
 
-    def without(self, unwanted: Mapping[Value, Spec]) -> Formulation:
-        """The problem in which these values cannot be split as said; infeasible where there is no other way."""
+    def without(self, unwanted: Mapping[Value, frozenset[str]]) -> Formulation:
+        """The problem in which no value is split by exactly these axes; infeasible where there is no other way."""
         costs = list(self.problem.node_costs)
-        for value, spec in unwanted.items():
+        for value, axes in unwanted.items():
             node, specs = self.shardings_of(value)
-            costs[node] = np.where(np.array([each == spec for each in specs]), math.inf, costs[node])
+            costs[node] = np.where(np.array([spec_axes(each) == axes for each in specs]), math.inf, costs[node])
         return replace(self, problem=replace(self.problem, node_costs=costs))
 
     def annotations(self, choice: Sequence[int]) -> Annotations:
