@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.device import current
+
 _NAMES = """
 _upsample_nearest_exact1d _upsample_nearest_exact3d aminmax bucketize.Scalar bucketize.Tensor channel_shuffle col2im
 copysign.Tensor exp2 fmax fmin glu_backward heaviside huber_loss hypot im2col isin.Scalar_Tensor
@@ -42,14 +44,11 @@ def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
     return taken.movedim(dim + 1, -1)
 
 
-@cache
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
-    """What computes an op overload in others, if torch_xla needs that."""
-    return _table().get(op) if falls_back(op.name()) else None
+    """What computes an op overload in others, if the device needs that."""
+    return _decomposition(op, current().type)
 
 
 @cache
-def falls_back(name: str) -> bool:
-    """Whether the dispatcher's entry of an op for XLA is torch_xla's fallback to the CPU."""
-    table = torch._C._dispatch_dump_table(name)
-    return any(line.startswith("XLA:") and "[backend fallback]" in line for line in table.splitlines())
+def _decomposition(op: Any, device: str) -> Callable[..., Any] | None:
+    return _table().get(op) if current().falls_back(op.name()) else None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from autoshard.capture.device import is_xla
 from autoshard.capture.refusals import asks_for_data
 from autoshard.errors import CaptureError
 
@@ -103,7 +104,7 @@ def seed_state(
 def state_tensors(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of each tensor of a parameter's state that lives on an XLA device."""
     for path, value in tree_flatten_with_path(dict(state))[0]:
-        if isinstance(value, torch.Tensor) and value.device.type == "xla":
+        if isinstance(value, torch.Tensor) and is_xla(value):
             yield ".".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]), value
 
 
@@ -226,7 +227,7 @@ def _seed(key: str, value: Any, placeholder: Placeholder) -> Any:
     """One entry of a parameter's state, made new for one parameter."""
 
     def seed(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+        if isinstance(leaf, torch.Tensor) and is_xla(leaf):
             return placeholder(leaf)
         if key == "step" and isinstance(leaf, torch.Tensor):
             return torch.full_like(leaf, STEADY_STEP)

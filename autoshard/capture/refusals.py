@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture.decompositions import falls_back
+from autoshard.capture.device import current, is_xla, names_it
 from autoshard.capture.exact import is_mask, masked_write
-from autoshard.capture.sequence import READS_VALUE, TRANSFERS, is_xla
+from autoshard.capture.sequence import READS_VALUE, TRANSFERS
 from autoshard.errors import CaptureError
 
 _SHAPED_BY_VALUES = frozenset(
@@ -51,7 +51,7 @@ def refuse_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[
     if not any(is_xla(t) for t in tensors):
         return
     asked = kwargs.get("device")
-    to_host = name in TRANSFERS and asked is not None and torch.device(asked).type != "xla"
+    to_host = name in TRANSFERS and asked is not None and not names_it(asked)
     if name.startswith("aten._copy_from"):
         to_host = len(tensors) > 1 and not is_xla(tensors[1])
     if name in READS_VALUE or name in ("aten._to_cpu.default",) or to_host:
@@ -69,7 +69,7 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) 
         raise _shape_by_value(
             "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values", name, where
         )
-    if falls_back(func.name()):
+    if current().falls_back(func.name()):
         raise no_lowering(name, where)
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
         found = ", ".join(str(t.dtype).removeprefix("torch.") for t in tensors)
@@ -175,7 +175,7 @@ _NOT_THE_USERS = ("torch", "torch_xla", "autoshard")
 def _source() -> str:
     """` at file:line`, the innermost line of the captured program that is neither torch's nor ours; else nothing."""
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_qualname.startswith("_Tracing."):  # further out is who plans
+    while frame is not None and not frame.f_code.co_qualname.startswith("Tracing."):  # further out is who plans
         if _users(frame):
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_back is None:

@@ -23,9 +23,9 @@ Ops on CPU tensors alone (step counters of optimizers, schedulers, a loader's co
 **Outputs of an op** are the tensors it returns, in order, then those it writes in place without returning them
 (`native_batch_norm` writes its running statistics).
 
-**Identity.** A tensor is known by torch_xla's own tensor id. It survives autograd's saved tensors, `detach` and
-`.data`, which are new Python objects; writing in place gives a new one; none is ever used twice. So nothing is kept
-alive here.
+**Identity.** A tensor is known by torch_xla's own tensor id, or what stands for it (`device.py`). It survives
+autograd's saved tensors, `detach` and `.data`, which are new Python objects; writing in place gives a new one; none is ever used
+twice. So nothing is kept alive here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.weak import TensorWeakRef
 
 from autoshard.capture.decompositions import decomposition_of
+from autoshard.capture.device import is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
 """Who made a tensor: `(k, j)` for output j of op k, the name of an argument, or None when nobody here knows."""
@@ -244,29 +245,15 @@ def _functionalized(result: Any) -> Any:
     return result
 
 
-def is_xla(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lives on an XLA device."""
-    return bool(tensor.device.type == "xla")
-
-
-def tensor_id(tensor: torch.Tensor) -> int:
-    """torch_xla's id of the value that an XLA tensor holds now."""
-    import torch_xla
-
-    return int(torch_xla._XLAC._xla_get_tensor_id(getattr(tensor, "global_tensor", tensor)))
-
-
 def _on_xla(tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op reads or makes XLA tensors."""
-    asked = kwargs.get("device")
-    return any(is_xla(t) for t in tensors) or (asked is not None and torch.device(asked).type == "xla")
+    return any(is_xla(t) for t in tensors) or names_it(kwargs.get("device"))
 
 
 def counts(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the op is counted, by the rule in this module's docstring (clearing and accumulation apart)."""
     asked = kwargs.get("device")
-    to_xla = asked is not None and torch.device(asked).type == "xla"
-    if not to_xla and not any(is_xla(t) for t in tensors):
+    if not names_it(asked) and not any(is_xla(t) for t in tensors):
         return False
     if name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE:
         return False

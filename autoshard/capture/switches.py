@@ -33,6 +33,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture import exact, interpolation, ops
+from autoshard.capture.device import current, is_xla
 from autoshard.capture.grouped import grouped_convolution
 from autoshard.capture.loops import unrolled
 from autoshard.capture.transformers_library import transformers_traced
@@ -126,7 +127,7 @@ def _backward(
 
 
 def _on_xla(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+    return isinstance(value, torch.Tensor) and is_xla(value)
 
 
 @contextlib.contextmanager
@@ -146,9 +147,13 @@ def _body_of_functional() -> Iterator[None]:
 # Dots.
 
 
+def _autocast() -> bool:
+    return current().type == "xla" and bool(torch.is_autocast_enabled("xla"))
+
+
 def _same_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """What autocast would do to the operands of a dot."""
-    if torch.is_autocast_enabled("xla"):
+    if _autocast():
         dtype = torch.get_autocast_dtype("xla")
         return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
     return list(tensors)
@@ -204,7 +209,7 @@ def _matmul(input: torch.Tensor, other: torch.Tensor) -> Any:
         return _UNTOUCHED
     if a.dim() < 2 or b.dim() < 2 or max(a.dim(), b.dim()) < 3:
         return _UNTOUCHED
-    if a.shape[-1] != b.shape[-2] or (a.dtype != b.dtype and not torch.is_autocast_enabled("xla")):
+    if a.shape[-1] != b.shape[-2] or (a.dtype != b.dtype and not _autocast()):
         return _UNTOUCHED
     rank = max(a.dim(), b.dim()) - 2
     batch = _LETTERS[:rank]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.sequence import is_xla
+from autoshard.capture.device import current, is_xla
 
 
 @contextlib.contextmanager
@@ -49,12 +49,7 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
 
 def _reads_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor depends on any data on the device that is more than one number (an input, a parameter)."""
-    if not is_xla(tensor):
-        return True
-    import torch_xla
-
-    _, leaves = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
-    return any(leaf.numel() > 1 for leaf in leaves)
+    return current().reads_data(tensor) if is_xla(tensor) else True
 
 
 def _on_xla(value: Any) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer, is_xla, tensor_id
-from autoshard.capture.torch_xla import tensor_type
+from autoshard.capture.device import is_xla, tensor_id
+from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer
+from autoshard.capture.tracing import tensor_type
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, describe
 from autoshard.lower.step import StepWriter

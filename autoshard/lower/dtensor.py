@@ -31,7 +31,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.torch_xla import tensor_type
+from autoshard.capture.tracing import tensor_type
 from autoshard.errors import LoweringError
 from autoshard.lower import place
 from autoshard.lower.dtensor_rules import register_missing

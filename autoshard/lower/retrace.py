@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.device import is_xla
 from autoshard.capture.modules import ModulePaths
 from autoshard.capture.program import Program
-from autoshard.capture.sequence import WRITES_BACK, Call, is_xla
-from autoshard.capture.torch_xla import Labels, trace
+from autoshard.capture.sequence import WRITES_BACK, Call
+from autoshard.capture.torch_xla import XlaLabels, trace
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule
 from autoshard.lower.stablehlo import set_boundary
@@ -61,7 +62,7 @@ def _arguments(program: Program, schedule: Schedule) -> dict[int, Any]:
     }
 
 
-class _Annotated(Labels):
+class _Annotated(XlaLabels):
     """Labels each op as capture does, and annotates instead of marking."""
 
     def __init__(self, xla: Any, paths: ModulePaths, schedule: Schedule) -> None:

@@ -1,0 +1,515 @@
+"""What every way of capturing shares: the model on placeholders, its step traced once, and what it was made of.
+
+Every parameter, buffer, input and optimizer state is replaced by a *placeholder*, a tensor without data. The
+step runs once on these; a frontend (`torch_xla.py`, `torchax.py`) says what a placeholder is and lowers the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from autoshard.capture import refusals, switches
+from autoshard.capture.device import is_xla, tensor_id
+from autoshard.capture.inputs import Inputs, input_names, split_inputs
+from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
+from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, step
+from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
+from autoshard.capture.sequence import AtenSequence, Call
+from autoshard.errors import CaptureError
+
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "ui8",
+    torch.bool: "i1", torch.complex64: "complex<f32>", torch.complex128: "complex<f64>",
+}  # fmt: skip
+"""torch dtype -> StableHLO's word for it."""
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Leave no lazy tensor of a capture alive, also when it fails.
+
+    torch_xla's next sync runs every lazy tensor that is alive, and a placeholder among them, which has no data, ends
+    the process. What could keep one is a cycle that waits for the collector, or the frames of an error that somebody
+    keeps (a notebook keeps the last one); of the errors behind that one only what they say is kept.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # so that the collection below looks at nothing older than the capture
+    try:
+        yield
+    except BaseException as error:
+        failures: list[BaseException | None] = [error]
+        seen: set[int] = set()
+        while failures:
+            failure = failures.pop()
+            if failure is not None and id(failure) not in seen:
+                seen.add(id(failure))
+                traceback.clear_frames(failure.__traceback__)
+                failures += [failure.__cause__, failure.__context__]
+                if failure is not error:
+                    failure.__traceback__ = None
+        raise
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def trace_step(
+    tracing: Callable[[torch.nn.Module, Any, tuple[str, ...]], Tracing],
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    train: bool | None,
+    switches: Sequence[str],
+) -> Program:
+    """Trace a program by a frontend's `Tracing`; the other arguments as in `capture.torch_xla.capture`."""
+    train = bool(loss_fn is not None or optimizer is not None) if train is None else train
+    if optimizer is not None and not train:
+        raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
+    with nothing_left():
+        inputs = split_inputs(model, sample_inputs, loss_fn)
+        with tracing(model, loss_fn, tuple(switches)) as traced:
+            loss_or_output = traced.forward(inputs, loss_fn, train)
+            if train:
+                traced.backward(loss_or_output, optimizer)
+            return traced.program(loss_or_output, train)
+
+
+def check_placeable(like: torch.Tensor) -> None:
+    """Refuse a tensor that no placeholder can stand for."""
+    if like.dtype not in DTYPES:
+        raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
+    if like.layout is not torch.strided:
+        raise CaptureError(f"tensors of layout {like.layout} cannot be captured; only dense ones (`.to_dense()`)")
+
+
+@dataclass
+class Known:
+    """A tensor that is an argument: what it was first, and what `Program` says of it."""
+
+    name: str
+    role: ArgumentRole
+    tensor: torch.Tensor
+    first: int
+    of: str | None = None
+    annotated: str = ""
+
+
+@dataclass
+class Result:
+    """A result of the step, before it is lowered."""
+
+    name: str
+    role: OutputRole
+    tensor: torch.Tensor
+    updates: str | None = None
+
+
+@dataclass
+class Lowered:
+    """What a frontend made of a trace.
+
+    Attributes:
+        stablehlo: as `Program.stablehlo`.
+        arguments: of its main function.
+        result_types: one for each result that was asked for.
+    """
+
+    stablehlo: bytes
+    arguments: tuple[Argument, ...]
+    result_types: tuple[TensorType, ...]
+
+
+class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
+    """One capture: the model on placeholders while it is entered, restored when it is left, however that is."""
+
+    frontend: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    """Whose versions a program notes."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Any, names: tuple[str, ...]) -> None:
+        """Nothing is replaced yet; `names` are switches."""
+        self.model = model
+        self.switches = names
+        self.known: dict[str, Known] = {}
+        self.results: list[Result] = []
+        self.values: dict[str, torch.Tensor] = {}
+        self.parameters: dict[int, torch.Tensor] = {}
+        self.memo: dict[int, torch.Tensor] = {}
+        self.roots = {"": model}
+        if isinstance(loss_fn, torch.nn.Module):
+            self.roots["loss_fn"] = loss_fn
+        self.saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self.stack = contextlib.ExitStack()
+
+    # What a frontend says.
+
+    @abstractmethod
+    def placeholder(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape and dtype that has no data."""
+
+    @abstractmethod
+    def annotated(self, tensor: torch.Tensor) -> str:
+        """The GSPMD sharding that a tensor of the user's carries, in HLO's words; empty where there is none."""
+
+    @abstractmethod
+    def make_labels(self, paths: ModulePaths) -> Labels:
+        """The dispatch mode that the step runs under."""
+
+    @abstractmethod
+    def lower(self, results: Sequence[Result]) -> Lowered:
+        """The trace as StableHLO."""
+
+    def begin(self) -> None:
+        """Set what has to be set for placeholders to exist; undone by callbacks on `self.stack`."""
+
+    def begin_step(self) -> None:
+        """The same, once placeholders stand for the model's tensors."""
+
+    def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
+        """What an error of the frontend's own means, if it is one; `first` is the first line that it says."""
+        return None
+
+    # The model on placeholders.
+
+    def __enter__(self) -> Tracing:
+        """Put placeholders in place."""
+        self.stack.callback(self._restore)
+        try:
+            self.stack.enter_context(
+                torch.inference_mode(False)
+            )  # the caller's would keep gradients from being recorded
+            self.begin()
+            for prefix, root in self.roots.items():
+                self._replace(prefix, root)
+            names = {id(k.tensor): k.name for k in self.known.values()}
+            self.paths = self.stack.enter_context(ModulePaths(self.roots, names))
+            self.labels = self.make_labels(self.paths)
+            self.begin_step()
+            self.stack.enter_context(torch.random.fork_rng(devices=[]))
+            self.stack.enter_context(switches.active(self.switches, self.model))
+            self.stack.enter_context(refusals.RefuseMasks(self.paths.describe))
+        except BaseException:
+            self.stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put the model's own tensors back."""
+        self.stack.close()
+
+    def _replace(self, prefix: str, root: torch.nn.Module) -> None:
+        """Put placeholders in the place of parameters and buffers, in dicts of their own."""
+        for path, module in root.named_modules():
+            self.saved.append((module, dict(module.__dict__)))
+            where = ".".join(part for part in (prefix, path) if part)
+            for table in ("_parameters", "_buffers"):
+                tensors = module.__dict__.get(table) or {}
+                module.__dict__[table] = {
+                    name: None if t is None else self._stand_in(t, f"{where}.{name}" if where else name)
+                    for name, t in tensors.items()
+                }
+        for module, attributes in self.saved:
+            for name, value in attributes.items():
+                if name[:1] == "_" and isinstance(value, list) and value and all(id(v) in self.memo for v in value):
+                    module.__dict__[name] = [self.memo[id(v)] for v in value]  # such as an RNN's _flat_weights
+
+    def _stand_in(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in self.memo:
+            made, role = self.placeholder(tensor), "buffer"
+            if isinstance(tensor, torch.nn.Parameter):
+                made, role = torch.nn.Parameter(made, requires_grad=tensor.requires_grad), "parameter"
+                made.__dict__.update(tensor.__dict__)
+                self.parameters[id(tensor)] = made
+            self.memo[id(tensor)] = made
+            self._know(name, "parameter" if role == "parameter" else "buffer", made, like=tensor)
+        return self.memo[id(tensor)]
+
+    def _restore(self) -> None:
+        for module, attributes in self.saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+    def _know(
+        self,
+        name: str,
+        role: ArgumentRole,
+        tensor: torch.Tensor,
+        of: str | None = None,
+        like: torch.Tensor | None = None,
+    ) -> None:
+        while name in self.known:
+            name += "_"
+        annotated = "" if like is None else self.annotated(like)
+        self.known[name] = Known(name, role, tensor, tensor_id(tensor), of, annotated)
+
+    # The step.
+
+    def forward(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, train: bool) -> Any:
+        """Run the forward pass on placeholders; returns the loss of a training step, else the output."""
+        by_id: dict[int, torch.Tensor] = {}
+        for name, value in input_names(self.model, inputs, loss_fn):
+            for path, leaf in tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in by_id:
+                    made = self.placeholder(leaf).requires_grad_(leaf.requires_grad)
+                    by_id[id(leaf)] = made
+                    self._know(".".join([name, *(_key(k) for k in path)]), "input", made, like=leaf)
+
+        def swap(value: Any) -> Any:
+            return tree_map(lambda leaf: by_id[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf, value)
+
+        self.labels.restart({k.name: k.tensor for k in self.known.values()})
+        with torch.set_grad_enabled(train), self._explained(inputs), self.labels:
+            output = self.model(*swap(inputs.args), **swap(dict(inputs.kwargs)))
+            if not train:
+                return output
+            self.paths.outside = "loss_fn"
+            if loss_fn is not None:
+                loss = loss_fn(output, *swap(inputs.loss_args), **swap(dict(inputs.loss_kwargs or {})))
+            else:
+                loss = _loss_of(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CaptureError(
+                "a training step needs a loss: one differentiable number. "
+                + (f"{'loss_fn' if loss_fn is not None else 'The model'} returned {_brief(loss)}.")
+                + (
+                    ""
+                    if loss_fn is not None
+                    else " Pass loss_fn, or inputs (labels) with which the model has a `.loss`."
+                )
+            )
+        return loss
+
+    def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
+        """Differentiate, and take the optimizer's step."""
+        self.labels.phase, self.paths.backward = "backward", True
+        self.paths.outside = "the backward pass"
+        with self._explained(None), self.labels:
+            loss.backward()
+        self.paths.backward = False
+        if optimizer is None:
+            for known in [k for k in self.known.values() if k.role == "parameter" and k.tensor.grad is not None]:
+                self.results.append(Result(f"{known.name}.grad", "output", known.tensor.grad))
+            return
+        self.paths.outside = "the optimizer"
+        made = make_optimizer(optimizer, self.parameters)
+        names = {id(k.tensor): k.name for k in self.known.values() if k.role == "parameter"}
+        with self._explained(None):
+            seeded = seed_state(made, names, self.placeholder, _Refusing(self.labels))
+        for name, (tensor, of) in seeded.items():
+            self._know(name, "optimizer_state", tensor, of)
+            self.labels.name(tensor, name)
+        self.labels.phase = "optimizer"
+        with self._explained(None), self.labels:
+            step(made)
+        for p, state in made.state.items():
+            if id(p) in names:
+                for name, tensor in state_tensors(state, names[id(p)]):
+                    if name not in self.known or tensor_id(tensor) != self.known[name].first:
+                        updates = name if name in self.known else None
+                        self.results.append(Result(name, "optimizer_state", tensor, updates))
+
+    @contextlib.contextmanager
+    def _explained(self, inputs: Inputs | None) -> Iterator[None]:
+        """Turn what goes wrong inside the program into one clear error."""
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            where = self.paths.failed()
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            if refusals.asks_for_data(first):
+                running, line = self.labels.running, refusals.line_of(error)
+                raise (
+                    refusals.no_lowering(running, where, line) if running else refusals.execution(where, line)
+                ) from error
+            explained = self.explain(error, first, where)
+            if explained is not None:
+                raise explained from error
+            given = f" The sample inputs were {inputs.describe()}." if inputs is not None else ""
+            raise CaptureError(f"{where} failed with {type(error).__name__}: {first.rstrip('.')}.{given}") from error
+
+    # The program.
+
+    def program(self, loss_or_output: Any, train: bool) -> Program:
+        """Lower what was traced."""
+        results = self._results(loss_or_output, train)
+        assert len({k.first for k in self.known.values()}) == len(self.known), "one tensor is known under two names"
+        with self._explained(None):
+            lowered = self.lower(results)
+        if len(lowered.result_types) != len(results):
+            raise CaptureError(f"{self.frontend} lowered {len(lowered.result_types)} results of {len(results)}")
+        index = {a.name: i for i, a in enumerate(lowered.arguments)}
+        outputs = tuple(
+            Output(r.name, r.role, type_, index.get(r.updates) if r.updates is not None else None)
+            for r, type_ in zip(results, lowered.result_types, strict=True)
+        )
+        return Program(
+            kind="train" if train else "forward",
+            frontend=self.frontend,
+            versions=_versions(self.packages),
+            switches=self.switches,
+            stablehlo=lowered.stablehlo,
+            arguments=lowered.arguments,
+            outputs=outputs,
+            ops=tuple(self.labels.ops),
+            values=self.values,
+            annotated={known.name: known.annotated for known in self.known.values() if known.annotated},
+            tp_plan=tensor_parallel_plan(self.model),
+        )
+
+    def _results(self, loss_or_output: Any, train: bool) -> list[Result]:
+        """Loss or outputs first, then what the step changed, in the order of the arguments."""
+        results = []
+        if train:
+            results.append(Result("loss", "loss", loss_or_output))
+        else:
+            for path, leaf in tree_flatten_with_path(loss_or_output)[0]:
+                if isinstance(leaf, torch.Tensor) and is_xla(leaf):
+                    results.append(Result(".".join(_key(k) for k in path) or "output", "output", leaf))
+            if not results:
+                raise CaptureError(f"the model's output holds no tensor ({_brief(loss_or_output)})")
+        for known in self.known.values():
+            if known.role == "parameter" or known.role == "buffer":
+                now = self._current(known)
+                if tensor_id(now) != known.first:
+                    results.append(Result(known.name, known.role, now, known.name))
+        return results + self.results
+
+    def _current(self, known: Known) -> torch.Tensor:
+        """What stands now where a parameter or buffer stood: a module may have assigned another tensor."""
+        for prefix, root in self.roots.items():
+            if known.name.startswith(f"{prefix}." if prefix else ""):
+                path, _, leaf = known.name.removeprefix(f"{prefix}." if prefix else "").rpartition(".")
+                try:
+                    now = getattr(root.get_submodule(path), leaf, None)
+                except AttributeError:
+                    continue
+                if isinstance(now, torch.Tensor) and is_xla(now):
+                    return now
+        return known.tensor
+
+
+class Labels(AtenSequence):
+    """Runs each aten op under its label, marks its outputs, records it; refuses what cannot be captured.
+
+    A frontend says how an op gets a label (`labelled`), and how an output is marked (`mark`).
+    """
+
+    def __init__(self, paths: ModulePaths) -> None:
+        """Before the first op."""
+        super().__init__()
+        self.paths = paths
+        self.phase = "forward"
+        self.ops: list[AtenOp] = []
+        self.running = ""
+
+    def run(self, call: Call) -> Any:
+        """Run an op that can be lowered, under its label."""
+        refusals.refuse_values(call.name, call.tensors, call.kwargs, self.paths.describe())
+        refusals.refuse(call.name, call.func, call.tensors, self.paths.describe())
+        self.running = call.name
+        result = self.labelled(call)
+        self.running = ""
+        return result
+
+    def labelled(self, call: Call) -> Any:
+        """Run the op under its label."""
+        raise NotImplementedError
+
+    def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Mark the outputs that lowering can annotate."""
+        raise NotImplementedError
+
+    def marked(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(j, the tensor) of each output that is to be marked."""
+        inputs = {tensor_id(t) for t in call.tensors if is_xla(t)}
+        for j, tensor in enumerate(outputs):
+            if is_xla(tensor) and tensor.is_floating_point() and tensor_id(tensor) not in inputs:
+                yield j, tensor
+
+    def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Record the op."""
+        types = [tensor_type(tensor) for tensor in outputs]
+        self.mark(call, outputs)
+        path = self.paths.current()
+        self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs))
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse what reads values."""
+        name = str(func)
+        tensors = tuple(t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        refusals.refuse_values(name, tensors, kwargs, self.paths.describe())
+        return func(*args, **kwargs)
+
+
+class _Refusing(AtenSequence):
+    """Only refuses."""
+
+    def __init__(self, labels: Labels) -> None:
+        super().__init__()
+        self.labels = labels
+        self.labels.running = ""
+
+    def run(self, call: Call) -> Any:
+        refusals.refuse_values(call.name, call.tensors, call.kwargs, "the optimizer")
+        refusals.refuse(call.name, call.func, call.tensors, "the optimizer")
+        self.labels.running = call.name
+        result = call.func(*call.args, **call.kwargs)
+        self.labels.running = ""
+        return result
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensors = tuple(t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        refusals.refuse_values(str(func), tensors, kwargs, "the optimizer")
+        return func(*args, **kwargs)
+
+
+def tensor_type(tensor: torch.Tensor) -> TensorType:
+    """Shape and dtype in the words of `Program`."""
+    return TensorType(tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+
+
+def _key(key: Any) -> str:
+    """One step of a pytree path."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        grad = "" if value.requires_grad else ", which requires no gradient"
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}{grad}"
+    return f"a {type(value).__name__}"
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for package in (*packages, *(["transformers"] if "transformers" in sys.modules else [])):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
