@@ -24,8 +24,8 @@ Ops on CPU tensors alone (step counters of optimizers, schedulers, a loader's co
 (`native_batch_norm` writes its running statistics).
 
 **Identity.** A tensor is known by torch_xla's own tensor id, or what stands for it (`device.py`). It survives
-autograd's saved tensors, `detach` and `.data`, which are new Python objects; writing in place gives a new one; none is ever used
-twice. So nothing is kept alive here.
+autograd's saved tensors, `detach` and `.data`, which are new Python objects; writing in place gives a new one; none is
+ever used twice. So nothing is kept alive here.
 """
 
 from __future__ import annotations

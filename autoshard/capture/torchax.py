@@ -1,0 +1,374 @@
+"""Capture without torch_xla, on current torch: the step recorded on placeholders, each of its aten ops lowered by jax.
+
+The aten ops are those that torch_xla would be given (`placeholders.py`), under the same numbers. Each different one, by
+its operands' shapes and its options, is lowered once: by `aten_jax.py` and what continues it, else by torchax. The
+module calls these functions in the order of the step, and then has them inlined; labels and marks are as torch_xla's
+capture leaves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoshard.capture import refusals, switches
+from autoshard.capture.device import captured_on, names_it
+from autoshard.capture.modules import ModulePaths
+from autoshard.capture.placeholders import (
+    META,
+    NoDataError,
+    Placeholder,
+    Recorded,
+    Recorder,
+    Ref,
+    Signature,
+    UnlowerableError,
+    inner,
+)
+from autoshard.capture.program import Argument, Program, TensorType
+from autoshard.capture.sequence import Call
+from autoshard.capture.torchax_library import check_versions, jax_function_of
+from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, trace_step
+from autoshard.errors import CaptureError
+
+FRONTEND = "torchax"
+
+
+def capture(
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    train: bool | None = None,
+    switches: Sequence[str] = switches.DEFAULT,
+) -> Program:
+    """Capture a program without running it; arguments and errors as those of `capture.torch_xla.capture`."""
+    check_versions()
+    return trace_step(_Tracing, model, sample_inputs, loss_fn, optimizer, train, switches)
+
+
+class _Meta:
+    """The device that placeholders are on."""
+
+    type = "meta"
+
+    def tensor_id(self, tensor: torch.Tensor) -> int:
+        found = inner(tensor)
+        return found.ident if found is not None else -id(tensor)
+
+    def reads_data(self, tensor: torch.Tensor) -> bool:
+        found = inner(tensor)
+        return found is None or found.recorder.reads[found.recorder.value_of(found)]
+
+    def falls_back(self, op: str) -> bool:
+        return op.partition("::")[2] in _NOT_ON_XLA
+
+
+_NOT_ON_XLA: frozenset[str] = frozenset()
+
+
+class _Tracing(Tracing):
+    """A capture on placeholders of our own."""
+
+    frontend = FRONTEND
+    packages = ("torch", "torchax", "jaxlib")
+
+    def begin(self) -> None:
+        self.stack.enter_context(captured_on(_Meta()))
+        self.recorder = Recorder(lambda func: lowering_of(func) is not None, _takes_numbers)
+
+    def begin_step(self) -> None:
+        self.stack.enter_context(_KeepsData())
+
+    def make_labels(self, paths: ModulePaths) -> Labels:
+        self.recording = _Recording(self.recorder, paths)
+        return self.recording
+
+    def placeholder(self, like: torch.Tensor) -> torch.Tensor:
+        check_placeable(like)
+        return self.recorder.argument(like)
+
+    def annotated(self, tensor: torch.Tensor) -> str:
+        return ""
+
+    def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
+        if isinstance(error, UnlowerableError):
+            return refusals.no_lowering(first, where, refusals.line_of(error))
+        if isinstance(error, NoDataError) or "on meta tensors" in first or "out of meta tensor" in first:
+            return refusals.execution(where, refusals.line_of(error))
+        return None
+
+    def lower(self, results: Sequence[Result]) -> Lowered:
+        found = [inner(result.tensor) for result in results]
+        values = [self.recorder.value_of(each) for each in found if each is not None]
+        names = {self.recording.arguments[k.name]: k for k in self.known.values()}
+        module = _Module(self.recorder, self.recording.marks, values)
+        arguments, scalars = [], 0
+        for value in module.arguments(list(names)):
+            kind = _type(*self.recorder.types[value])
+            if value in names:
+                known = names[value]
+                arguments.append(Argument(known.name, known.role, kind, known.of))
+            else:
+                self.values[f"scalar{scalars}"] = self.recorder.constants[value]
+                arguments.append(Argument(f"scalar{scalars}", "scalar", kind))
+                scalars += 1
+        kinds = tuple(_type(*self.recorder.types[value]) for value in values)
+        return Lowered(module.stablehlo(), tuple(arguments), kinds)
+
+
+def _type(shape: tuple[int, ...], dtype: torch.dtype) -> TensorType:
+    return TensorType(shape, DTYPES[dtype])
+
+
+class _Recording(Labels):
+    """Labels the calls that an op records; a mark is noted beside them."""
+
+    def __init__(self, recorder: Recorder, paths: ModulePaths) -> None:
+        self.recorder = recorder
+        self.arguments: dict[str, int] = {}
+        self.marks: dict[int, tuple[int, int]] = {}
+        super().__init__(paths)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Know an argument, and the value that it is in what is lowered."""
+        super().name(tensor, name)
+        found = inner(tensor)
+        assert found is not None
+        self.arguments[name] = found.value
+
+    def labelled(self, call: Call) -> Any:
+        """Run the op, and have what it records know its number."""
+        self.recorder.label = call.index
+        try:
+            return self._execute(call.func, call.args, call.kwargs)
+        except UnlowerableError as error:
+            raise refusals.no_lowering(str(error), self.paths.describe()) from None
+        finally:
+            self.recorder.label = None
+
+    def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Note which values lowering can annotate."""
+        for j, tensor in self.marked(call, outputs):
+            assert isinstance(tensor, Placeholder)
+            self.marks.setdefault(self.recorder.value_of(tensor), (call.index, j))
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse what reads values; keep the data of what comes from the host."""
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = tuple(t for t in leaves if isinstance(t, torch.Tensor))
+        refusals.refuse_values(str(func), tensors, kwargs, self.paths.describe())
+        return self._execute(func, args, kwargs)
+
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        on_meta = any(isinstance(each, torch.Tensor) and each.device == META for each in leaves)
+        return self.recorder.dispatch(func, args, kwargs) if on_meta or names_it(kwargs.get("device")) else func(
+            *args, **kwargs
+        )  # fmt: skip
+
+
+class _KeepsData(TorchFunctionMode):  # type: ignore[misc]
+    """Has tensors made of data on the host before they come to the device: made on `meta`, they would have none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and names_it(kwargs.get("device")):
+            if isinstance(args[0] if args else kwargs.get("data"), torch.Tensor):
+                return func(*args, **kwargs)
+            asked = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad")}
+            return func(*args, **asked).to(META).requires_grad_(bool(kwargs.get("requires_grad")))
+        if func is torch.Tensor.new_tensor and args[0].device == META:
+            asked = {"dtype": args[0].dtype if args[0].is_floating_point() else None} | kwargs
+            asked.pop("device", None)
+            return torch.tensor(*args[1:], **asked).to(META)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], _indices(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _indices(index: Any) -> Any:
+    """An index with tensors of the host in the place of its lists."""
+    if isinstance(index, tuple):
+        return tuple(_indices(each) for each in index)
+    if isinstance(index, list) and not any(isinstance(leaf, torch.Tensor) for leaf in index):
+        return torch.tensor(index)
+    return index
+
+
+# Lowering.
+
+
+def lowering_of(func: Any) -> Callable[..., Any] | None:
+    """What lowers an overload: `(output types, *args, **kwargs) -> arrays`, or None."""
+    from autoshard.capture import aten_jax, aten_jax_index, aten_jax_window  # noqa: F401
+
+    return aten_jax.LOWERINGS.get(str(func)) or jax_function_of(func)
+
+
+def _takes_numbers(func: Any) -> bool:
+    from autoshard.capture.aten_jax import NUMBERS_ARE_OPERANDS
+
+    return str(func) in NUMBERS_ARE_OPERANDS
+
+
+class _Module:
+    """The recorded calls that results depend on, as one StableHLO module."""
+
+    def __init__(self, recorder: Recorder, marks: Mapping[int, tuple[int, int]], results: Sequence[int]) -> None:
+        self.recorder, self.marks, self.results = recorder, marks, results
+        live = set(results)
+        self.calls: list[Recorded] = []
+        for call in reversed(recorder.calls):
+            if live.intersection(call.outputs):
+                live.update(call.operands)
+                self.calls.append(call)
+        self.calls.reverse()
+        self.live = live
+
+    def arguments(self, known: Sequence[int]) -> list[int]:
+        """The values that main is given, in its order: of these, and of constants, those that are read."""
+        self.given = [value for value in [*known, *self.recorder.constants] if value in self.live]
+        return self.given
+
+    def stablehlo(self) -> bytes:
+        """MLIR bytecode."""
+        import io
+
+        from autoshard.graph.stablehlo import entry_block, functions_of, mlir_context
+
+        with mlir_context(), jax_types():
+            module = _parsed(self._text())
+            _inline(module)
+            for name, function in functions_of(module).items():
+                if name != "main":
+                    function.erase()
+            assert entry_block(functions_of(module)["main"]) is not None
+            out = io.BytesIO()
+            module.operation.write_bytecode(out)
+        return out.getvalue()
+
+    def _text(self) -> str:
+        names = {value: f"%a{i}" for i, value in enumerate(self.given)}
+        types = [_mlir(*each) for each in self.recorder.types]
+        functions: dict[int, str] = {}
+        texts: list[str] = []
+        lines = []
+        for number, call in enumerate(self.calls):
+            function = functions.get(id(call.signature))
+            if function is None:
+                function = functions[id(call.signature)] = f"f{len(functions)}"
+                texts.append(_function_text(call.signature, function))
+            reads = ", ".join(names[value] for value in call.operands)
+            kinds = ", ".join(types[value] for value in call.operands)
+            made = [types[value] for value in call.outputs]
+            several = f":{len(made)}" if len(made) > 1 else ""
+            where = f' loc("op{call.label}")' if call.label is not None else ""
+            lines.append(f"  %c{number}{several} = call @{function}({reads}) : ({kinds}) -> ({', '.join(made)}){where}")
+            for j, value in enumerate(call.outputs):
+                names[value] = f"%c{number}#{j}" if several else f"%c{number}"
+                if value in self.marks:
+                    k, output = self.marks[value]
+                    lines.append(
+                        f"  %m{value} = stablehlo.custom_call @Sharding({names[value]}) {_REPLICATED}"
+                        f' : ({types[value]}) -> {types[value]} loc("op{k}.out{output}")'
+                    )
+                    names[value] = f"%m{value}"
+        given = ", ".join(f"{names[value]}: {types[value]}" for value in self.given)
+        made = [types[value] for value in self.results]
+        lines.append(f"  return {', '.join(names[value] for value in self.results)} : {', '.join(made)}")
+        main = f"func.func public @main({given}) -> ({', '.join(made)}) {{\n" + "\n".join(lines) + "\n}\n"
+        return "module {\n" + main + "".join(texts) + "}\n"
+
+
+_REPLICATED = '{mhlo.sharding = "{replicated}"}'
+
+
+def _mlir(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{DTYPES[dtype]}>"
+
+
+def _parsed(text: str) -> Any:
+    from jaxlib.mlir import ir
+
+    try:
+        return ir.Module.parse(text)
+    except ir.MLIRError as error:  # pragma: no cover
+        raise CaptureError(f"the StableHLO that was put together cannot be read: {error}") from error
+
+
+def _inline(module: Any) -> None:
+    """Inline the ops' functions, each op under the label of the call that it came from."""
+    from jaxlib.mlir import ir
+
+    from autoshard.graph.inline import inline_calls
+
+    def of(op: Any, caller: Any) -> Any:
+        return caller if caller is not None else (op.location if op.name == "func.call" else None)
+
+    def note(op: Any, context: Any) -> None:
+        if context is not None:
+            op.location = context
+
+    inline_calls(module, of, note)
+    assert isinstance(module, ir.Module)
+
+
+@contextlib.contextmanager
+def jax_types() -> Iterator[None]:
+    """Have jax keep 64-bit numbers as they are."""
+    import jax
+
+    logger = logging.getLogger("jax._src.xla_bridge")  # complains of plugins for devices that are not there
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _function_text(signature: Signature, name: str) -> str:
+    """The function of one op, in MLIR's text, with the functions that it calls."""
+    import jax
+
+    from autoshard.capture.aten_jax import DTYPES as JAX
+
+    lowering = lowering_of(signature.func)
+    assert lowering is not None
+    out = tuple(jax.ShapeDtypeStruct(shape, JAX[dtype]) for shape, dtype in signature.outputs)
+
+    def function(*operands: Any) -> Any:
+        def placed(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return operands[value.position]
+            if isinstance(value, tuple):
+                return tuple(placed(each) for each in value)
+            return value
+
+        made = lowering(out, *placed(signature.args), **{k: placed(v) for k, v in signature.kwargs.items()})
+        made = list(made) if isinstance(made, list | tuple) else [made]
+        return [jax.lax.convert_element_type(m, o.dtype).reshape(o.shape) for m, o in zip(made, out, strict=True)]
+
+    given = [jax.ShapeDtypeStruct(shape, JAX[dtype]) for shape, dtype in signature.operands]
+    try:
+        text = jax.jit(function, keep_unused=True).trace(*given).lower().as_text()
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CaptureError(
+            f"{signature.func} could not be lowered by jax ({type(error).__name__}: {first}); operands "
+            + ", ".join(_mlir(*each) for each in signature.operands)
+        ) from error
+    body = text[text.index("\n") + 1 : text.rindex("}")]
+    for own in re.findall(r"func\.func (?:public|private) @([\w.]+|\"[^\"]+\")\(", body):
+        plain = re.sub(r"\W", "_", own)
+        body = re.sub(rf"@{re.escape(own)}(?=\()", f"@{name}" if own == "main" else f"@{name}_{plain}", body)
+    return body.replace("func.func public", "func.func private")

@@ -1,0 +1,105 @@
+"""torchax: what of it there is, and how it is loaded beside a torch that it does not know yet."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from autoshard.errors import CaptureError
+
+MIN_TORCH = (2, 9)
+JAX = "0.10.2"
+INSTALL = "pip install 'autoshard[torchax]'"
+
+
+@cache
+def check_versions() -> None:
+    """Refuse packages that capture without torch_xla has not been made for.
+
+    Raises:
+        CaptureError: torch is too old, torchax is missing, or jax is another one; says what to install.
+    """
+    found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if found < MIN_TORCH:
+        raise CaptureError(
+            f"capture without torch_xla needs torch {'.'.join(map(str, MIN_TORCH))} or later, this is "
+            f"{torch.__version__}: {INSTALL}"
+        )
+    for package, wanted in (("torchax", ""), ("jax", JAX), ("jaxlib", JAX)):
+        have = installed(package)
+        if have is None:
+            raise CaptureError(f"capture without torch_xla needs {package}, which is not installed: {INSTALL}")
+        if wanted and have != wanted:
+            raise CaptureError(
+                f"capture without torch_xla reads what {package} {wanted} writes, and {package} {have} is installed: "
+                f"pip install jax=={JAX} jaxlib=={JAX}"
+            )
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+class _Absent:
+    """Stands in for an overload that this torch has no more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@cache
+def _registry() -> dict[Any, Any]:
+    """torchax's table of lowerings.
+
+    It names overloads for named tensors, which torch 2.13 has dropped: while torchax is loaded, a name stands for each
+    that is missing.
+    """
+    packet = type(torch.ops.aten.add)
+    has = packet.__getattr__
+
+    def getattr_(self: Any, name: str) -> Any:
+        try:
+            return has(self, name)
+        except AttributeError:
+            if name.startswith("__") or "imname" not in name:
+                raise
+            return _Absent(f"{self}.{name}")
+
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it warns of what it registers twice
+    packet.__getattr__ = getattr_
+    try:
+        from torchax.ops import ops_registry
+    except Exception as error:
+        raise CaptureError(
+            f"torchax {installed('torchax')} cannot be loaded beside torch {torch.__version__} "
+            f"({type(error).__name__}: {error}): {INSTALL}"
+        ) from error
+    finally:
+        packet.__getattr__ = has
+        logging.disable(before)
+    table: dict[Any, Any] = ops_registry.all_aten_ops
+    return table
+
+
+@cache
+def jax_function_of(func: Any) -> Callable[..., Any] | None:
+    """torchax's lowering of an overload, called as those of `aten_jax.py` are, or None."""
+    table = _registry()
+    found = table.get(func) or table.get(func.overloadpacket)
+    if found is None or not found.is_jax_function or found.needs_env:
+        return None
+    return lambda out, *args, **kwargs: found.func(*args, **kwargs)
