@@ -285,6 +285,38 @@ def _hardtanh_backward(out: Types, grad: Any, x: Any, low: Any, high: Any) -> An
     return lax.select(inside, grad, lax.full_like(grad, 0))
 
 
+@lowers("leaky_relu")
+def _leaky_relu(out: Types, x: Any, slope: Any = 0.01) -> Any:
+    return lax.select(lax.gt(x, lax.full_like(x, 0)), x, lax.mul(x, lax.full_like(x, slope)))
+
+
+@lowers("leaky_relu_backward")
+def _leaky_relu_backward(out: Types, grad: Any, x: Any, slope: Any, is_result: bool) -> Any:
+    return lax.select(lax.gt(x, lax.full_like(x, 0)), grad, lax.mul(grad, lax.full_like(grad, slope)))
+
+
+def _by_reduction(out: Types, losses: Any, reduction: int) -> Any:
+    """torch's numbers for no reduction, the mean and the sum."""
+    if reduction == 0:
+        return losses
+    return (_mean if reduction == 1 else _sum)(out, losses)
+
+
+@lowers("mse_loss")
+def _mse_loss(out: Types, x: Any, target: Any, reduction: int = 1) -> Any:
+    difference = lax.sub(*(spread(cast(each, out[0].dtype), np.broadcast_shapes(x.shape, target.shape))
+                           for each in (x, target)))  # fmt: skip
+    return _by_reduction(out, lax.mul(difference, difference), reduction)
+
+
+@lowers("mse_loss_backward")
+def _mse_loss_backward(out: Types, grad: Any, x: Any, target: Any, reduction: int) -> Any:
+    shape, dtype = out[0].shape, out[0].dtype
+    difference = lax.sub(*(spread(cast(each, dtype), shape) for each in (x, target)))
+    factor = 2 / math.prod(shape) if reduction == 1 else 2.0
+    return lax.mul(lax.mul(difference, lax.full_like(difference, factor)), spread(cast(grad, dtype), shape))
+
+
 # Tensors from nothing.
 
 

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.lax.windowed_reductions import _select_and_scatter
 
 from autoshard.capture.aten_jax import Types, cast, lowers, lowest, spread
 from autoshard.capture.aten_jax_index import scatter_add
 
 
 def _each(value: Any, rank: int) -> list[int]:
-    value = list(value) if isinstance(value, tuple | list) else [value]
-    return value * rank if len(value) == 1 else value
+    values: list[int] = list(value) if isinstance(value, tuple | list) else [value]
+    return values * rank if len(values) == 1 else values
 
 
 def _convolver(out_shape: Sequence[int], settings: Sequence[Any]) -> Callable[[Any, Any], Any]:
@@ -47,15 +48,55 @@ def _convolution(out: Types, x: Any, w: Any, bias: Any, *settings: Any) -> Any:
 @lowers("convolution_backward")
 def _convolution_backward(out: Types, grad: Any, x: Any, w: Any, bias_sizes: Any, *settings_and_mask: Any) -> Any:
     *settings, mask = settings_and_mask
+    stride, padding, dilation, transposed, _, groups = settings
     convolve = _convolver(grad.shape, settings)
+    plain = None if transposed or groups != 1 else [_each(each, x.ndim - 2) for each in (stride, padding, dilation)]
     made = []
-    if mask[0]:
-        made.append(jax.vjp(lambda each: convolve(each, w), x)[1](grad)[0])
-    if mask[1]:
-        made.append(jax.vjp(lambda each: convolve(x, each), w)[1](grad)[0])
+    if mask[0] and plain is not None:
+        made.append(_input_gradient(grad, x, w, *plain))
+    elif mask[0]:
+        made.append(jax.linear_transpose(lambda each: convolve(each, w), x)(grad)[0])
+    if mask[1] and plain is not None:
+        made.append(_kernel_gradient(grad, x, w, *plain))
+    elif mask[1]:
+        made.append(jax.linear_transpose(lambda each: convolve(x, each), w)(grad)[0])
     if mask[2]:
-        made.append(lax.reduce(grad, jnp.asarray(0, grad.dtype), lax.add, [0, *range(2, grad.ndim)]))
+        made.append(lax.reduce(grad, np.array(0, grad.dtype), lax.add, [0, *range(2, grad.ndim)]))
     return made
+
+
+def _input_gradient(
+    grad: Any, x: Any, w: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Any:
+    """As XLA's own helper has it: with the kernel turned round, its features exchanged."""
+    rank = x.ndim - 2
+    space = "HWD"[:rank]
+    edges = []
+    for d in range(rank):
+        reach = dilation[d] * (w.shape[2 + d] - 1)
+        low = reach - padding[d]
+        edges.append((low, x.shape[2 + d] - ((grad.shape[2 + d] - 1) * stride[d] + 1) - low + reach))
+    turned = lax.rev(lax.transpose(w, [*range(2, w.ndim), 1, 0]), range(rank))
+    names = (f"NC{space}", f"{space}OI", f"NC{space}")
+    return lax.conv_general_dilated(
+        grad, turned, [1] * rank, edges, lhs_dilation=stride, rhs_dilation=dilation, dimension_numbers=names
+    )
+
+
+def _kernel_gradient(
+    grad: Any, x: Any, w: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Any:
+    """As XLA's own helper has it: batch and features exchanged, the kernel's dims first."""
+    rank = x.ndim - 2
+    space = "HWD"[:rank]
+    edges = []
+    for d in range(rank):
+        reach = dilation[d] * (w.shape[2 + d] - 1) + (grad.shape[2 + d] - 1) * stride[d] + 1
+        edges.append((padding[d], reach - x.shape[2 + d] - padding[d]))
+    made = lax.conv_general_dilated(
+        x, grad, dilation, edges, rhs_dilation=stride, dimension_numbers=(f"CN{space}", f"IO{space}", f"{space}NC")
+    )
+    return lax.transpose(made, [rank + 1, rank, *range(rank)])
 
 
 # Pools.
@@ -78,7 +119,10 @@ def _window(
 
 def _max_pool(x: Any, window: Any) -> Any:
     size, step, edges, gap = window
-    return lax.reduce_window(x, np.array(lowest(x.dtype), x.dtype), lax.max, size, step, edges, None, gap)
+    least = np.array(lowest(x.dtype), x.dtype)
+    if any(edge != (0, 0) for edge in edges):
+        x = lax.pad(x, least, [(*edge, 0) for edge in edges])
+    return lax.reduce_window(x, least, lax.max, size, step, [(0, 0)] * x.ndim, None, gap)
 
 
 @lowers("max_pool2d_with_indices max_pool3d_with_indices")
@@ -105,7 +149,8 @@ def _max_pool_backward(
 ) -> Any:
     window = _window(x, jax.ShapeDtypeStruct(grad.shape, grad.dtype), kernel, stride, padding, dilation)
     if all(gap == 1 for gap in window[3]):
-        return jax.vjp(lambda each: _max_pool(each, window), x)[1](grad)[0]
+        zero = np.array(0, x.dtype)
+        return _select_and_scatter(x, lax.ge, window[0], window[1], window[2], grad, zero, lax.add)
     rank = len(kernel)
     flat = (*x.shape[:-rank], math.prod(x.shape[-rank:]))
     into = lax.full(flat, 0, x.dtype)
@@ -143,7 +188,11 @@ def _avg_pool_backward(
     out: Types, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, ceil: bool, counts_pads: bool, divisor: Any
 ) -> Any:
     pooled = (jax.ShapeDtypeStruct(grad.shape, grad.dtype),)
-    return jax.vjp(lambda each: _avg_pool(pooled, each, kernel, stride, padding, counts_pads, divisor), x)[1](grad)[0]
+
+    def average(each: Any) -> Any:
+        return _avg_pool(pooled, each, kernel, stride, padding, counts_pads, divisor)
+
+    return jax.linear_transpose(average, x)(grad)[0]
 
 
 def _adaptive(x: Any, sizes: Sequence[int]) -> Any:
@@ -171,7 +220,7 @@ lowers("_adaptive_avg_pool2d _adaptive_avg_pool3d")(lambda out, x, sizes: _adapt
 @lowers("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward")
 def _adaptive_backward(out: Types, grad: Any, x: Any) -> Any:
     rank = x.ndim - 2
-    return jax.vjp(lambda each: _adaptive(each, grad.shape[-rank:]), x)[1](grad)[0]
+    return jax.linear_transpose(lambda each: _adaptive(each, grad.shape[-rank:]), x)(grad)[0]
 
 
 # Random numbers: each op takes a seed and gives the next op's.

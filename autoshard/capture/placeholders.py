@@ -72,7 +72,7 @@ class Recorded:
     label: int | None
 
 
-class Placeholder(torch.Tensor):
+class Placeholder(torch.Tensor):  # type: ignore[misc]
     """A tensor of the step."""
 
     value: int

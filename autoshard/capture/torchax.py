@@ -371,4 +371,5 @@ def _function_text(signature: Signature, name: str) -> str:
     for own in re.findall(r"func\.func (?:public|private) @([\w.]+|\"[^\"]+\")\(", body):
         plain = re.sub(r"\W", "_", own)
         body = re.sub(rf"@{re.escape(own)}(?=\()", f"@{name}" if own == "main" else f"@{name}_{plain}", body)
-    return body.replace("func.func public", "func.func private")
+    private: str = body.replace("func.func public", "func.func private")
+    return private

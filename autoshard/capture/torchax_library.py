@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
 import re
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -50,6 +54,24 @@ def installed(package: str) -> str | None:
         return None
 
 
+@contextlib.contextmanager
+def _only_its_ops() -> Iterator[None]:
+    """Import modules of torchax without the package's own start, which renames a device of torch's and sets up jax."""
+    if "torchax" in sys.modules:
+        yield
+        return
+    found = importlib.util.find_spec("torchax")
+    if found is None:
+        raise ImportError("no module torchax")
+    package = types.ModuleType("torchax")
+    package.__path__ = list(found.submodule_search_locations or ())
+    sys.modules["torchax"] = package
+    try:
+        yield
+    finally:
+        del sys.modules["torchax"]
+
+
 class _Absent:
     """Stands in for an overload that this torch has no more."""
 
@@ -82,7 +104,9 @@ def _registry() -> dict[Any, Any]:
     logging.disable(logging.WARNING)  # it warns of what it registers twice
     packet.__getattr__ = getattr_
     try:
-        from torchax.ops import ops_registry
+        with _only_its_ops():
+            importlib.import_module("torchax.ops.jaten")
+            ops_registry = importlib.import_module("torchax.ops.ops_registry")
     except Exception as error:
         raise CaptureError(
             f"torchax {installed('torchax')} cannot be loaded beside torch {torch.__version__} "
