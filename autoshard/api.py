@@ -77,7 +77,8 @@ def plan(
             interrupt ends it too: with the best plan so far, if there is one.
         seed: of the solver.
         backend: of the solver's integer programs.
-        frontend: `auto` or `torch_xla`.
+        frontend: what captures: `torch_xla`, `torchax` (on any torch from 2.9 on), or `auto`, the first that is
+            installed; docs/capture.md.
         annotations: `all` pins every output of every aten op; `least` leaves out what GSPMD's propagation, as modelled,
             chooses by itself (see `lower/least.py`).
         refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be there: the few best candidates,
@@ -91,13 +92,14 @@ def plan(
         CaptureError: the program cannot be captured; says which op or input, and where.
         PlanError: no plan meets the memory limit; says the least that is possible.
     """
-    if frontend not in ("auto", "torch_xla"):
-        raise ValueError(f"frontend {frontend!r}: only torch_xla captures programs so far")
+    from autoshard.capture.frontends import choose
+
+    through = choose(frontend)
     meshes = meshes_for(mesh, devices, device, refine)
     say = progress or (lambda stage: None)
     say("capture")
     with collector_paused():
-        program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+        program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, frontend=through)
         return plan_program(
             program,
             meshes,
@@ -155,12 +157,18 @@ def collector_paused() -> Iterator[None]:
 
 
 def capture(
-    model: Any, sample_inputs: Any, *, loss_fn: Any = None, optimizer: Any = None, train: bool | None = None
+    model: Any,
+    sample_inputs: Any,
+    *,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    train: bool | None = None,
+    frontend: str = "auto",
 ) -> Program:
     """The program that `plan`, `evaluate` and `verify` work on; see `plan` for the arguments."""
-    from autoshard.capture.torch_xla import capture as capture_torch_xla
+    from autoshard.capture.frontends import capture_of
 
-    return capture_torch_xla(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+    return capture_of(frontend)(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
 
 
 def plan_program(

@@ -294,7 +294,7 @@ class _Watch:
             else torch.autocast("xla", enabled=False)
         )
         with torch.enable_grad(), context:
-            program = api.capture(model, sample, loss_fn=loss_fn, optimizer=optimizer)
+            program = api.capture(model, sample, loss_fn=loss_fn, optimizer=optimizer, frontend="torch_xla")
         self.recorder, self.loss, self.inputs = None, None, {}
         plan_of = cached_plan if keep else api.plan_program
         plan = plan_of(program, meshes, **options)

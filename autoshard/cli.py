@@ -159,6 +159,13 @@ def commands() -> None:
     show_default=True,
     help="Which hints and annotations of the model's tensors hold; io: none inside the program.",
 )
+@click.option(
+    "--frontend",
+    type=click.Choice(["auto", "torch_xla", "torchax"]),
+    default="auto",
+    show_default=True,
+    help="What captures a model; auto: torch_xla where it is installed, else torchax.",
+)
 @click.option("--no-fold", is_flag=True, help="Let equal layers be decided apart.")
 @click.option(
     "--annotations",
@@ -196,6 +203,7 @@ def plan(
     memory: str | None,
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
+    frontend: str,
     no_fold: bool,
     annotations: Literal["all", "least"],
     refine: str | None,
@@ -219,7 +227,7 @@ def plan(
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
     with Stages() as stages, collector_paused(), _terminable():
-        program = captured(source, batch, seq, fields, train, stages)
+        program = captured(source, batch, seq, fields, train, stages, frontend)
         found = plan_program(
             program,
             meshes,

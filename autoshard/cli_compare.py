@@ -151,7 +151,7 @@ def explain(
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
     batch, seq, train = as_planned(found, source, batch, seq, train)
     with Stages() as stages:
-        program = captured(source, batch, seq, fields, train, stages)
+        program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
         said = explain_all(found, tensors, program, time_limit=time_limit, progress=stages.begin)
         if html is not None:
             stages.begin("write")

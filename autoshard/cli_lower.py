@@ -55,7 +55,7 @@ def lower(
         planned_batch, planned_seq, planned_train = planned_with(found)
         batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train
     with Stages() as stages, collector_paused():
-        program = captured(source, batch, seq, fields, train, stages)
+        program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
         found.check_program(program)
         from autoshard.lower.stablehlo import annotate
 

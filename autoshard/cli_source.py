@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import autoshard
+from autoshard.capture.frontends import FRONTENDS
 from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_progress import Stages
 from autoshard.plan import Plan
@@ -46,15 +47,26 @@ def known_device(kind: str) -> None:
 
 
 def captured(
-    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
+    source: str,
+    batch: int | None,
+    seq: int | None,
+    fields: dict[str, str],
+    train: str | None,
+    stages: Stages,
+    frontend: str = "auto",
 ) -> Program:
-    """The program that SOURCE names."""
+    """The program that SOURCE names; `frontend` captures it, where it is a model."""
     if is_stablehlo(source):
         return module(source, batch, seq, fields, train, stages)
     found = loaded(source, batch, seq, fields, train, stages)
     stages.begin("capture")
     return autoshard.capture(
-        found.model, found.inputs, loss_fn=found.loss_fn, optimizer=found.optimizer, train=found.train
+        found.model,
+        found.inputs,
+        loss_fn=found.loss_fn,
+        optimizer=found.optimizer,
+        train=found.train,
+        frontend=frontend if frontend in FRONTENDS else "auto",
     )
 
 

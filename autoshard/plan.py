@@ -151,7 +151,7 @@ class ProgramInfo:
     Attributes:
         fingerprint: `Program.fingerprint`.
         kind: `forward` or `train`.
-        frontend: `torch_xla`, or `stablehlo` for a file.
+        frontend: `torch_xla`, `torchax`, or `stablehlo` for a file.
         versions: package -> version that captured it.
         switches: capture switches by name; the same must be on at lowering.
         ops: the aten sequence.
@@ -299,9 +299,9 @@ class Plan:
         Raises:
             PlanMismatchError: with the first difference: kind, switches, argument, aten op.
         """
-        from autoshard.plan_check import first_difference
+        from autoshard.plan_check import first_difference, same_step
 
-        if program.fingerprint != self.program.fingerprint:
+        if program.fingerprint != self.program.fingerprint and not same_step(self, program):
             raise PlanMismatchError(f"this plan is for another program: {first_difference(self, program)}")
 
     def check_mesh(self, mesh: Mesh) -> None:

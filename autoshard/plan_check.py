@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from autoshard.capture.frontends import PYTORCH
 from autoshard.plan import ROLES, OpSignature, Plan, format_type, signature
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
+
+
+def same_step(plan: Plan, program: Program) -> bool:
+    """Whether a program captured by another frontend than the plan's is the planned one: its scalars may be others."""
+    frontends = {plan.program.frontend, program.frontend}
+    return frontends == PYTORCH and next(_differences(plan, program), None) is None
 
 
 def first_difference(plan: Plan, program: Program) -> str:
@@ -23,7 +30,7 @@ def _differences(plan: Plan, program: Program) -> Iterator[str]:
     mine = plan.program
     if mine.kind != program.kind:
         yield f"the plan is for a {_kind(mine.kind)}, this is a {_kind(program.kind)}"
-    if mine.frontend != program.frontend:
+    if mine.frontend != program.frontend and {mine.frontend, program.frontend} != PYTORCH:
         yield f"the plan was captured through {mine.frontend}, this program through {program.frontend}"
     if mine.switches != program.switches:
         yield (

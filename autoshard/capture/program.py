@@ -79,7 +79,7 @@ class Program:
 
     Attributes:
         kind: `forward`, or `train` for forward, loss, backward and optimizer step.
-        frontend: `torch_xla`, or `stablehlo` for a file, whose StableHLO ops take the place of aten ops.
+        frontend: `torch_xla`, `torchax`, or `stablehlo` for a file, whose StableHLO ops take the place of aten ops.
         versions: package name -> version that captured it.
         switches: the capture switches that were on, by name, in order; the same must be on at lowering.
         stablehlo: the module, MLIR bytecode. The location of an op names its aten op (`op<k>`); a value that is

@@ -31,6 +31,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
+from autoshard.capture.frontends import PYTORCH
 from autoshard.capture.tracing import tensor_type
 from autoshard.errors import LoweringError
 from autoshard.lower import place
@@ -72,7 +73,7 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
             f"the plan is for a mesh {wanted}, the device mesh has {found}: "
             f"init_device_mesh(device_type, {plan.mesh.shape}, mesh_dim_names={plan.mesh.axis_names})"
         )
-    if plan.program.frontend != "torch_xla":
+    if plan.program.frontend not in PYTORCH:
         raise LoweringError("the plan is of a StableHLO file, and DTensor runs PyTorch models: use plan.to_jax()")
 
     def of(section: Mapping[str, TensorPlan]) -> dict[str, Placements]:

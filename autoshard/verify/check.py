@@ -154,6 +154,7 @@ def verify_plan(
         PlanMismatchError: the source is another program than the plan's.
         TargetError, CompileError: the target's compiler is missing, or refuses the program.
     """
+    from autoshard import api
     from autoshard.api import captured_graph
     from autoshard.capture.program import Program
     from autoshard.lower.stablehlo import annotate
@@ -162,6 +163,13 @@ def verify_plan(
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
     chosen.packages()
     on_target(plan.mesh, chosen)
+    if not isinstance(source, Program) and plan.program.frontend == "torchax":
+        if run:
+            raise TargetError("the plan was made without torch_xla, and --run trains through it: leave out --run")
+        say("capture")
+        source = api.capture(
+            source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer, frontend="torchax"
+        )
     if isinstance(source, Program):
         if run:
             raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
