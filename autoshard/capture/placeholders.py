@@ -159,6 +159,8 @@ class Recorder:
     def dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Record an op, and what it writes; returns what it returns."""
         schema = func._schema
+        if _composite(func):
+            return func.decompose(*args, **kwargs)
         if schema.is_mutable:
             return self._write(func, args, kwargs)
         base = schema.name.partition("::")[2]
@@ -217,8 +219,6 @@ class Recorder:
         from torch._decomp import decomposition_table
 
         instead = decomposition_table.get(func)
-        if instead is None and func.has_kernel_for_dispatch_key(_DISPATCH.CompositeImplicitAutograd):
-            instead = func.decompose
         if instead is None and func.has_kernel_for_dispatch_key(_DISPATCH.CompositeExplicitAutograd):
 
             def instead(*args: Any, **kwargs: Any) -> Any:
@@ -369,6 +369,12 @@ def _number_dtype(args: Sequence[Any]) -> Callable[[Any], torch.dtype]:
         return torch.result_type(torch.empty((1,), dtype=first.dtype, device=META), number)
 
     return of
+
+
+@cache
+def _composite(func: Any) -> bool:
+    """Whether an op is nothing but others, which autograd has not met here: it is a decomposition that runs."""
+    return bool(func.has_kernel_for_dispatch_key(_DISPATCH.CompositeImplicitAutograd))
 
 
 @cache

@@ -1,0 +1,75 @@
+"""One program through torch_xla and through torchax: one sequence of aten ops, one plan."""
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="holds torchax's captures against those of torch_xla, which is not installed")
+pytest.importorskip("transformers")
+
+import autoshard
+from autoshard.capture.torch_xla import prepare_runtime
+from autoshard.lower.mark_sharding import annotated_program
+from autoshard.mesh import Mesh
+from tests.core import nets
+
+prepare_runtime()
+OWN_POOL = {"resnet"}
+"""torch_xla has max pooling as an op of its own, of one result."""
+
+
+@pytest.fixture(scope="module", params=list(nets.NETS))
+def both(request):
+    made = nets.NETS[request.param]()
+    model, inputs = made["model"], made["inputs"]
+    programs = {
+        frontend: autoshard.capture(model, inputs, loss_fn=made["loss_fn"], optimizer=nets.adamw, frontend=frontend)
+        for frontend in ("torch_xla", "torchax")
+    }
+    return request.param, made, programs["torch_xla"], programs["torchax"]
+
+
+def test_the_same_ops_under_the_same_numbers(both):
+    name, _, xla, ours = both
+    assert len(xla.ops) == len(ours.ops)
+    pooled = 0
+    for a, b in zip(xla.ops, ours.ops, strict=True):
+        if name in OWN_POOL and a.name.startswith("xla.max_pool2d"):
+            pooled += 1
+            assert b.name.startswith("aten.max_pool2d_with_indices")
+            assert (a.outputs[0], a.inputs) == (b.outputs[0], b.inputs[: len(a.inputs)])
+            continue
+        assert a == b
+    assert pooled == (2 if name in OWN_POOL else 0)
+
+
+def test_the_same_arguments_and_results(both):
+    _, _, xla, ours = both
+    assert {a for a in xla.arguments if a.role != "scalar"} == {a for a in ours.arguments if a.role != "scalar"}
+    assert [(o.name, o.role, o.type) for o in xla.outputs] == [(o.name, o.role, o.type) for o in ours.outputs]
+    for a, b in zip(xla.outputs, ours.outputs, strict=True):
+        assert (a.updates is None) == (b.updates is None)
+        if a.updates is not None and b.updates is not None:
+            assert xla.arguments[a.updates].name == ours.arguments[b.updates].name
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_the_same_plan_up_to_ties(both, device):
+    _, _, xla, ours = both
+    mesh = Mesh((2, 4), device=device)
+    theirs, mine = (autoshard.plan_program(program, mesh) for program in (xla, ours))
+    assert mine.predicted.step_time_s == pytest.approx(theirs.predicted.step_time_s, rel=0.01)
+    differs = [n for n, t in theirs.parameters.items() if mine.parameters[n].spec != t.spec]
+    if differs:  # then neither choice is better, as either program is priced
+        moved = autoshard.evaluate(ours, theirs.annotations(autoshard.api.captured_graph(xla)), mesh)
+        assert moved is not None
+
+
+def test_a_plan_made_without_torch_xla_holds_under_it(both):
+    name, made, xla, ours = both
+    plan = autoshard.plan_program(ours, Mesh((2, 4)))
+    if name in OWN_POOL:
+        with pytest.raises(autoshard.PlanError, match="max_pool2d"):
+            plan.check_program(xla)
+        return
+    plan.check_program(xla)
+    module = annotated_program(plan, made["model"], made["inputs"], loss_fn=made["loss_fn"], optimizer=nets.adamw)
+    assert b"devices=" in module or len(module) > 0
