@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs examples notebooks test lint format clean
+.PHONY: help install core demo docs examples notebooks test lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +46,24 @@ docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an err
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# A second environment: current torch, jax and torchax, without torch_xla. pip itself installs it: where a build of torch for
+# CPUs alone is configured, pip takes that one.
+CORE := .venv-core
+CORE_STAMP := $(CORE)/.installed
+CORE_TESTS ?= tests/core tests/capture/test_sources.py tests/graph tests/test_api.py tests/test_plan.py tests/test_cli_plan.py \
+	tests/test_mesh.py tests/test_meshes.py
+
+$(CORE_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or later: no python3 on the path" >&2; exit 1; }
+	test -x $(CORE)/bin/python || $(PYTHON) -m venv $(CORE)
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[torchax,hf,test]'
+	@touch $@
+
+core: $(CORE_STAMP) ## plan without torch_xla, on current torch, and run the tests that need no torch_xla
+	$(CORE)/bin/autoshard plan hf:gpt2 --mesh 2x4 --train adamw --batch 8 --seq 128 --set n_layer=2
+	$(CORE)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
+
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +74,4 @@ format: $(STAMP) ## let ruff rewrite the sources
 	$(BIN)/ruff format .
 
 clean: ## remove what was made, the environment too
-	rm -rf $(VENV) $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE) $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

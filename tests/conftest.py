@@ -7,16 +7,48 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from autoshard.errors import AutoshardError
 
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", deadline=None, max_examples=1000)  # HYPOTHESIS_PROFILE=search looks for new cases
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+NO_TORCH_XLA = find_spec("torch_xla") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """A fixture that needs torch_xla skips where there is none; see `_skipped`."""
+    with _skipped():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """The same of a test."""
+    with _skipped():
+        return (yield)
+
+
+@contextmanager
+def _skipped():
+    """Without torch_xla, what asks for it is skipped, and says so."""
+    try:
+        yield
+    except Exception as error:
+        if NO_TORCH_XLA and "torch_xla" in str(error) and isinstance(error, ImportError | AutoshardError):
+            pytest.skip("needs torch_xla, which is not installed")
+        raise
+
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -170,7 +170,7 @@ def _rsub(out: Types, x: Any, y: Any, alpha: Any = 1) -> Any:
     return lax.sub(spread(cast(y, x.dtype), out[0].shape), spread(x, out[0].shape))
 
 
-@lowers("pow.Tensor_Scalar", numbers=True)
+@lowers("pow.Tensor_Scalar")
 def _pow(out: Types, x: Any, exponent: Any) -> Any:
     x = cast(x, out[0].dtype)
     return lax.pow(x, spread(cast(exponent, x.dtype), x.shape))
@@ -443,24 +443,30 @@ def _cumsum(out: Types, x: Any, dim: int, dtype: Any = None) -> Any:
     return lax.reduce_window(x, np.array(0, x.dtype), lax.add, window, [1] * x.ndim, padding)
 
 
-def _shifted(x: Any, dim: int) -> tuple[Any, Any]:
-    """x less its largest along a dim, and the sum of its exponentials."""
+def _shifted(x: Any, dim: int) -> tuple[Any, Any, Any]:
+    """x less its largest along a dim, the exponentials of that, and their sum."""
     kept = jax.ShapeDtypeStruct(tuple(1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)), x.dtype)
     shifted = lax.sub(x, spread(reduced(x, kept, dim, -math.inf, lax.max), x.shape))
-    return shifted, spread(reduced(lax.exp(shifted), kept, dim, 0, lax.add), x.shape)
+    powers = lax.exp(shifted)
+    return shifted, powers, reduced(powers, kept, dim, 0, lax.add)
 
 
 @lowers("_softmax")
 def _softmax(out: Types, x: Any, dim: int, half_to_float: bool) -> Any:
     x = cast(x, out[0].dtype)
-    shifted, total = _shifted(x, dim) if x.ndim else (lax.full_like(x, 0), lax.full_like(x, 1))
-    return lax.div(lax.exp(shifted), total)
+    if not x.ndim:
+        return lax.full_like(x, 1)
+    _, powers, total = _shifted(x, dim)
+    return lax.div(powers, spread(total, x.shape))
 
 
 @lowers("_log_softmax")
 def _log_softmax(out: Types, x: Any, dim: int, half_to_float: bool) -> Any:
-    shifted, total = _shifted(cast(x, out[0].dtype), dim)
-    return lax.sub(shifted, lax.log(total))
+    x = cast(x, out[0].dtype)
+    if not x.ndim:
+        return lax.full_like(x, 0)
+    shifted, _, total = _shifted(x, dim)
+    return lax.sub(shifted, spread(lax.log(total), x.shape))
 
 
 def _kept_sum(x: Any, dim: int) -> Any:

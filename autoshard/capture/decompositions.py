@@ -1,6 +1,7 @@
 """Ops that torch_xla computes on the CPU, and that torch itself knows how to write in ops that it can lower.
 
-Such an op is replaced wherever ops are numbered: while a program is captured, and while a plan for it runs.
+Such an op is replaced wherever ops are numbered: while a program is captured, and while a plan for it runs; without
+torch_xla too, so that the sequence of ops is one.
 """
 
 from __future__ import annotations
@@ -51,4 +52,4 @@ def decomposition_of(op: Any) -> Callable[..., Any] | None:
 
 @cache
 def _decomposition(op: Any, device: str) -> Callable[..., Any] | None:
-    return _table().get(op) if current().falls_back(op.name()) else None
+    return _table().get(op) if device != "xla" or current().falls_back(op.name()) else None

@@ -39,10 +39,8 @@ def trained(name):
     for _ in range(STEPS):
         state, outputs = step(state, inputs)
         losses.append(float(outputs["loss"]))
-        if isinstance(inputs, dict):
-            loss = reference(**inputs).loss
-        else:
-            loss = loss_fn(reference(*inputs[:-1]), inputs[-1])
+        whole = isinstance(inputs, dict)
+        loss = reference(**inputs).loss if whole else loss_fn(reference(*inputs[:-1]), inputs[-1])
         loss.backward()
         theirs.step()
         theirs.zero_grad()
