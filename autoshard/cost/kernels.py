@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from autoshard.cost.lowered import SLICE, UPDATES, Lowered, Step
+from autoshard.cost.lowered import SLICE, UPDATES, Array, Lowered, Step
 from autoshard.graph.groups import ELEMENTWISE
 
 EXPENSIVE = frozenset(
@@ -63,12 +63,15 @@ class Fusion:
 
     duplicates = True
     """Whether a step may run in several kernels."""
+    recomputes = False
+    """Whether what is kept for one reader runs again in the others, where that reads no more than its result."""
 
     def __init__(self, program: Lowered) -> None:
         """For one device's program."""
         self.program = program
         self.arrays, self.steps = program.arrays, program.steps
         self.root: list[int] = list(range(len(self.steps)))  # step -> root of the library cluster that it is in
+        self.again: set[int] = set()  # arrays that are kept, and made again in kernels that can take their maker in
 
     # ---- what targets differ in
 
@@ -115,6 +118,10 @@ class Fusion:
                 around = frozenset().union(*(homes[reader] for reader in readers))
                 if self._kept(number, step, array, readers, len(around)):
                     kept.add(array)
+                    taking = [reader for reader in readers if self.takes(reader, number)]
+                    if self.recomputes and taking and self._repeated(number, step):
+                        self.again.add(array)
+                        in_readers |= frozenset().union(*(homes[reader] for reader in taking))
                 else:
                     in_readers |= around
             own = self.root[number] != number or any(array in kept for array in step.writes) or not in_readers
@@ -134,6 +141,21 @@ class Fusion:
             return False
         return not self.duplicates or self.expensive(step) or self.reads_more(step, kernels)
 
+    def _repeated(self, number: int, step: Step) -> bool:
+        """Whether a step whose result is kept also runs in readers: a cheap loop with at most one operand of its rank.
+
+        Broadcasts left out (`effectively_at_most_unary` in XLA's `InstructionFusion`).
+        """
+        if self.root[number] != number or len(step.writes) > 1 or not self.inlined(step) or self.expensive(step):
+            return False
+        rank = _rank(self.arrays[step.writes[0]])
+        large = [a for a in dict.fromkeys(step.reads) if _rank(self.arrays[a]) >= rank and not self._broadcast(a)]
+        return len(large) <= 1
+
+    def _broadcast(self, array: int) -> bool:
+        maker = self.arrays[array].maker
+        return maker >= 0 and self.steps[maker].kind == "broadcast_in_dim"
+
     def takes(self, reader: int, number: int) -> bool:
         """Whether the kernel of step `reader` takes in step `number`."""
         return self.root[reader] == reader and self.absorbs(self.steps[reader])
@@ -149,10 +171,12 @@ class Fusion:
         seen: dict[int, None] = dict.fromkeys(members)
         todo = list(members)
         while todo:
-            step = self.steps[todo.pop()]
+            reader = todo.pop()
+            step = self.steps[reader]
             for array in step.reads:
                 maker = self.arrays[array].maker
-                if maker < 0 or (array in kept and maker not in seen):
+                again = array in self.again and self.takes(reader, maker)
+                if maker < 0 or (array in kept and maker not in seen and not again):
                     reads.setdefault(array)
                 elif maker not in seen:
                     seen[maker] = None
@@ -172,3 +196,8 @@ class Fusion:
             if step.kind in REORDERING or not found.isdisjoint(step.writes):
                 found.update(step.reads)
         return frozenset(found)
+
+
+def _rank(array: Array) -> int:
+    """Dims of more than one element; of an array of which only the size is known, more than any."""
+    return 99 if array.shape is None else sum(size > 1 for size in array.shape)
