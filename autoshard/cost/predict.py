@@ -84,7 +84,7 @@ def predict(
         groups: `fusion_groups(graph)`, if the caller has it.
     """
     groups = fusion_groups(graph) if groups is None else groups
-    shardings = propagate(graph, annotations, mesh, simplified=device.target == "tpu")
+    shardings = propagate(graph, annotations, mesh, device.target)
     partitioned = partition(graph, shardings, device.target)
     flops = [op_flops(op, graph) for op in graph.ops]
     target = device.target

@@ -53,7 +53,7 @@ def partitioned(
     for value, tiling in zip(graph.outputs, results, strict=False):
         if graph.ops[value.op].kind != "argument":
             pins[value] = subaxes.spec(tiling)
-    shardings = propagate(graph, Annotations(pins, {}), subaxes.mesh, simplified=owner.target == "tpu")
+    shardings = propagate(graph, Annotations(pins, {}), subaxes.mesh, owner.target)
     made = Partitioner(graph, shardings, owner.target).run()
     flops = [op_flops(inner, graph) for inner in graph.ops]
     total = sum(flops)

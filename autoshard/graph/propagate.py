@@ -29,6 +29,7 @@ from autoshard.graph.memo import Latest, per_graph
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Subaxes, Tiling
+from autoshard.graph.top_k import top_k_sorts
 from autoshard.graph.transfer import FORWARD_LEVEL, PASS_THROUGH, Transfers
 from autoshard.mesh import Mesh, Spec
 
@@ -107,22 +108,23 @@ class Shardings:
         return {value: self.subaxes.spec(self.read(None, value)) for value in self.made}
 
 
-def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, *, simplified: bool = False) -> Shardings:
+def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> Shardings:
     """The sharding of every value of `graph` under `annotations` (see the module's docstring).
 
     Args:
-        simplified: whether the compiler simplifies the program first, as a TPU's does.
+        target: family of the compiler. A TPU's simplifies the program first; a GPU's makes sorts of which the greatest
+            are taken calls that it knows nothing of.
     """
-    return _propagation(graph, annotations, mesh, simplified).shardings
+    return _propagation(graph, annotations, mesh, target).shardings
 
 
 _LATEST = Latest()
 
 
-def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, simplified: bool) -> _Propagation:
+def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: str) -> _Propagation:
     """The steps of one plan ask for the same: what is equal, whether numbers would be wrong, what it costs."""
-    key = annotations, mesh, simplified
-    return _LATEST.of(graph, key, lambda: _Propagation(graph, annotations, mesh, simplified))
+    key = annotations, mesh, target
+    return _LATEST.of(graph, key, lambda: _Propagation(graph, annotations, mesh, target))
 
 
 def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Value, Value]:
@@ -130,7 +132,7 @@ def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Val
 
     What follows from constants alone is left out: each reader has its own.
     """
-    run = _propagation(graph, annotations, mesh, simplified=True)
+    run = _propagation(graph, annotations, mesh, "tpu")
     return {value: first for value, first in run.merged.items() if run.first[first.op] not in run.expressions}
 
 
@@ -140,10 +142,11 @@ _folded = per_graph(fold)
 class _Propagation:
     """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 
-    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, simplified: bool = False) -> None:
+    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> None:
         self.folded = _folded(graph)
+        self.opaque = top_k_sorts(graph) if target == "gpu" else frozenset[int]()
         self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
-        self.simplified = simplified
+        self.simplified = target == "tpu"
         self.subaxes = Subaxes(mesh)
         self.transfers = Transfers(self.graph, self.subaxes)
         self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
@@ -425,7 +428,7 @@ class _Propagation:
     def _from_operands(self, node: int, level: int) -> bool:
         op = self.op_of[node]
         assert op is not None  # copies are fixed
-        if node in self.constant:
+        if node in self.constant or op.id in self.opaque:
             return False
         if level < FORWARD_LEVEL.get(op.kind, 1):
             return False
@@ -548,7 +551,7 @@ class _Propagation:
         if op is None:
             return tiling
         operands = self.operands[user]
-        if op.kind == "while":  # result k is operand k after some iterations
+        if op.kind in ("while", "sort"):  # result k is operand k after some iterations, or sorted
             place = user - self.first[op.id]
             return tiling if operands[place] == node else None
         place = operands.index(node)
@@ -563,6 +566,8 @@ class _Propagation:
         ):
             return False
         if op is not None and op.kind not in PASS_THROUGH and op.kind not in ELEMENTWISE:
+            return False
+        if op is not None and op.id in self.opaque:
             return False
         changed = False
         for user in self.users[node]:

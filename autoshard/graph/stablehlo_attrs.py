@@ -8,7 +8,8 @@
 - broadcast_in_dim: dims (the result dim of each operand dim)
 - transpose: permutation; reverse: dims
 - slice: start, limit, stride; pad: low, high, interior; dynamic_slice: sizes
-- concatenate, iota, sort, all_gather: dim
+- concatenate, iota, all_gather: dim
+- sort: dim, descending (by the first operand alone; False for any other order)
 - constant: value (int, float or bool of a splat, else None)
 - compare: direction (`EQ`, `NE`, `LT`, …)
 - gather: offset_dims, collapsed_dims, operand_batch_dims, indices_batch_dims, start_index_map, index_vector_dim,
@@ -99,6 +100,19 @@ def _reducer(value: Any, made: dict[Any, Any], arguments: dict[Any, int], k: int
         return "other"
     reads = {arguments.get(through(operand)) for operand in op.operands}
     return _REDUCERS[op.name] if reads == {k, half + k} else "other"
+
+
+def _descends(comparator: Any) -> bool:
+    """Whether elements of the first operand that are greater come first, whatever the others are."""
+    block = comparator.blocks[0]
+    operations = [view.operation for view in block.operations]
+    compared, returned = operations[0], operations[-1]
+    return (
+        compared.name == "stablehlo.compare"
+        and _name(compared, "comparison_direction") == "GT"
+        and list(compared.operands) == [block.arguments[0], block.arguments[1]]
+        and list(returned.operands) == list(compared.results)
+    )
 
 
 def _common_reducer(op: Any, region: int = 0) -> str:
@@ -293,7 +307,7 @@ _ATTRS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "interior": _ints(op, "interior_padding"),
     },
     "concatenate": _scalar_attrs(dim="dimension"),
-    "sort": _scalar_attrs(dim="dimension"),
+    "sort": lambda op: {"dim": op.attributes["dimension"].value, "descending": _descends(op.regions[0])},
     "all_gather": _scalar_attrs(dim="all_gather_dim"),
     "iota": _scalar_attrs(dim="iota_dimension"),
     "constant": _constant,

@@ -24,8 +24,8 @@ def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
     single ones, as long as that changes nothing: none of those kept for propagation's sake is needless. What
     propagation does is modelled (`graph/propagate.py`): compile to be sure.
     """
-    simplified = load_device(mesh.device).target == "tpu"
-    wanted = propagate(graph, annotations, mesh, simplified=simplified)
+    target = load_device(mesh.device).target
+    wanted = propagate(graph, annotations, mesh, target)
     arguments = set(graph.arguments)
     optional = [
         value
@@ -39,7 +39,7 @@ def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
         return replace(annotations, pins=pins)
 
     def astray(kept: Collection[Value]) -> set[int]:
-        return _differing(graph, wanted, propagate(graph, with_pins(kept), mesh, simplified=simplified))
+        return _differing(graph, wanted, propagate(graph, with_pins(kept), mesh, target))
 
     kept: list[Value] = []
     while differing := astray(kept):

@@ -31,7 +31,8 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
     """Convolutions whose numbers would be wrong: op id -> the specs of input and kernel as they are found."""
     if not any(op.kind == "convolution" for op in graph.ops):
         return {}
-    shardings = propagate(graph, annotations, mesh, simplified=load_device(mesh.device).target == "tpu")
+    target = load_device(mesh.device).target
+    shardings = propagate(graph, annotations, mesh, target)
     runs = partition(graph, shardings, "cpu").runs
     spec = shardings.subaxes.spec
     return {
@@ -46,7 +47,7 @@ def padded_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[i
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
     if not suspects or load_device(mesh.device).target != "tpu":
         return {}
-    shardings = propagate(graph, annotations, mesh, simplified=True)
+    shardings = propagate(graph, annotations, mesh, "tpu")
     found: dict[int, Spec] = {}
     for op in suspects:
         updates = op.operands[-1]

@@ -22,7 +22,7 @@ from tests.graph.helpers import graph_from_text
 def test_a_program_of_which_nothing_is_split_is_that_of_no_annotations(kind):
     mesh, device = Mesh((2, 4), ("data", "model"), kind), load_device(kind)
     _, graph = program()
-    shardings = propagate(graph, Annotations({}), mesh, simplified=device.target == "tpu")
+    shardings = propagate(graph, Annotations({}), mesh, device.target)
     partitioned = partition(graph, shardings, device.target)
     target = device.target
     known = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")

@@ -342,9 +342,7 @@ def check(batch: Batch, target: str) -> list[Row]:
     with _uncombined():
         compiled = compile_module(batch.module, parse_target(target, batch.mesh.size))
     rows = [Row(case, c, strategy=s) for case, c, s in zip(batch.cases, batch.counted, batch.strategy, strict=True)]
-    said = partition(
-        batch.graph, propagate(batch.graph, batch.annotations, batch.mesh, simplified=family == "tpu"), family
-    ).collectives
+    said = partition(batch.graph, propagate(batch.graph, batch.annotations, batch.mesh, family), family).collectives
     for each in said:
         if each.bytes * each.count and each.op is not None:
             _add(rows[batch.owner[each.op]].predicted, each.kind, each.axes, each.bytes * each.count)
