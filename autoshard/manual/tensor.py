@@ -105,7 +105,8 @@ def fsdp_tensor_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     """Two-dimensional: Megatron's tensor parallelism over the last axis, FSDP over the others.
 
     As `megatron`, and every parameter is also split over the other axes, on its first dim that divides and that the
-    last axis does not split; the outputs of repeated blocks are annotated with the batch split.
+    last axis does not split; the outputs of repeated blocks that hold a row-parallel layer (what is between it and the
+    column-parallel one is split by features) are annotated with the batch split.
 
     Raises:
         ManualPlanError: as `megatron`; or the mesh has one axis.
@@ -123,7 +124,11 @@ def fsdp_tensor_parallel(graph: Graph, mesh: Mesh) -> Annotations:
             if (dim := next(free, None)) is not None:
                 spec[dim] = data
             both[argument.name] = tuple(spec)
-    blocks = batch_split(graph, mesh, data, wrapped_modules(graph))
+    layers = linears(graph)
+    style = styles(layers)
+    rows = [f"{each.module}." for each in layers if style[each.name] == "row"]
+    whole = [path for path in wrapped_modules(graph) if any(row.startswith(f"{path}.") for row in rows)]
+    blocks = batch_split(graph, mesh, data, whole)
     return Annotations(arguments(graph, mesh, both, data) | blocks | pins)
 
 

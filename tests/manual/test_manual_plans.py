@@ -101,11 +101,24 @@ def test_two_dimensional_plans_split_what_megatron_leaves_by_the_other_axis(grap
     assert specs["layers.0.down_proj.weight.momentum_buffer"] == (("data",), ("model",))
     assert specs["embed_tokens.weight"] == (("model",), ("data",))
     assert specs["layers.0.norm.weight"] == (("data",),)
+    outputs = manual.subtree_outputs(graphs["language"])
+    assert manual.fsdp_tensor_parallel(graphs["language"], MESH).pins[outputs["layers.0"]] == BATCH
     inside = named(graphs["language"], manual.hsdp(graphs["language"], MESH))
     assert inside["layers.0.up_proj.weight"] == (("model",), ())
     for plan in (manual.fsdp_tensor_parallel, manual.hsdp):
         with pytest.raises(ManualPlanError, match="two axes"):
             plan(graphs["language"], Mesh((8,)))
+
+
+def test_an_activation_between_column_and_row_is_not_annotated_as_a_block():
+    """Of a chain of layers every one is a numbered module: its features were gathered behind the activation."""
+    with torch.device("meta"):
+        chain = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    graph = captured_graph(autoshard.capture(chain, torch.empty(32, 64)))
+    annotations = manual.fsdp_tensor_parallel(graph, MESH)
+    outputs = manual.subtree_outputs(graph)
+    assert outputs["1"] not in annotations.pins
+    assert annotations.pins[outputs["2"]] == (("data",), ())
 
 
 def test_vocabulary_parallelism_splits_table_logits_and_loss_and_nothing_else(graphs):
