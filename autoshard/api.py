@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoshard.graph.ops import Graph
     from autoshard.meshes import Watch
     from autoshard.plan import CollectiveTotal, Keep, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.solver.carry import Carried
     from autoshard.solver.formulate import Formulation
     from autoshard.solver.problem import Problem, Solution
 
@@ -238,6 +239,8 @@ def plan_captured(
     check_options(time_limit, seed)
     check_keep(keep)
 
+    others: list[Carried] = []
+
     def plan_on(mesh: Mesh, seconds: float, watch: Watch | None) -> tuple[Plan, Problem]:
         limit = memory_limit(memory, mesh)
         held = kept(graph.program, mesh, wanted, keep)
@@ -254,12 +257,15 @@ def plan_captured(
                 backend=backend,
                 progress=progress,
                 watch=watch if asked == limit else None,  # a bound under a lower limit is not one of the plan asked for
+                others=others,
             )
             say("predict")
             written = decided.annotations if annotations == "all" else least(graph, decided.annotations, mesh)
             return decided, written, predict_annotations(graph, written, mesh)
 
         decided, written, prediction = within_limit(limit, attempt)
+        if decided.carried is not None:
+            others.append(decided.carried)
         solved = decided.solution
         found = written_plan(
             graph,
@@ -351,12 +357,14 @@ class Decision:
     Attributes:
         solution: of the problem; not called optimal where the annotations had to be changed after it (`guard.py`).
         counted_bytes: the peak per device that the solver counts; infinite where memory was not limited.
+        carried: what was chosen, for finer meshes to begin with.
     """
 
     annotations: Annotations = field(repr=False)
     solution: Solution
     problem: Problem = field(repr=False)
     counted_bytes: float = math.inf
+    carried: Carried | None = field(default=None, repr=False)
 
 
 def captured_graph(program: Program) -> Graph:
@@ -378,8 +386,14 @@ def plan_graph(
     backend: str = "auto",
     progress: Progress | None = None,
     watch: Watch | None = None,
+    others: Sequence[Carried] = (),
 ) -> Decision:
-    """Choose a strategy for every op of a graph; `watch` is told what the solver has found after each of its stages."""
+    """Choose a strategy for every op of a graph.
+
+    Args:
+        watch: told what the solver has found after each of its stages.
+        others: what was chosen on other meshes, to begin with where this one is a finer one.
+    """
     return decide(
         formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None)),
         mesh,
@@ -390,6 +404,7 @@ def plan_graph(
         backend=backend,
         progress=progress,
         watch=watch,
+        others=others,
     )
 
 
@@ -419,10 +434,12 @@ def decide(
     backend: str = "auto",
     progress: Progress | None = None,
     watch: Watch | None = None,
+    others: Sequence[Carried] = (),
 ) -> Decision:
     """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
     from autoshard.cost.device import load_device
     from autoshard.plan import NoPlanError
+    from autoshard.solver.carry import carried_from, choices_from
     from autoshard.solver.evaluate import evaluate as evaluate_choice
     from autoshard.solver.guard import guarded
     from autoshard.solver.problem import Status
@@ -433,11 +450,13 @@ def decide(
     device = load_device(mesh.device)
     ends = time.perf_counter() + time_limit
 
-    def solved(problem: Problem) -> Solution:
+    def solved(problem: Problem, starts: Sequence[list[int]] = ()) -> Solution:
         left = max(LEAST_TIME_S, ends - time.perf_counter())
-        return solve(problem, time_limit=left, seed=seed, backend=backend, fold=fold, progress=watch)
+        return solve(problem, time_limit=left, seed=seed, backend=backend, fold=fold, progress=watch, starts=starts)
 
-    solution = solved(formulation.problem)
+    starts = [choice for other in others for choice in choices_from(other, formulation, mesh)]
+    solution = solved(formulation.problem, starts)
+    plain = formulation
     if device.target == "tpu" and solution.choice:
         formulation, solution = solved_together(formulation, solution, mesh, device, solved)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
@@ -461,7 +480,7 @@ def decide(
     written = guarded(formulation.graph, chosen, mesh)
     if written != chosen and solution.status is Status.OPTIMAL:
         solution = replace(solution, status=Status.FEASIBLE)
-    return Decision(written, solution, formulation.problem, counted)
+    return Decision(written, solution, formulation.problem, counted, carried_from(plain, mesh, solution.choice))
 
 
 def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:

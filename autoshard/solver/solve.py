@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -90,6 +90,7 @@ def solve(
     backend: str = "auto",
     fold: bool = True,
     progress: Progress | None = None,
+    starts: Iterable[list[int]] = (),
 ) -> Solution:
     """The cheapest choice of one strategy per node within the memory limit, and a proven lower bound.
 
@@ -104,6 +105,7 @@ def solve(
         fold: whether repeated parts may be solved as one (`fold.py`) to find a first choice where exact methods are
             out of reach; the bound is always that of the whole problem.
         progress: called after every stage with (stage, objective, bound).
+        starts: choices from elsewhere to begin with; those that are not feasible are passed over.
 
     Raises:
         ValueError: the problem is malformed, or no such backend.
@@ -113,6 +115,8 @@ def solve(
     if backend != "auto":
         ilp.require(backend)
     run = _Run(problem, time.perf_counter() + time_limit, seed, backend, fold, progress)
+    for choice in starts:
+        run.offer(choice, "another mesh")
     return run.solution()
 
 

@@ -1,0 +1,107 @@
+"""A plan carried over to a mesh of which one axis is cut in two: the same shardings, as a first choice there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from autoshard.mesh import Mesh
+from autoshard.solver.formulate import Formulation
+from autoshard.solver.strategies import Assignment, Partial, Sharded, Specs, Strategies
+
+Axes = Mapping[str, tuple[str, ...]]
+"""Axis of the coarser mesh -> the axes that it is cut into, major to minor."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What was chosen on a mesh, without the problem: per argument, group and copy how it is split.
+
+    Attributes:
+        arguments: shardings.
+        groups: assignments of axes to factors, and which of the strategies with that assignment it is.
+        copies: shardings handed on, and whether it is the value itself.
+    """
+
+    mesh: Mesh
+    arguments: tuple[Sharded, ...]
+    groups: tuple[tuple[Assignment, int], ...]
+    copies: tuple[tuple[Sharded, bool], ...]
+
+
+def carried_from(formulation: Formulation, mesh: Mesh, choice: Sequence[int]) -> Carried:
+    """What a choice of one strategy per node says."""
+    first = len(formulation.argument_values)
+    copies = choice[first + len(formulation.strategies) :]
+    return Carried(
+        mesh,
+        tuple(specs[choice[node]] for node, specs in enumerate(formulation.argument_specs)),
+        tuple(_assigned(ways, choice[first + group]) for group, ways in enumerate(formulation.strategies)),
+        tuple(
+            (copy.specs[number], bool(copy.same[number]))
+            for copy, number in zip(formulation.copies, copies, strict=False)
+        ),
+    )
+
+
+def choices_from(carried: Carried, formulation: Formulation, mesh: Mesh) -> Iterator[list[int]]:
+    """The choices on `mesh` that split everything as `carried` does: one for every way to cut its axes into these."""
+    for axes in cuts(carried.mesh, mesh):
+        found = _choice(carried, formulation, axes)
+        if found is not None:
+            yield found
+
+
+def cuts(coarse: Mesh, fine: Mesh) -> Iterator[Axes]:
+    """The ways in which neighbouring axes of `fine` are together the axes of `coarse`."""
+    if coarse.device != fine.device or len(coarse.shape) >= len(fine.shape):
+        return
+    for inner in combinations(range(1, len(fine.shape)), len(coarse.shape) - 1):
+        ends = (0, *inner, len(fine.shape))
+        parts = [range(start, end) for start, end in pairwise(ends)]
+        if all(size == _product(fine.shape[i] for i in part) for size, part in zip(coarse.shape, parts, strict=True)):
+            names = [tuple(fine.axis_names[i] for i in part) for part in parts]
+            yield dict(zip(coarse.axis_names, names, strict=True))
+
+
+def _product(sizes: Iterator[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _assigned(ways: Strategies, number: int) -> tuple[Assignment, int]:
+    assignment = ways.assignments[number]
+    return assignment, ways.assignments[:number].count(assignment)
+
+
+def _choice(carried: Carried, formulation: Formulation, axes: Axes) -> list[int] | None:
+    def cut(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(part for name in names for part in axes[name])
+
+    def spec(sharded: Sharded) -> Sharded:
+        if isinstance(sharded, Partial):
+            return replace(sharded, spec=tuple(map(cut, sharded.spec)), axes=cut(sharded.axes))
+        return tuple(map(cut, sharded))
+
+    choice: list[int | None] = [
+        _place(specs, spec(wanted)) for specs, wanted in zip(formulation.argument_specs, carried.arguments, strict=True)
+    ]
+    for ways, (assignment, rank) in zip(formulation.strategies, carried.groups, strict=True):
+        wanted = tuple(map(cut, assignment))
+        found = [number for number, other in enumerate(ways.assignments) if other == wanted]
+        choice.append(found[min(rank, len(found) - 1)] if found else None)
+    for copy, (handed, same) in zip(formulation.copies, carried.copies, strict=True):
+        choice.append(_place(copy.specs, spec(handed), [bool(each) == same for each in copy.same]))
+    known = [number for number in choice if number is not None]
+    return known if len(known) == len(choice) == len(formulation.problem.node_costs) else None
+
+
+def _place(specs: Specs, wanted: Sharded, fits: Sequence[bool] | None = None) -> int | None:
+    """The first strategy under which a value is split as wanted."""
+    places = (
+        number for number in range(len(specs.index)) if specs[number] == wanted and (fits is None or fits[number])
+    )
+    return next(places, None)
