@@ -221,14 +221,8 @@ class _Module:
 
     def __init__(self, recorder: Recorder, marks: Mapping[int, tuple[int, int]], results: Sequence[int]) -> None:
         self.recorder, self.marks, self.results = recorder, marks, results
-        live = set(results)
-        self.calls: list[Recorded] = []
-        for call in reversed(recorder.calls):
-            if live.intersection(call.outputs):
-                live.update(call.operands)
-                self.calls.append(call)
-        self.calls.reverse()
-        self.live = live
+        self.calls = _ordered(recorder.calls, results)
+        self.live = {*results, *(value for call in self.calls for value in call.operands)}
 
     def arguments(self, known: Sequence[int]) -> list[int]:
         """The values that main is given, in its order: of these, and of constants, those that are read."""
@@ -286,6 +280,30 @@ class _Module:
 
 
 _REPLICATED = '{mhlo.sharding = "{replicated}"}'
+
+
+def _ordered(calls: Sequence[Recorded], results: Sequence[int]) -> list[Recorded]:
+    """The calls that results depend on, each behind those it reads, last operand first: torch_xla's order.
+
+    What fuses with what follows from the order of a program, so that both captures have to have one.
+    """
+    maker = {value: call for call in calls for value in call.outputs}
+    ordered: list[Recorded] = []
+    entered: set[int] = set()
+    left: set[int] = set()
+    for result in results:
+        stack = [maker[result]] if result in maker else []
+        while stack:
+            call = stack[-1]
+            if id(call) not in entered:
+                entered.add(id(call))
+                stack += [maker[value] for value in call.operands if value in maker and id(maker[value]) not in entered]
+                continue
+            stack.pop()
+            if id(call) not in left:
+                left.add(id(call))
+                ordered.append(call)
+    return ordered
 
 
 def _mlir(shape: tuple[int, ...], dtype: torch.dtype) -> str:
