@@ -295,6 +295,24 @@ def _leaky_relu_backward(out: Types, grad: Any, x: Any, slope: Any, is_result: b
     return lax.select(lax.gt(x, lax.full_like(x, 0)), grad, lax.mul(grad, lax.full_like(grad, slope)))
 
 
+@lowers("log_sigmoid_forward")
+def _log_sigmoid(out: Types, x: Any) -> Any:
+    least = lax.max(lax.neg(x), lax.full_like(x, 0))
+    buffer = lax.add(lax.exp(lax.neg(least)), lax.exp(lax.sub(lax.neg(x), least)))
+    made = lax.neg(lax.add(least, lax.log(buffer)))
+    return (made, buffer) if out[1].shape == x.shape else (made, full(0, out[1]))
+
+
+@lowers("log_sigmoid_backward")
+def _log_sigmoid_backward(out: Types, grad: Any, x: Any, buffer: Any) -> Any:
+    one, negative = lax.full_like(x, 1), lax.lt(x, lax.full_like(x, 0))
+    if buffer.shape != x.shape:
+        return lax.mul(grad, lax.logistic(lax.neg(x)))
+    slope = lax.select(negative, one, lax.full_like(x, 0))
+    sign = lax.select(negative, one, lax.neg(one))
+    return lax.mul(grad, lax.sub(slope, lax.mul(sign, lax.div(lax.sub(buffer, one), buffer))))
+
+
 def _by_reduction(out: Types, losses: Any, reduction: int) -> Any:
     """torch's numbers for no reduction, the mean and the sum."""
     if reduction == 0:
