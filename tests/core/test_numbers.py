@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.core import nets
 
-pytest.importorskip("torchax", reason="captures through torchax, which is not installed", exc_type=Exception)
+if find_spec("torchax") is None:
+    pytest.skip("captures through torchax, which is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 
 

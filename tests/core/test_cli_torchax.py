@@ -1,0 +1,29 @@
+"""The command line without torch_xla: a plan made, lowered and verified through torchax."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+GPT2 = ["hf:gpt2", "--batch", "4", "--seq", "16", "--set", "n_layer=1", "--set", "n_embd=32", "--set", "n_head=2"]
+GPT2 += ["--set", "vocab_size=64", "--set", "n_positions=32", "--train", "sgd"]
+
+
+def autoshard(*arguments):
+    return subprocess.run([sys.executable, "-m", "autoshard", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_plan_then_verify(tmp_path):
+    plan = tmp_path / "plan.json"
+    made = autoshard("plan", *GPT2, "--mesh", "2x2", "--frontend", "torchax", "-o", plan, "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(plan.read_text())["program"]["frontend"] == "torchax"
+    verified = autoshard("verify", plan, *GPT2, "--target", "cpu", "--json")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert json.loads(verified.stdout.splitlines()[-1])["passed"]
+    refused = autoshard("verify", plan, *GPT2, "--target", "cpu", "--run")
+    assert refused.returncode == 2
+    assert "--run trains through" in refused.stderr
