@@ -25,8 +25,10 @@ MOST_PADDING = 1.5
 """Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
 LONGEST = 150
 """Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
-LINK_SHARE = 0.95
-"""Of a link's datasheet bandwidth: windowed einsums are chosen on v5e for 8,448 contracted elements, not for 8,192."""
+LINK_SHARE = {"tpu-v5p": 1.1}
+"""Of a link's datasheet bandwidth, 0.95 elsewhere: windowed einsums are chosen on v5e for 8,448 contracted elements,
+not for 8,192; on v5p for convolutions of 1,056 positions per chip and not for 8,192 contracted elements (1,024).
+"""
 LATENCY_BOUND = 16 * 2**20
 """Bytes of a gathered array up to which 64 chips or more reduce instead: 16.0 MiB are, 16.5 MiB are not."""
 MANY = 64
@@ -125,7 +127,7 @@ def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
         return False
     ways = mesh.ways({axis.partition("[")[0] for axis in axes})
     computing = flops / device.peak_flops("bf16")
-    permuting = size / (2 * LINK_SHARE * link.bandwidth)
+    permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
     moving = permuting / (2 if scatter_unit(axes, mesh) == 4 else 1)
     return max(computing, permuting) + 2 * permuting / ways < computing + moving
 

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.capture.program import AtenOp, TensorType
 from autoshard.cost.spmd import partition
-from autoshard.cost.tiles_tpu import Scattered, gathers_as_sum, minor_dims, scatter_unit, scattered
+from autoshard.cost.tiles_tpu import Scattered, gathers_as_sum, hides, minor_dims, scatter_unit, scattered
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
@@ -228,6 +228,12 @@ def test_long_sums_that_are_scattered_are_loops_of_permutes(k, device, shape, ki
     chips = math.prod(shape)
     size = 1024 * 1024 * 4 if kind != "collective-permute" else 1024 * 1024 * 4 * (chips + 1) // chips
     assert product(1024, k, 1024, 1, 0, device, shape) == [(kind, size)]
+
+
+@pytest.mark.parametrize(("rows", "loop"), [(1024, False), (1056, True), (1152, True)])
+def test_on_v5p_loops_are_chosen_by_a_faster_link_than_its_datasheet_has(rows, loop):
+    mesh = Mesh((2, 2, 2), ("data", "model", "more"), device="tpu-v5p")
+    assert hides(2 * rows * 128 * 128, 4 * 128 * 128, mesh.axis_names, mesh) == loop
 
 
 @pytest.mark.parametrize(("rows", "gathered"), [(8192, True), (8704, False), (65536, False)])
