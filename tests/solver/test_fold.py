@@ -64,3 +64,16 @@ def test_classes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="without gaps"):
         fold(problem, [0, 2])
     assert math.isfinite(solve(problem).objective)
+
+
+def test_a_large_problem_has_the_choice_of_its_fold_before_its_dual(monkeypatch):
+    stages = []
+    problem = transformer_like(layers=12)
+    monkeypatch.setattr("autoshard.solver.solve.exact_minimum", lambda net, deadline: None)  # as if it were too large
+    for first, early in ((10**9, False), (10, True)):
+        monkeypatch.setattr("autoshard.solver.solve.FOLDED_FIRST", first)
+        stages.clear()
+        found = solve(problem, progress=lambda stage, objective, bound: stages.append(stage))
+        assert "dual" in stages
+        assert ("fold" in stages[: stages.index("dual")]) == early
+    assert found.objective >= found.bound * (1 - 1e-9)
