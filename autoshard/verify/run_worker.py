@@ -90,6 +90,7 @@ def alone(source: Source, steps: int, kept: Path | None = None) -> dict[str, Any
     Returns:
         `losses`, and the differences from the numbers that `compare` kept in the file `kept`, if it is there.
     """
+    prepare_runtime(1)
     model = with_weights(source.model)
     exact = copy.deepcopy(model)
     batches = [random_batch(source, model, step) for step in range(steps)]
