@@ -59,9 +59,10 @@ def entries() -> list[str]:
 
 def builders() -> dict[str, Any]:
     """Entry -> the function that makes its `Source`."""
-    from benchmarks import zoo_entry, zoo_hf, zoo_images, zoo_nets, zoo_steps
+    from benchmarks import zoo_entry, zoo_hf, zoo_images, zoo_modules, zoo_nets, zoo_optimizers, zoo_steps, zoo_tensors
 
-    assert all(module.__name__ for module in (zoo_images, zoo_nets, zoo_steps)), "importing them lists their entries"
+    others = (zoo_images, zoo_modules, zoo_nets, zoo_optimizers, zoo_steps, zoo_tensors)
+    assert all(module.__name__ for module in others), "importing them lists their entries"
 
     return zoo_hf.ENTRIES | zoo_entry.ENTRIES
 

@@ -11,7 +11,13 @@ import pytest
 pytest.importorskip("torch_xla")
 
 ROOT = Path(__file__).resolve().parents[1]
-ENTRIES = ["gan-of-two-optimizers", "average-of-weights", "gcn-scatter", "windowed-attention"]
+ENTRIES = [
+    "gan-of-two-optimizers",
+    "average-of-weights",
+    "gcn-scatter",
+    "windowed-attention",
+    "checkpoints-of-both-kinds",
+]
 
 
 @pytest.fixture(scope="module")

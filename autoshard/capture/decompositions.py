@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autoshard.capture import algebra, fourier
 from autoshard.capture.device import current
 
 _NAMES = """
@@ -33,7 +34,34 @@ def _table() -> dict[Any, Callable[..., Any]]:
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
         if op in decomposition_table:
             found[op] = decomposition_table[op]
-    return found | {torch.ops.aten.unfold.default: _unfold, torch.ops.aten.unfold_copy.default: _unfold}
+    return found | {torch.ops.aten.unfold.default: _unfold, torch.ops.aten.unfold_copy.default: _unfold} | _own()
+
+
+@cache
+def _own() -> dict[Any, Callable[..., Any]]:
+    """Ops written here; torch_xla's entry of some is no fallback, but leads to one, or is wrong."""
+    aten = torch.ops.aten
+    return {
+        aten.median.default: algebra.median,
+        aten.median.dim: algebra.median_dim,
+        aten.searchsorted.Tensor: algebra.searchsorted,
+        aten.searchsorted.Scalar: algebra.searchsorted,
+        aten.logcumsumexp.default: algebra.logcumsumexp,
+        aten.diagonal_copy.default: algebra.diagonal,
+        aten.diagonal_scatter.default: algebra.diagonal_scatter,
+        aten.diagonal_backward.default: algebra.diagonal_backward,
+        aten.linalg_cholesky_ex.default: algebra.cholesky_ex,
+        aten.linalg_solve_triangular.default: algebra.solve_triangular,
+        aten.huber_loss_backward.default: algebra.huber_loss_backward,
+        aten._linalg_check_errors.default: lambda *_, **__: None,
+        aten.view_as_complex.default: aten.view_as_complex_copy.default,
+        aten.view_as_real.default: aten.view_as_real_copy.default,
+        aten.complex.default: fourier.complex_of,
+        aten.polar.default: fourier.polar,
+        aten._fft_r2c.default: fourier.fft_r2c,
+        aten._fft_c2c.default: fourier.fft_c2c,
+        aten._fft_c2r.default: fourier.fft_c2r,
+    }
 
 
 def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
@@ -52,4 +80,21 @@ def decomposition_of(op: Any) -> Callable[..., Any] | None:
 
 @cache
 def _decomposition(op: Any, device: str) -> Callable[..., Any] | None:
-    return _table().get(op) if device != "xla" or current().falls_back(op.name()) else None
+    return _table().get(op) if device != "xla" or op in _own() or current().falls_back(op.name()) else None
+
+
+@cache
+def functional_form(op: Any) -> Callable[..., Any] | None:
+    """What an op is run as that functionalization would have turned into others; None where there is nothing to do.
+
+    It comes before the modes, but not before what runs inside one, as decompositions do. A view made there would be
+    torch_xla's own kind of view, whose copies read other elements than it (measured: a copy of a permuted tensor).
+    """
+    if not op.name().startswith("aten::") or torch.Tag.view_copy in op.tags:
+        return None
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return op.decompose  # type: ignore[no-any-return]
+    if not op.is_view:
+        return None
+    copied = getattr(torch.ops.aten, f"{op.overloadpacket.__name__}_copy", None)
+    return getattr(copied, op._overloadname, None)

@@ -29,6 +29,15 @@ def _exponential_unit(x: torch.Tensor, alpha: float, scale: float, input_scale: 
     return scale * torch.where(x > 0, x, alpha * torch.expm1(input_scale * x.clamp(max=0)))
 
 
+def rrelu(
+    input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Any:
+    """x, or x times a random slope where negative."""
+    if inplace or not training:
+        return NotImplemented
+    return torch.where(input < 0, input * torch.empty_like(input).uniform_(lower, upper), input)
+
+
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """`v` scaled to the norms `g`: one per slice along `dim`, or one in all (-1)."""
     dims = [d for d in range(v.dim()) if d != dim]

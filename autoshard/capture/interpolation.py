@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -36,6 +37,24 @@ def weights_of(
     if mode in ("linear", "bilinear", "trilinear"):
         return _linear(old, new, factor, corners, like)
     return _cubic(old, new, factor, corners, like) if mode == "bicubic" else None
+
+
+def affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool | None = None) -> torch.Tensor:
+    """Where each position of an image of this size lies under affine maps; torch's own makes dims in place.
+
+    Args:
+        theta: `[N, d, d + 1]`.
+        size: `N, C`, and d extents.
+    """
+    extents = list(size[2:])
+    like = {"device": theta.device, "dtype": theta.dtype}
+    lines = [torch.linspace(-1, 1, n, **like) if n > 1 else torch.zeros(1, **like) for n in extents]
+    if not align_corners:
+        lines = [line * ((n - 1) / n) for line, n in zip(lines, extents, strict=True)]
+    places = torch.meshgrid(*lines, indexing="ij")[::-1]  # x before y before z
+    base = torch.stack([*places, torch.ones_like(places[0])], -1)
+    flat = torch.matmul(base.reshape(1, -1, base.shape[-1]), theta.mT)
+    return flat.reshape(theta.shape[0], *extents, len(extents))
 
 
 def _positions(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,8 @@ ever used twice. So nothing is kept alive here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from autoshard.capture.decompositions import decomposition_of
+from autoshard.capture.decompositions import decomposition_of, functional_form
 from autoshard.capture.device import is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
@@ -102,6 +103,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._cleared_before: set[int] = set()
         self._accumulated: set[int] = set()
         self._views: dict[str, _Made] = {}
+        self._inside = 0
         self.next_index = 0
         self.restart(arguments or {})
 
@@ -152,8 +154,11 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         name = str(func)
         instead = decomposition_of(func) if _on_xla(tensors, kwargs) else None
         if instead is not None:
-            with self:
+            with self._once_more():
                 return instead(*args, **kwargs)
+        if self._inside and _on_xla(tensors, kwargs) and (functional := functional_form(func)) is not None:
+            with self._once_more():
+                return functional(*args, **kwargs)
         if not counts(name, tensors, kwargs) or self._only_clears(func, name, tensors):
             result = self.uncounted(func, args, kwargs)
             if name in TRANSFERS:
@@ -179,6 +184,17 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if view is not None:
             self._views[view] = _Made(result)
         return result
+
+    @contextlib.contextmanager
+    def _once_more(self) -> Iterator[None]:
+        """Number what runs inside an op; entering the mode itself would begin a new step in lowering."""
+        TorchDispatchMode.__enter__(self)
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Tells a view of a tensor from every other, or None if the op is no view."""

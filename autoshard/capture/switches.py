@@ -10,12 +10,16 @@ tensors on an XLA device.
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
-| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear and cubic ones as products with their weights; 2-d grid sampling as gathers | torch_xla has no lowering of the gradients |
+| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
 | `groups` | convolutions of groups with several features each, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
 | `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
+| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` | torch_xla has no lowering of them, or of their gradients; one looks at values |
+| `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
+| `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, which XLA needs to compute again |
+| `checks` | distributions' look at their arguments is off by default | it reads values |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
 
@@ -32,7 +36,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture import exact, interpolation, ops
+from autoshard.capture import exact, interpolation, losses, ops, pools
+from autoshard.capture.checkpoints import recomputed
 from autoshard.capture.device import current, is_xla
 from autoshard.capture.grouped import grouped_convolution
 from autoshard.capture.loops import unrolled
@@ -49,6 +54,10 @@ DEFAULT: tuple[str, ...] = (
     "scan",
     "activation",
     "index",
+    "losses",
+    "pools",
+    "checkpoint",
+    "checks",
     "transformers",
 )
 
@@ -86,6 +95,10 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
     with contextlib.ExitStack() as stack:
         if "transformers" in names:
             stack.enter_context(transformers_traced(model))
+        if "checkpoint" in names:
+            stack.enter_context(recomputed())
+        if "checks" in names:
+            stack.enter_context(_unchecked())
         if "scan" in names:
             stack.enter_context(unrolled())
         if "linear" in names:
@@ -124,6 +137,18 @@ def _backward(
 ) -> None:
     """`Tensor.backward`, which would ask the mode again."""
     torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Distributions do not look at the values of their parameters and samples, unless they were told to."""
+    distribution = torch.distributions.Distribution
+    default = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(default)
 
 
 def _on_xla(value: Any) -> bool:
@@ -405,11 +430,27 @@ def _batch_norm(
     return _scaled(out, _per_channel(weight, rank), _per_channel(bias, rank)).to(input.dtype)
 
 
+def _adaptive_largest(rank: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:
+    return _UNTOUCHED if return_indices else pools.adaptive_largest(input, output_size, rank)
+
+
 replaces("norm", torch._weight_norm)(exact.weight_norm)
 replaces("activation", F.elu)(exact.elu)
 replaces("activation", F.selu, torch.selu)(exact.selu)
 replaces("activation", F.celu, torch.celu)(exact.celu)
+replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
+replaces("losses", F.multi_margin_loss)(losses.multi_margin)
+replaces("losses", F.gaussian_nll_loss)(losses.gaussian_nll)
+replaces("losses", torch.cdist)(losses.cdist)
+replaces("losses", torch.linalg.solve)(losses.solve)
+replaces("losses", torch.logdet, torch.Tensor.logdet)(losses.logdet)
+replaces("losses", torch.slogdet, torch.Tensor.slogdet, torch.linalg.slogdet)(losses.slogdet)
+replaces("losses", F.ctc_loss)(losses.ctc)
+for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1):
+    replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))
+for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):
+    replaces("pools", _largest)(partial(_adaptive_largest, _rank))
 
 
 # Loss and embedding.
@@ -495,13 +536,15 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    if mode not in ("sum", "mean") or (per_sample_weights is not None and mode != "sum"):
+    if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
         return _UNTOUCHED
     rows = _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if rows is _UNTOUCHED or (input.dim() == 2) == (offsets is not None):
         return _UNTOUCHED
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
+    if mode == "max":
+        return _largest_in_bags(rows, input, offsets, None if padding_idx is None else padding_idx % weight.shape[0])
     counted = torch.ones_like(input, dtype=rows.dtype)
     if padding_idx is not None:
         counted = (input != padding_idx % weight.shape[0]).to(rows.dtype)
@@ -509,11 +552,25 @@ def _embedding_bag(
     if offsets is None:
         total, count = rows.sum(1), counted.sum(1)
     else:
-        starts = offsets[:-1] if include_last_offset else offsets
-        bag = (torch.arange(len(input), device=input.device).unsqueeze(1) >= starts).sum(1) - 1
+        bag = _bags(input, starts := offsets[:-1] if include_last_offset else offsets)
         total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
         count = rows.new_zeros(len(starts)).index_add(0, bag, counted)
     return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
+
+
+def _bags(input: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The bag of each element."""
+    return (torch.arange(len(input), device=input.device).unsqueeze(1) >= starts).sum(1) - 1
+
+
+def _largest_in_bags(rows: torch.Tensor, input: torch.Tensor, offsets: torch.Tensor | None, padding: int | None) -> Any:
+    """Per feature the largest of each bag's rows, 0 where there are none; equal rows share the gradient."""
+    if offsets is not None:
+        return _UNTOUCHED
+    if padding is not None:
+        rows = torch.where((input == padding).unsqueeze(-1), -math.inf, rows)
+    largest = rows.amax(1)
+    return largest if padding is None else torch.where(largest == -math.inf, 0.0, largest)
 
 
 # Convolutions.
@@ -553,6 +610,8 @@ _convolves(F.conv1d, F.conv2d, F.conv3d)
 
 # Interpolation.
 
+_AVERAGES = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+
 
 @replaces("interpolate", F.interpolate)
 def _interpolate(
@@ -567,6 +626,12 @@ def _interpolate(
     rank = input.dim() - 2
     sizes = _per_dim(size, rank)
     factors = _per_dim(scale_factor, rank)
+    if mode == "area" and rank in (1, 2, 3) and sizes is not None and factors is not None:
+        into = [
+            new or math.floor(old * factor) for new, old, factor in zip(sizes, input.shape[2:], factors, strict=True)
+        ]
+        pooled = pools.adaptive_average(input, into, rank)
+        return (_AVERAGES[rank - 1](input, into)) if pooled is _UNTOUCHED else pooled
     if antialias or rank < 1 or sizes is None or factors is None:
         return _UNTOUCHED
     extents = input.shape[2:]
@@ -581,6 +646,23 @@ def _interpolate(
                 return _UNTOUCHED
             input = _matmul(input.transpose(dim, -1), weights).transpose(dim, -1)
     return input
+
+
+replaces("interpolate", F.affine_grid)(interpolation.affine_grid)
+
+
+@replaces("interpolate", F.grid_sample)
+def _grid_sample(
+    input: torch.Tensor,
+    grid: torch.Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Any:
+    modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+    if mode not in modes or padding_mode not in paddings:
+        return _UNTOUCHED  # torch says what is wrong
+    return _grid_sampler(input, grid, modes.index(mode), paddings.index(padding_mode), bool(align_corners))
 
 
 @replaces("interpolate", torch.grid_sampler)

@@ -25,6 +25,9 @@ from autoshard.capture.sequence import Call
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
 from autoshard.errors import CaptureError
 
+UNMARKABLE = frozenset({"aten.view_as_real_copy.default"})
+"""torch_xla gives the result a layout of fewer dims than it has, and XLA refuses to copy it."""
+
 
 def prepare_runtime(devices: int | None = None) -> None:
     """Make torch_xla ready to capture (and, with `devices`, to run on that many virtual CPU devices).
@@ -247,6 +250,8 @@ class XlaLabels(Labels):
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Mark the outputs that lowering can annotate."""
+        if call.name in UNMARKABLE:
+            return
         for j, tensor in self.marked(call, outputs):
             scope = self.xla.profiler.scope_pusher(f"op{call.index}.out{j}")
             self._mark(tensor)

@@ -100,8 +100,9 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
         for number, specs in found.items():
             op = graph.ops[number]
             for place, spec in enumerate(specs):
-                if op.aten is not None and op.operands[place] in annotatable:
-                    copies[op.operands[place], op.aten] = _whole_in_space(op, place, spec)
+                read, whole = _read_by_aten(graph, op, op.operands[place], _whole_in_space(op, place, spec))
+                if op.aten is not None and read in annotatable:
+                    copies[read, op.aten] = whole
         if not found:
             return annotations
         annotations = replace(annotations, copies=copies)
@@ -113,6 +114,18 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
             "its input and kernel are both split in space and cannot be annotated; give hints that split neither there"
         )
     return annotations
+
+
+def _read_by_aten(graph: Graph, op: Op, value: Value, spec: Spec) -> tuple[Value, Spec]:
+    """What the aten op of `op` reads that is `value` after dims of size 1 came in (a 1-d convolution is a 2-d one)."""
+    while (made := graph.ops[value.op]).kind == "reshape" and made.aten == op.aten:
+        source = made.operands[0]
+        before, after = graph.type_of(source).shape, graph.type_of(value).shape
+        if [size for size in before if size > 1] != [size for size in after if size > 1]:
+            break
+        kept = iter([axes for axes, size in zip(spec, after, strict=True) if size > 1])
+        value, spec = source, tuple(next(kept) if size > 1 else () for size in before)
+    return value, spec
 
 
 def _whole_in_space(op: Op, place: int, spec: Spec) -> Spec:

@@ -40,6 +40,8 @@ class VerifyReport:
         judged: step time of the compiled program under the same device model.
         memory_bytes: per device, what the compiler lays out.
         rematerializations: what the partitioner had to replicate and slice again: defects of the plan.
+        wrong_sums: convolutions whose numbers XLA would compute wrongly under these annotations (`solver/guard.py`):
+            the solver's plans have none, annotations written by hand may.
         run: three training steps under the plan against one device, if asked for.
     """
 
@@ -49,11 +51,13 @@ class VerifyReport:
     judged: Judged
     memory_bytes: int
     rematerializations: tuple[str, ...] = ()
+    wrong_sums: tuple[str, ...] = ()
     run: RunReport | None = None
 
     def passes(self, max_fidelity: float) -> bool:
-        """Whether fidelity is within the limit and, if it was run, the numbers are equal."""
-        return self.fidelity.value <= max_fidelity and (self.run is None or self.run.equal)
+        """Whether fidelity is within the limit, no sum is known to be wrong and, if run, the numbers are equal."""
+        right = not self.wrong_sums and (self.run is None or self.run.equal)
+        return self.fidelity.value <= max_fidelity and right
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -69,6 +73,7 @@ class VerifyReport:
             "flops": {"predicted": self.prediction.compiled.flops, "compiled": self.judged.flops},
             "bytes": {"predicted": self.prediction.compiled.moved_bytes, "compiled": self.judged.bytes},
             "rematerializations": len(self.rematerializations),
+            "wrong_sums": list(self.wrong_sums),
         }
         if self.run is not None:
             found["run"] = self.run.as_dict()
@@ -91,6 +96,11 @@ class VerifyReport:
         if self.rematerializations:
             lines.append(f"the partitioner rematerialised {len(self.rematerializations)} values in full:")
             lines += [f"  {text}" for text in self.rematerializations[:5]]
+        if self.wrong_sums:
+            lines.append(
+                "WRONG NUMBERS: XLA sums over devices that hold the same part. Split neither operand in space in"
+            )
+            lines += [f"  {text}" for text in self.wrong_sums]
         if self.run is not None:
             lines.append(str(self.run))
         return "\n".join(lines)
@@ -106,6 +116,7 @@ def compare_compiled(
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
     from autoshard.api import predict_annotations
     from autoshard.lower.stablehlo import donated
+    from autoshard.solver.guard import overcounted
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
@@ -130,6 +141,10 @@ def compare_compiled(
         ),
         memory_bytes=compiled.memory.peak,
         rematerializations=compiled.rematerializations,
+        wrong_sums=tuple(
+            f"convolution op {op} in {graph.ops[op].module or 'the program'}: input {lhs}, kernel {rhs}"
+            for op, (lhs, rhs) in sorted(overcounted(graph, annotations, targeted).items())
+        ),
     )
     return report, compiled
 

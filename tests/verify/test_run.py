@@ -13,9 +13,11 @@ import torch
 from autoshard.capture.sources import Source, load_source
 from autoshard.capture.torch_xla import capture
 from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
 from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh
 from autoshard.plan import plan_of
+from autoshard.solver import guard
 from autoshard.verify import run_worker
 from autoshard.verify.run import Difference, RunError, RunReport, run_equal
 from tests.lower.alternating import alternating
@@ -81,7 +83,7 @@ class Net(torch.nn.Module):
         self.drop = torch.nn.Dropout(drop)
 
     def forward(self, x):
-        x = F.elu(self.lstm(x)[0]) + F.selu(x)
+        x = F.elu(self.lstm(x)[0]) + F.selu(x) + torch.logaddexp(x, -x).median(-1, keepdim=True).values
         x = F.celu(self.conv(x.transpose(1, 2)), 0.5) * self.scale.clone().unsqueeze(1)
         x = self.drop(x).view(4, 2, 2, 2, 2, 2).permute(0, 2, 4, 1, 3, 5) * 1.5  # more dims than OpSharding takes
         return x.flatten(1).square().mean()
@@ -107,6 +109,65 @@ def test_what_torch_xla_has_no_lowering_or_a_wrong_one_for_trains_with_equal_num
     assert report.equal, str(report)
     assert report.reference == reference
     assert report.losses[0] != report.losses[1]
+
+
+CONVOLVED = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(8, 8, 3, padding=1))
+
+    def forward(self, x):
+        return self.conv(x).square().mean()
+
+def build():
+    torch.manual_seed(0)
+    return {"model": Net(), "inputs": (torch.zeros(4, 8, 4),), "loss_fn": lambda loss: loss}
+"""
+
+
+def test_a_convolution_that_xla_would_sum_wrongly_is_right_once_guarded(tmp_path):
+    """Found with a random plan that split a weight-normed convolution's kernel in space: losses four times as large."""
+    (tmp_path / "net.py").write_text(CONVOLVED)
+    source = load_source(f"{tmp_path}/net.py:build", train="sgd")
+    graph = build_graph(capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer))
+    convolution = next(op for op in graph.ops if op.kind == "convolution")
+    kernel = graph.aten_outputs[convolution.aten - 1, 0]
+    assert graph.type_of(kernel).shape == (8, 8, 3)
+    roles = [argument.role for argument in graph.program.arguments]
+    x = Value(graph.arguments[roles.index("input")])
+    annotations = Annotations({x: (("data",), (), ())}, {(kernel, convolution.aten): ((), (), ("model",))})
+    assert guard.overcounted(graph, annotations, MESH)
+    report = run_equal(plan_of(graph, MESH, guard.guarded(graph, annotations, MESH)), source, steps=1)
+    assert report.equal, str(report)
+
+
+VIEWS = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).diagonal(0, 1, 2) * 2
+
+def build():
+    return {"model": Net(), "inputs": (torch.zeros(4, 8, 8),)}
+"""
+
+
+def test_copies_of_views_that_a_decomposition_makes_hold_the_right_elements(tmp_path):
+    (tmp_path / "net.py").write_text(VIEWS)
+    source = load_source(f"{tmp_path}/net.py:build")
+    program = capture(source.model, source.inputs)
+    graph = build_graph(program)
+    chosen = next(op for op in program.ops if op.name == "aten.where.self")
+    read = {value for op in graph.ops if op.aten == chosen.index for value in op.operands}
+    squares = [value for value in read & {*graph.aten_outputs.values()} if graph.type_of(value).shape == (4, 8, 8)]
+    copies = {(value, chosen.index): (("model",), (), ()) for value in squares}
+    assert copies
+    report = run_equal(plan_of(graph, MESH, Annotations({}, copies)), source, steps=1)
+    assert report.equal, str(report)
 
 
 def test_what_cannot_be_sent_to_another_process_is_refused():
