@@ -436,9 +436,10 @@ class _Propagation:
             return self._dot_from_operands(node, op, level)
         if op.kind == "convolution":
             return self._convolution_from_operands(node, op, level)
-        if op.kind == "while":
+        if op.kind in ("while", "optimization_barrier"):
             begun = self.tiling[self.operands[node][node - self.first[op.id]]]
-            return begun is not None and self._improve(node, begun, level)
+            aggressive = op.kind != "while" and self.single[node]
+            return begun is not None and self._improve(node, begun, level, aggressive)
         changed = False
         operands = self.operands[node]
         elementwise = op.kind in ELEMENTWISE
@@ -551,7 +552,7 @@ class _Propagation:
         if op is None:
             return tiling
         operands = self.operands[user]
-        if op.kind in ("while", "sort"):  # result k is operand k after some iterations, or sorted
+        if op.kind in ("while", "sort", "optimization_barrier"):  # result k is operand k, iterated, sorted or as it is
             place = user - self.first[op.id]
             return tiling if operands[place] == node else None
         place = operands.index(node)

@@ -224,3 +224,25 @@ def test_nothing_passes_a_sort_whose_greatest_are_taken_on_gpus(target, spec, be
     found = propagate(graph, Annotations({X: split}), MESH, target).specs
     assert found[Value(order.id)] == (spec if cut else split)
     assert found[graph.outputs[1]] == (spec if cut else split)
+
+
+def test_results_of_a_barrier_follow_their_own_operands():
+    """Activation checkpointing puts values of several ranks through one barrier."""
+    text = """module @m {
+  func.func @main(%x: tensor<64x128xf32>, %y: tensor<8x4x16xf32>, %z: tensor<64x128xf32>)
+      -> (tensor<64x128xf32>, tensor<8x4x16xf32>, tensor<64x128xf32>) {
+    %0:3 = stablehlo.optimization_barrier %x, %y, %z : tensor<64x128xf32>, tensor<8x4x16xf32>, tensor<64x128xf32>
+    %1 = stablehlo.tanh %0#0 : tensor<64x128xf32>
+    %2 = stablehlo.tanh %0#1 : tensor<8x4x16xf32>
+    %3 = stablehlo.tanh %0#2 : tensor<64x128xf32>
+    return %1, %2, %3 : tensor<64x128xf32>, tensor<8x4x16xf32>, tensor<64x128xf32>
+  }
+}"""
+    pins = {Value(0): (("data",), ()), Value(2): ((), ("model",))}
+    graph, found = specs(text, pins)
+    barrier = only(graph, "optimization_barrier")
+    made = [found[Value(barrier.id, result)] for result in range(3)]
+    assert made == [(("data",), ()), ((), (), ()), ((), ("model",))]
+    tanh = [op for op in graph.ops if op.kind == "tanh"]
+    backward = propagate(graph, Annotations({Value(tanh[2].id): (("data",), ())}), MESH).specs
+    assert [backward[Value(barrier.id, result)] for result in range(3)] == [((), ()), ((), (), ()), (("data",), ())]
