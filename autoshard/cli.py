@@ -299,6 +299,8 @@ def verify(
         click.echo("not verified: collectives were predicted, but none are compiled")
     elif report.fidelity.value > max_fidelity:
         click.echo(f"not verified: fidelity {report.fidelity.value:.1%} is above the limit of {max_fidelity:.1%}")
+    if report.wrong_sums:
+        click.echo("not verified: XLA computes wrong sums under these annotations")
     if report.run is not None and not report.run.equal:
         click.echo("not verified: the numbers under the plan are not those of one device")
     if as_json:

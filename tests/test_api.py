@@ -224,7 +224,7 @@ def test_factorisations():
         ({"mesh": "2x4", "devices": 8}, "not both"),
         ({"devices": 0}, "at least one"),
         ({"mesh": "2by4"}, "numbers joined by x"),
-        ({"mesh": Mesh((2, 2)), "frontend": "jax"}, "only torch_xla"),
+        ({"mesh": Mesh((2, 2)), "frontend": "jax"}, "there are auto, torch_xla, torchax"),
         ({"mesh": "2x4", "device": "tpu-v9"}, "tpu-v9"),
         ({"mesh": "2x4", "memory": -1}, "must be positive"),
     ],

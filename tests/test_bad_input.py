@@ -158,10 +158,18 @@ def test_an_op_that_was_met_before_cannot_end_the_process() -> None:
     refused("aten.addmm", Calls(lambda layer, x: torch.addmm(x, x, layer.weight, beta=0.5)))
 
 
-def test_gradient_checkpointing_as_torch_has_it() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_as_torch_has_it(reentrant: bool) -> None:
+    """Captured, with the forward pass in it twice."""
     from torch.utils.checkpoint import checkpoint
 
-    refused("torch_xla.utils.checkpoint", Calls(lambda layer, x: checkpoint(layer, x, use_reentrant=False)), **TRAIN)
+    def captured(forward: Any) -> list[str]:
+        program = autoshard.capture(Calls(forward), X.clone().requires_grad_(), **TRAIN)
+        return [op.name for op in program.ops]
+
+    once = captured(lambda layer, x: torch.tanh(layer(x)))
+    again = captured(lambda layer, x: checkpoint(lambda y: torch.tanh(layer(y)), x, use_reentrant=reentrant))
+    assert (once.count("aten.tanh.default"), again.count("aten.tanh.default")) == (1, 2)
 
 
 @pytest.mark.parametrize(
