@@ -26,7 +26,8 @@ Dim = tuple[int, ...]
 def source_of(owner: Partitioner, op: Op, place: int) -> tuple[Value, Dim, int]:
     """What a convolution reads as operand `place`: the value, which of its dims each dim is, and the op that reads it.
 
-    Annotated values are read as they are, and so is what is reversed along a dim that is split.
+    Annotated values are read as they are, and so is what is reversed along a dim that is split. While a plan is sought,
+    shardings are not known yet: every transpose and reversal is taken to be folded in.
     """
     value, reader = op.operands[place], op.id
     dims = tuple(range(len(owner.graph.type_of(value).shape)))
@@ -38,11 +39,13 @@ def source_of(owner: Partitioner, op: Op, place: int) -> tuple[Value, Dim, int]:
             break
         before = maker.operands[0]
         order = tuple(maker.attrs["permutation"]) if maker.kind == "transpose" else tuple(range(len(dims)))
-        split, found = owner.shardings.made[value], owner.shardings.read(maker.id, before)
-        if split != tuple(found[dim] for dim in order):
-            break
-        if maker.kind == "reverse" and any(split[dim] for dim in maker.attrs["dims"]):
-            break
+        split = owner.shardings.made.get(value)
+        if split is not None:
+            found = owner.shardings.read(maker.id, before)
+            if split != tuple(found[dim] for dim in order):
+                break
+            if maker.kind == "reverse" and any(split[dim] for dim in maker.attrs["dims"]):
+                break
         value, reader, dims = before, maker.id, tuple(order[dim] for dim in dims)
     return value, dims, reader
 

@@ -202,3 +202,20 @@ def test_shared_kernels_are_compiled_as_predicted():
 )
 def test_taps_on_elements_of_the_input(window, share):
     assert on_elements(*window) == share
+
+
+def test_a_net_with_a_kernel_of_one_tap_is_planned():
+    """Its gradients read the kernel transposed, and while a plan is sought no sharding is known."""
+    pytest.importorskip("torch_xla")
+    import torch
+
+    import autoshard
+
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 1))
+    images = torch.empty(8, 8, 12, 12, device="meta"), torch.empty(8, 32, 12, 12, device="meta")
+    plan = autoshard.plan(
+        net, images, mesh="2x2", device="tpu-v5e", loss_fn=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
+    assert plan.solver.gap == 0
