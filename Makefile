@@ -21,6 +21,8 @@ help: ## what there is to make
 
 install: $(STAMP) ## the environment, in .venv
 
+# torch_xla brings files of an older torchax that belong to no package. So that tests can hold captures through torchax
+# against those through torch_xla, the package is put over them afterwards, and without what it depends on.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or later: no python3 on the path" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -28,6 +30,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --no-deps --reinstall-package torchax --python $(BIN)/python torchax==0.0.13
 	@touch $@
 
 demo: $(STAMP) ## plan GPT-2 for a TPU slice, hold it against hand-made plans, verify it, train under it
