@@ -406,7 +406,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return known.tensor
 
 
-class Labels(AtenSequence):
+class Labels(AtenSequence, ABC):
     """Runs each aten op under its label, marks its outputs, records it; refuses what cannot be captured.
 
     A frontend says how an op gets a label (`labelled`), and how an output is marked (`mark`).
@@ -429,13 +429,13 @@ class Labels(AtenSequence):
         self.running = ""
         return result
 
+    @abstractmethod
     def labelled(self, call: Call) -> Any:
         """Run the op under its label."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Mark the outputs that lowering can annotate."""
-        raise NotImplementedError
 
     def marked(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """(j, the tensor) of each output that is to be marked."""
