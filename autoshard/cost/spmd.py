@@ -299,8 +299,8 @@ class Partitioner:
         inner = tuple(replace(each, op=op.id) for each in emission.inner)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner)
 
-    def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...]:
-        """What one op takes whose operands and results have these shardings.
+    def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...] | None:
+        """What one op takes whose operands and results have these shardings; None where its numbers would be wrong.
 
         Args:
             reads: per operand; None for one that is free in any sharding.
@@ -311,6 +311,8 @@ class Partitioner:
             for place, spec in enumerate(reads)
         )
         emission = self._emit(op, found, made)
+        if emission.overcounted:
+            return None
         moves = [step for place, _, steps in emission.moves if reads[place] is not None for step in steps]
         return (*(self.collective(step, op.id) for step in (*moves, *emission.own)), *emission.inner)
 

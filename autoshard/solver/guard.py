@@ -1,8 +1,9 @@
 """Plans that XLA would run with wrong numbers, or abort on, are annotated so that it does not.
 
-GSPMD sums the partial results of a convolution whose input and kernel are both split in space over all devices, also
-where some of them hold the same part (`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`; measured with jaxlib
-0.10.2 on CPU: results four times too large with an idle axis of four).
+GSPMD sums the partial results of a convolution whose input and kernel are both split in space, or of the gradient of a
+depthwise kernel whose images are, over all devices, also where some of them hold the same part
+(`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`; measured with jaxlib 0.10.2 on CPU: results four times too
+large with an idle axis of four). Strategies never are such; propagation may split operands so.
 
 libtpu aborts where it would pad the indices of a scatter that are unsigned or of 64 bits, because propagation splits
 the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). Strategies never do.
@@ -88,7 +89,7 @@ def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
 
 
 def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """With copies whole in space for the convolutions whose numbers would be wrong.
+    """With copies whole in space, or where they are not split there, in their features, where numbers would be wrong.
 
     Raises:
         WrongNumbersError: some would still be: their operands take no annotation.
@@ -100,7 +101,7 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
         for number, specs in found.items():
             op = graph.ops[number]
             for place, spec in enumerate(specs):
-                read, whole = _read_by_aten(graph, op, op.operands[place], _whole_in_space(op, place, spec))
+                read, whole = _read_by_aten(graph, op, op.operands[place], _whole_where_summed(op, place, spec))
                 if op.aten is not None and read in annotatable:
                     copies[read, op.aten] = whole
         if not found:
@@ -111,7 +112,7 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
         where = f" in {op.module}" if op.module else ""
         raise WrongNumbersError(
             f"XLA would sum convolution op {op.id}{where} over devices that hold the same part, and get wrong numbers: "
-            "its input and kernel are both split in space and cannot be annotated; give hints that split neither there"
+            "its input and kernel are both split where it sums and cannot be annotated; give hints that split neither there"
         )
     return annotations
 
@@ -128,6 +129,8 @@ def _read_by_aten(graph: Graph, op: Op, value: Value, spec: Spec) -> tuple[Value
     return value, spec
 
 
-def _whole_in_space(op: Op, place: int, spec: Spec) -> Spec:
-    spatial = op.attrs["rhs" if place else "lhs"][2:]
-    return tuple(() if dim in spatial else axes for dim, axes in enumerate(spec))
+def _whole_where_summed(op: Op, place: int, spec: Spec) -> Spec:
+    """The images of a kernel's gradient in groups lie where its input has features; what is split there is summed."""
+    _, features, *spatial = op.attrs["rhs" if place else "lhs"]
+    summed = spatial if any(spec[dim] for dim in spatial) else [features]
+    return tuple(() if dim in summed else axes for dim, axes in enumerate(spec))

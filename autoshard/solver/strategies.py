@@ -43,7 +43,7 @@ class Partial:
 
 Sharded = Spec | Partial
 RuleOf = Callable[[Op, Graph], Rule | None]
-Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective, ...]]
+Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective, ...] | None]
 AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape"}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
@@ -353,8 +353,8 @@ def strategies(
         defer: allow variants that leave its one output partial, for its reader to sum.
         sums: allow variants that take partial values and all-reduce their sum once.
         merged: what is summed along several dims is all-reduced once (TPU, GPU), not once per dim (CPU).
-        priced: what the partitioner makes of an op under the shardings of its operands and results; asked for ops
-            that are groups of their own, where it need not be what the factors say.
+        priced: what the partitioner makes of an op under the shardings of its operands and results, None where that
+            has wrong numbers; asked for ops that are groups of their own, where it need not be what the factors say.
     """
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
@@ -386,6 +386,8 @@ def strategies(
             op = graph.ops[group.ops[0]]
             reads = [specs[local[value]] if value in local else None for value in op.operands]
             found = priced(op, reads, specs[len(group.inputs) :])
+            if found is None:
+                continue
             if _totals(found) != _totals(collectives):
                 collectives, partial = [replace(each, op=0) for each in found], ()
         inputs: list[Sharded] = [*specs[: len(group.inputs)]]

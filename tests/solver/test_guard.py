@@ -5,18 +5,21 @@ import dataclasses
 import pytest
 
 from autoshard.capture.program import AtenOp
+from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.stablehlo import build_graph
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.solver.formulate import formulate
 from autoshard.solver.guard import WrongNumbersError, guarded, overcounted, padded_indices
+from autoshard.solver.strategies import plain
 from autoshard.verify.compile import compile_module
 from tests.cost.zoo import WINDOWS, program
 from tests.graph.helpers import program_from_text
 
 MESH = Mesh((2, 4), ("data", "model"))
-WHOLE, IN_SPACE = ((), (), (), ()), ((), (), ("data",), ())
+WHOLE, IN_SPACE, IMAGES = ((), (), (), ()), ((), (), ("data",), ()), (("data",), (), (), ())
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,7 @@ WHOLE, IN_SPACE = ((), (), (), ()), ((), (), ("data",), ())
     [  # each compiles to numbers that are four times too large
         ("conv", IN_SPACE, (("model",), (), (), ())),
         ("conv_weight", IN_SPACE, IN_SPACE),
+        ("depthwise_weight", IMAGES, IMAGES),
     ],
 )
 def test_a_sum_over_idle_devices_is_found_and_avoided(name, first, second):
@@ -48,6 +52,21 @@ def test_what_is_right_is_left_alone(name, first, second):
     _, graph = program([name], WINDOWS) if name in WINDOWS else program([name])
     annotations = Annotations({Value(0): first, Value(1): second})
     assert guarded(graph, annotations, MESH) == annotations
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("name", ["depthwise_weight", "grouped_weight", "conv_weight"])
+def test_no_strategy_sums_over_idle_devices(name, device):
+    _, graph = program([name], WINDOWS)
+    mesh = Mesh((2, 4), ("data", "model"), device)
+    found = formulate(graph, mesh, load_device(device))
+    convolution = next(op for op in graph.ops if op.kind == "convolution")
+    ways = found.strategies[found.groups.of[convolution.id]]
+    assert len(ways) > 1
+    for number in range(len(ways)):
+        pins = {value: plain(ways.inputs[place][number]) for place, value in enumerate(convolution.operands)}
+        pins[Value(convolution.id)] = ways.pinned[0][number]
+        assert overcounted(graph, Annotations(pins), mesh) == {}
 
 
 def test_numbers_that_stay_wrong_are_refused_with_the_op():
