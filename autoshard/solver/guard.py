@@ -112,7 +112,7 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
         where = f" in {op.module}" if op.module else ""
         raise WrongNumbersError(
             f"XLA would sum convolution op {op.id}{where} over devices that hold the same part, and get wrong numbers: "
-            "its input and kernel are both split where it sums and cannot be annotated; give hints that split neither there"
+            "its input and kernel are both split there and cannot be annotated; give hints that split neither"
         )
     return annotations
 
