@@ -394,24 +394,60 @@ def plan_graph(
         watch: told what the solver has found after each of its stages.
         others: what was chosen on other meshes, to begin with where this one is a finer one.
     """
-    return decide(
-        formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None)),
-        mesh,
-        hints=hints,
-        fold=fold,
-        time_limit=time_limit,
-        seed=seed,
-        backend=backend,
-        progress=progress,
-        watch=watch,
-        others=others,
-    )
+    ends = time.perf_counter() + time_limit
+
+    def decided(charge: float) -> Decision:
+        return decide(
+            formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None), charge),
+            mesh,
+            hints=hints,
+            fold=fold,
+            time_limit=max(LEAST_TIME_S, ends - time.perf_counter()),
+            seed=seed,
+            backend=backend,
+            progress=progress,
+            watch=watch,
+            others=others,
+        )
+
+    return with_few_gathers(graph, mesh, decided)
+
+
+def with_few_gathers(graph: Graph, mesh: Mesh, decided: Callable[[float], Decision]) -> Decision:
+    """What is decided, or what is where each gather is charged what the first of them brings about, if that is faster.
+
+    On a TPU, copies of activations run early beside gathers (`cost/strips_tpu.py`): all of them, as soon as there is
+    one gather, which no price of that gather alone says. Which of both plans is faster, the prediction knows.
+    """
+    from autoshard.cost.device import load_device
+    from autoshard.cost.strips_tpu import early_seconds
+
+    found = decided(0.0)
+    device = load_device(mesh.device)
+    if device.target != "tpu" or all(op.kind != "convolution" for op in graph.ops):
+        return found
+    first = predict_annotations(graph, found.annotations, mesh)
+    charge = early_seconds(first.compiled, device)
+    if not charge:
+        return found
+    other = decided(charge)
+    second = predict_annotations(graph, other.annotations, mesh)
+    return other if second.step_time_s < first.step_time_s else found
 
 
 def formulated(
-    graph: Graph, mesh: Mesh, memory: float | None, hints: Mapping[str, Spec], progress: Progress
+    graph: Graph,
+    mesh: Mesh,
+    memory: float | None,
+    hints: Mapping[str, Spec],
+    progress: Progress,
+    charge: float = 0.0,
 ) -> Formulation:
-    """The problem of a graph on `mesh`, in which what is hinted can only be as it is hinted."""
+    """The problem of a graph on `mesh`, in which what is hinted can only be as it is hinted.
+
+    Args:
+        charge: seconds that every reshard takes beside its own.
+    """
     from autoshard.cost.device import load_device
     from autoshard.hints import split
     from autoshard.solver.formulate import formulate
@@ -420,7 +456,8 @@ def formulated(
     for value, spec in inside.items():
         mesh.check(spec, graph.type_of(value).shape, "a hint")
     progress("strategies")
-    return formulate(graph, mesh, load_device(mesh.device), memory=memory, hints=arguments).fixed(inside)
+    device = load_device(mesh.device)
+    return formulate(graph, mesh, device, memory=memory, hints=arguments, charge=charge).fixed(inside)
 
 
 def decide(

@@ -27,6 +27,7 @@ from autoshard.cost.rewrite_tpu import (
     scattered_onto,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
+from autoshard.cost.strips_tpu import beside_gathers, cut_into_strips
 from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
@@ -211,8 +212,8 @@ class TpuBackend(Backend):
         return -(-size // self.alignment) * self.alignment
 
     def rewrite(self, program: Lowered) -> Lowered:
-        """See `autoshard.cost.rewrite_tpu`."""
-        return laid_out_for_convolutions(moved_by_rows(scattered_by_rows(scattered_onto(program))))
+        """See `autoshard.cost.rewrite_tpu` and `autoshard.cost.strips_tpu`."""
+        return cut_into_strips(laid_out_for_convolutions(moved_by_rows(scattered_by_rows(scattered_onto(program)))))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -341,6 +342,12 @@ class TpuBackend(Backend):
             and bool(found.shape)
             and any(program.steps[reader].kind == "slice" for reader in found.readers)
         )
+
+    def overlap(
+        self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
+    ) -> tuple[list[Kernel], list[int]]:
+        """On one core, copies of activations in strips run beside gathers."""
+        return beside_gathers(kernels, order, program, self.device.cores == 1)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""

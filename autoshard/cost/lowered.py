@@ -59,6 +59,7 @@ class Array:
         readers: numbers of the steps that read it, each once, ascending.
         returned: it is a result of the program.
         donated: and takes over the buffer of the argument that it updates.
+        strips: an activation of few images, which a TPU's compiler cuts into strips of space (`cost/strips_tpu.py`).
     """
 
     shape: tuple[int, ...] | None
@@ -68,6 +69,7 @@ class Array:
     readers: list[int] = field(default_factory=list)
     returned: bool = False
     donated: bool = False
+    strips: bool = False
 
 
 @dataclass(slots=True, eq=False)

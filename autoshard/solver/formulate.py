@@ -23,6 +23,7 @@ from autoshard.cost.hops import hops_between, path_matrix
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.cost.spmd import Partitioner
 from autoshard.cost.spmd_scatter import MOVES
+from autoshard.cost.strips_tpu import batch_dims, copied_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
@@ -178,14 +179,16 @@ def formulate(
     *,
     memory: float | None = None,
     hints: Mapping[str, Spec] | None = None,
+    charge: float = 0.0,
 ) -> Formulation:
     """The strategy-selection problem of a program on a mesh.
 
     Args:
         memory: bytes per device that no point of the step may exceed, or None.
         hints: argument name -> the sharding it must have. Raises ValueError when a hint fits no argument.
+        charge: seconds that every reshard takes beside its own, where that has collectives.
     """
-    return _Builder(graph, mesh, device, hints or {}).build(memory)
+    return _Builder(graph, mesh, device, hints or {}, charge).build(memory)
 
 
 class _Key(NamedTuple):
@@ -200,8 +203,9 @@ class _Key(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec]) -> None:
-        self.graph, self.mesh, self.device, self.hints = graph, mesh, device, hints
+    def __init__(self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], charge: float) -> None:
+        self.graph, self.mesh, self.device, self.hints, self.charge = graph, mesh, device, hints, charge
+        self.images = batch_dims(graph) if device.target == "tpu" else {}
         self.groups = fusion_groups(graph)
         self.annotatable = _annotatable(graph)
         self.node_costs: list[Matrix] = []
@@ -403,7 +407,8 @@ class _Builder:
             updates = [node for node in readers if self.prices.last[node - self.first_group]]
             readers = [node for node in readers if node not in updates] or readers
         item, sliced = self._moved_as(value, readers), self._cut_out(readers)
-        key = ("into", self.graph.type_of(value), item, sliced, self._needs_nothing(value), specs.choices, others)
+        kind = self.graph.type_of(value), self.images.get(value)
+        key = ("into", *kind, item, sliced, self._needs_nothing(value), specs.choices, others)
         if key not in self._matrices:
             into = self._choice_matrix(value, specs.choices, held.choices, item, sliced).copy()
             kept = len(specs.choices)
@@ -417,7 +422,7 @@ class _Builder:
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
             first = self._needs_nothing(value)
-            out_key = ("out", self.graph.type_of(value), item, sliced, first, specs.choices, others, wanted.choices)
+            out_key = ("out", *kind, item, sliced, first, specs.choices, others, wanted.choices)
             if out_key not in self._matrices:
                 out = self._choice_matrix(value, held.choices, wanted.choices, item, sliced).copy()
                 kept = len(specs.choices)
@@ -501,7 +506,8 @@ class _Builder:
     ) -> Matrix:
         kind = self.graph.type_of(value)
         copied, first = self._copied(value), self._needs_nothing(value)
-        key = ("reshard", kind, item, copied, sliced, first, self._follows(value), sources, wanted)
+        image = self.images.get(value)
+        key = ("reshard", kind, image, item, copied, sliced, first, self._follows(value), sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -513,8 +519,13 @@ class _Builder:
                 found = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
                 if self._follows(value):
                     found = np.array([[0.0 if row == column else np.inf for column in columns] for row in rows])
+                moved = found > 0.0
                 if first:
                     found = found - self.prices.shared_starts(kind, item, rows, columns)
+                if self.charge:
+                    found = found + self.charge * moved
+                if image is not None:
+                    found = found + moved * self._strips(kind.shape, item, image, rows, columns)
                 if sliced:
                     differs = np.array([[row != column for column in columns] for row in rows])
                     made = self.prices.copy_seconds(kind, columns)
@@ -523,12 +534,19 @@ class _Builder:
             self._matrices[key] = matrix
         return self._matrices[key]
 
+    def _strips(self, shape: tuple[int, ...], item: int, image: int, rows: list[Spec], columns: list[Spec]) -> Matrix:
+        """Seconds of the kernels around reshards of an activation of which dim `image` counts images, on a TPU."""
+        ends = (self.mesh, self.device)
+        found = [[copied_seconds(shape, item, image, row, column, *ends) for column in columns] for row in rows]
+        return np.array(found)
+
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
         item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
         matrix = self._choice_matrix(value, sources.choices, wanted.choices, item, sliced)
         kind, copied, first = self.graph.type_of(value), self._copied(value), self._needs_nothing(value)
         follows = self._follows(value)
-        key = ("reshard", kind, item, copied, sliced, first, follows, sources.choices, wanted.choices)
+        image = self.images.get(value)
+        key = ("reshard", kind, image, item, copied, sliced, first, follows, sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:

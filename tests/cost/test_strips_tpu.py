@@ -1,0 +1,119 @@
+"""Activations of few images on a TPU: what is copied around collectives and for the backward pass, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard.api import Decision, plan_graph, predict_annotations, with_few_gathers
+from autoshard.cost.device import load_device
+from autoshard.cost.predict import Prediction
+from autoshard.cost.strips_tpu import COPIES, EARLY, PARTS, batch_dims, copied_seconds, early_seconds
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh
+from tests.graph.helpers import graph_from_text
+
+BOTH = ("data", "model")
+BATCH = (BOTH, (), (), ())
+WHOLE = ((), (), (), ())
+
+
+def mesh_of(device: str) -> Mesh:
+    return Mesh((2, 4), BOTH, device=device)
+
+
+def network(images: int, features: int = 256) -> Graph:
+    """Three convolutions, and the gradient of the second's kernel: what it reads waits while the third runs."""
+    image, kernel = f"tensor<{images}x{features}x14x14xf32>", f"tensor<{features}x{features}x1x1xf32>"
+    window = "window = {stride = [1, 1]} {batch_group_count = 1 : i64, feature_group_count = 1 : i64}"
+
+    def convolution(labels: str, operands: str, types: str) -> str:
+        return f"stablehlo.convolution({operands}) dim_numbers = {labels}, {window} : {types}"
+
+    forward, kinds = "[b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1]", f"({image}, {kernel}) -> {image}"
+    turned = f"tensor<1x1x{features}x{features}xf32>"
+    return graph_from_text(
+        f"""module {{ func.func public @main(%x: {image}, %u: {kernel}, %v: {kernel}, %w: {kernel}) -> {turned} {{
+      %a = {convolution(forward, "%x, %u", kinds)}
+      %n = stablehlo.negate %a : {image}
+      %b = {convolution(forward, "%n, %v", kinds)}
+      %c = {convolution(forward, "%b, %w", kinds)}
+      %g = {convolution("[f, b, 0, 1]x[i, o, 0, 1]->[0, 1, b, f]", "%n, %c", f"({image}, {image}) -> {turned}")}
+      return %g : {turned} }} }}"""
+    )
+
+
+def predicted(graph: Graph, device: str, last: tuple[tuple[str, ...], ...] = WHOLE) -> Prediction:
+    """Images are split over all devices, the third kernel as `last` says."""
+    pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, last), strict=True)}
+    return predict_annotations(graph, Annotations(pins), mesh_of(device))
+
+
+def test_batch_dims_are_found_through_elementwise_ops_and_not_for_kernels() -> None:
+    graph = network(32)
+    kinds = {graph.ops[value.op].kind for value in batch_dims(graph)}
+    assert kinds == {"argument", "convolution", "negate"}
+    assert not any(Value(op) in batch_dims(graph) for op in graph.arguments[1:])
+    assert set(batch_dims(graph).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("device", "images", "split", "early"),
+    [
+        ("tpu-v5e", 32, True, True),  # a gather is in flight: what waits for the gradient is copied beside it
+        ("tpu-v5e", 32, False, False),  # nothing is: it is copied where it is read
+        ("tpu-v5p", 32, True, False),  # two cores copy where it is read
+        ("tpu-v5e", 64, True, None),  # eight images fill a tile: no copies
+    ],
+)
+def test_copies_for_the_backward_pass(device: str, images: int, split: bool, early: bool | None) -> None:
+    found = predicted(network(images), device, (BOTH, (), (), ()) if split else WHOLE)
+    compiled = found.compiled
+    waits = compiled.kernels[0].writes[0]  # read by the second convolution, and by the gradient
+    copies = [at for at, kernel in enumerate(compiled.kernels) if not kernel.steps and kernel.reads == (waits,)]
+    assert [compiled.kernels[at].kind for at in copies] == ([] if early is None else [EARLY if early else "copy"])
+    assert bool(early_seconds(compiled, load_device(device))) == (early is True)
+    if copies:  # beside the gather before the third convolution, or right before the gradient
+        products = [at for at, kernel in enumerate(compiled.kernels) if kernel.flops]
+        after, before = (1, 2) if early else (2, 3)
+        assert products[after] < copies[0] < products[before]
+
+
+def test_activations_are_put_together_around_an_all_to_all() -> None:
+    graph = network(32)
+    pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, WHOLE), strict=True)}
+    first = next(op.id for op in graph.ops if op.kind == "convolution")
+    moved = Annotations(pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
+    kinds = [kernel.kind for kernel in predict_annotations(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
+    place = kinds.index("all-to-all")
+    assert kinds[place - COPIES : place] == ["copy"] * COPIES
+    assert kinds[place + 1 : place + 1 + PARTS] == ["copy"] * PARTS
+
+
+def test_the_solver_pays_for_copies_where_images_are_few() -> None:
+    mesh, device = mesh_of("tpu-v5p"), load_device("tpu-v5p")
+    columns = ((), BOTH, (), ())
+    few = copied_seconds((32, 256, 14, 14), 4, 0, BATCH, columns, mesh, device)
+    assert few > (COPIES + PARTS) * device.kernel_overhead
+    assert copied_seconds((64, 256, 14, 14), 4, 0, BATCH, columns, mesh, device) == 0.0
+
+
+@pytest.mark.parametrize("charged_is_faster", [True, False])
+def test_the_faster_plan_is_taken_where_one_gather_brings_about_copies(charged_is_faster: bool) -> None:
+    graph, mesh = network(32), mesh_of("tpu-v5e")
+    whole = Annotations({Value(op): spec for op, spec in zip(graph.arguments, (BATCH, *3 * [WHOLE]), strict=True)})
+    split = Annotations({Value(op): BATCH for op in graph.arguments})
+    first = next(op.id for op in graph.ops if op.kind == "convolution")
+    moved = Annotations(split.pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
+    charges: list[float] = []
+
+    def decided(charge: float) -> Decision:
+        charges.append(charge)
+        return replace(plan, annotations=(whole if charged_is_faster else moved) if charge else split)
+
+    plan = plan_graph(graph, mesh)
+    assert with_few_gathers(graph, mesh, decided).annotations == (whole if charged_is_faster else split)
+    assert charges[0] == 0.0
+    assert charges[1] > 0.0
