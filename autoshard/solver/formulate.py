@@ -219,6 +219,11 @@ class _Builder:
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
         self.prices = Prices(graph, self.groups, mesh, device)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
+        self._reading: dict[tuple[Value, int], list[Op]] = {}
+        for group in self.groups.groups:
+            for op in (graph.ops[number] for number in group.ops):
+                for value in dict.fromkeys(op.operands):
+                    self._reading.setdefault((value, group.id), []).append(op)
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
         self.first_group = 0  # node of the first group
@@ -439,8 +444,8 @@ class _Builder:
         for group, own in zip(self.groups.groups, ways, strict=True):
             for value, specs in zip(group.inputs, own.inputs, strict=True):
                 if self._copied(value) and not any(isinstance(spec, Partial) for spec in specs.choices):
-                    for op in (self.graph.ops[number] for number in group.ops):
-                        if op.aten is not None and value in op.operands:
+                    for op in self._readers_in(value, group.id):
+                        if op.aten is not None:
                             wants.setdefault((value, op.aten), {})[group.id] = specs
         for (value, _), found in wants.items():
             *others, (last, read) = found.items()
@@ -487,9 +492,12 @@ class _Builder:
         kind = self.graph.type_of(value)
         if self.device.target != "tpu" or kind.dtype != "f32":
             return dtype_bytes(kind.dtype)
-        own = {op for node in readers for op in self.groups.groups[node - self.first_group].ops}
-        uses = [op for op in self.partitioner.readers.get(value, ()) if op.id in own]
+        uses = [op for node in readers for op in self._readers_in(value, node - self.first_group)]
         return 2 if uses and all(self._contracts(op) for op in uses) else dtype_bytes(kind.dtype)
+
+    def _readers_in(self, value: Value, group: int) -> list[Op]:
+        """The ops of a group that read a value, in their order."""
+        return self._reading.get((value, group), [])
 
     def _contracts(self, op: Op, depth: int = 8) -> bool:
         """Whether an op is a contraction, or moves what contractions alone read."""
