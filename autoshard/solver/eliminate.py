@@ -11,6 +11,7 @@ import heapq
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -53,37 +54,28 @@ def exact_minimum(
     done: list[tuple[int, list[Table]]] = []
     total = net.offset
     pending = _Heap(net, tables, order)
+    budget = _Budget(largest, work, deadline)
     while (node := pending.pop()) is not None:
         mine = tables.pop(node, {})
         around = sorted({v for t in mine.values() for v in t.scope if v != node})
-        joint = {v: joint_classes([t.maps[t.scope.index(v)] for t in mine.values() if v in t.scope]) for v in around}
-        own_maps = [t.maps[t.scope.index(node)] for t in mine.values()]
-        own, own_first = joint_classes(own_maps or [np.zeros(net.size(node), int)])
-        shape = tuple(len(first) for _, first in joint.values())
-        entries = int(np.prod(shape, dtype=np.float64))
-        work -= entries * len(own_first) * max(1, len(mine))
-        if entries > largest or work < 0 or time.perf_counter() > deadline:
-            return None
-        cost = np.full(len(own_first), np.inf)
-        np.minimum.at(cost, own, net.costs(node))
         done.append((node, list(mine.values())))
-        best = np.full(shape, np.inf)
-        views = [_align(t, node, around, joint, own_first) for t in mine.values()]
-        for s, own_cost in enumerate(cost):
-            value: Array | float = float(own_cost)
-            for view in views:
-                value = value + view[s]
-            np.minimum(best, value, out=best)
+        places = {v: place for place, v in enumerate([node, *around])}
+        scopes = tuple(tuple(places[v] for v in t.scope) for t in mine.values())
+        arrays = [array for t in mine.values() for array in (t.values, *t.maps)]
+        try:  # the same for all copies of a layer
+            values, maps = net.memo.get(
+                ("without", scopes), (net.costs(node), *arrays), partial(_without, scopes, budget)
+            )
+        except _TooMuchError:
+            return None
         for number, t in mine.items():
             for v in t.scope:
                 if v != node:
                     del tables[v][number]
         if not around:
-            total += float(best)
+            total += float(values)
             continue
-        table_values, merged = merge_classes(best)
-        maps = tuple(again[joint[v][0]] for v, again in zip(around, merged, strict=True))
-        new = Table(tuple(around), maps, table_values)
+        new = Table(tuple(around), maps, values)
         for v in around:
             tables[v][serial] = new
         serial += 1
@@ -97,6 +89,58 @@ def exact_minimum(
             total_of += t.values[tuple(index)]
         choice[node] = int(np.argmin(total_of))
     return choice, total
+
+
+class _TooMuchError(Exception):
+    """A table would get too large, or all of them together, or it is too late."""
+
+
+@dataclass
+class _Budget:
+    largest: int
+    work: float
+    deadline: float
+
+    def spend(self, entries: float, additions: float) -> None:
+        """Take the work of a table off what is left."""
+        self.work -= additions
+        if entries > self.largest or self.work < 0 or time.perf_counter() > self.deadline:
+            raise _TooMuchError
+
+
+def _without(
+    scopes: tuple[tuple[int, ...], ...], budget: _Budget, costs: Array, *arrays: Array
+) -> tuple[Array, tuple[np.ndarray, ...]]:
+    """What tables over a node, 0, and others, 1, 2, …, come to when it is minimised out: a table over the others.
+
+    Args:
+        scopes: of the tables.
+        budget: raises `_TooMuchError` when it does not suffice.
+        costs: of the node's strategies.
+        arrays: of each table its values and then its maps.
+    """
+    tables: list[Table] = []
+    start = 0
+    for scope in scopes:
+        tables.append(Table(scope, arrays[start + 1 : start + 1 + len(scope)], arrays[start]))
+        start += 1 + len(scope)
+    around = sorted({v for scope in scopes for v in scope} - {0})
+    joint = {v: joint_classes([t.maps[t.scope.index(v)] for t in tables if v in t.scope]) for v in around}
+    own, own_first = joint_classes([t.maps[t.scope.index(0)] for t in tables] or [np.zeros(len(costs), int)])
+    shape = tuple(len(first) for _, first in joint.values())
+    entries = float(np.prod(shape, dtype=np.float64))
+    budget.spend(entries, entries * len(own_first) * max(1, len(tables)))
+    cost = np.full(len(own_first), np.inf)
+    np.minimum.at(cost, own, costs)
+    best = np.full(shape, np.inf)
+    views = [_align(t, 0, around, joint, own_first) for t in tables]
+    for s, own_cost in enumerate(cost):
+        value: Array | float = float(own_cost)
+        for view in views:
+            value = value + view[s]
+        np.minimum(best, value, out=best)
+    merged, again = merge_classes(best)
+    return merged, tuple(m[joint[v][0]] for v, m in zip(around, again, strict=True))
 
 
 class _Heap:

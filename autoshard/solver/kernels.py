@@ -153,47 +153,50 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I, share: F, pic
 def slacks(graph: Graph, moff: I, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
     """By how much each label and pair of classes exceeds the bound at least, and the bound (of any messages).
 
-    The reparametrisation of a forward `sweep`: `node_slack` is what lies on the node and its edges; `pair_slack` what
-    lies on the pair, both its nodes and all their edges (edge e from `poff[e]` on, where `pairwise` may be shared).
+    The reparametrisation of a backward `sweep`: after one, the bound is the one that it returned, which after another
+    pass it would be far from until messages have converged. `node_slack` is what lies on the node and its edges;
+    `pair_slack` what lies on the pair, both its nodes and all their edges (edge e from `poff[e]` on, where `pairwise`
+    may be shared).
     """
     noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
     n = len(noff) - 1
     bound = 0.0
     node_slack[:] = 0.0
     given = np.empty(_widest(noff))
-    for i in range(n):  # first: what nodes keep, and the share they give to later edges
+    for i in range(n):  # first: what nodes keep, and the share they give to edges to earlier nodes
         k = noff[i + 1] - noff[i]
         theta = unary[noff[i] : noff[i + 1]].copy()
-        later = 0
+        earlier = 0
         for q in range(first[i], first[i + 1]):
             m, c = moff[2 * edge[q] + side[q]], koff[2 * edge[q] + side[q]]
             for a in range(k):
                 theta[a] += message[m + kind[c + a]]
-            if side[q] == 0:
-                later += 1
-        gamma = 1.0 / max(1, later, first[i + 1] - first[i] - later)
+            if side[q] == 1:
+                earlier += 1
+        gamma = 1.0 / max(1, earlier, first[i + 1] - first[i] - earlier)
         least = theta.min()
-        keep = 1.0 - later * gamma
+        keep = 1.0 - earlier * gamma
         bound += keep * least
         for a in range(k):
             node_slack[noff[i] + a] += keep * (theta[a] - least)
         for q in range(first[i], first[i + 1]):
-            if side[q] == 1:
+            if side[q] == 0:
                 continue
             e = edge[q]
-            c = koff[2 * e]
-            mine, other = moff[2 * e + 1] - moff[2 * e], moff[2 * e + 2] - moff[2 * e + 1]
+            c = koff[2 * e + 1]
+            other, mine = moff[2 * e + 1] - moff[2 * e], moff[2 * e + 2] - moff[2 * e + 1]
             given[:mine] = np.inf
             for a in range(k):
                 given[kind[c + a]] = min(given[kind[c + a]], gamma * theta[a])
             for a in range(k):  # what a label has above the best of its class stays with it
                 node_slack[noff[i] + a] += gamma * theta[a] - given[kind[c + a]]
-            lowest = np.inf
             for a in range(mine):
-                t = given[a] - message[moff[2 * e] + a]
-                for b in range(other):
-                    p = poff[e] + a * other + b
-                    pair_slack[p] = t + pairwise[eoff[e] + a * other + b] - message[moff[2 * e + 1] + b]
+                given[a] -= message[moff[2 * e + 1] + a]
+            lowest = np.inf
+            for b in range(other):
+                for a in range(mine):
+                    p = poff[e] + b * mine + a
+                    pair_slack[p] = given[a] + pairwise[eoff[e] + b * mine + a] - message[moff[2 * e] + b]
                     lowest = min(lowest, pair_slack[p])
             bound += lowest
             for p in range(poff[e], poff[e + 1]):

@@ -45,8 +45,8 @@ class Memo:
 
     def get(self, key: tuple[Any, ...], arrays: tuple[Array, ...], make: Callable[..., T]) -> T:
         """`make(*arrays)`; `key` names the function and whatever else it depends on."""
-        full = (*key, *(id(a) for a in arrays))
-        hit = self._find(full)
+        full = (*key, *map(id, arrays))
+        hit = self._known.get(full) if self._parent is None else self._find(full)
         if hit is None:
             hit = (arrays, make(*arrays))
             self._known[full] = hit

@@ -13,7 +13,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -134,6 +136,27 @@ def _forbid_overflowing(net: Network) -> None:
                 net.join(u, v, net.memo.intern(extra))
 
 
+class _Queue:
+    """Nodes to be looked at, each once, first in, first out (the front of a dict gets slow to find)."""
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._nodes = deque(nodes)
+        self._waiting = set(self._nodes)
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes)
+
+    def add(self, node: int) -> None:
+        if node not in self._waiting:
+            self._waiting.add(node)
+            self._nodes.append(node)
+
+    def pop(self) -> int:
+        node = self._nodes.popleft()
+        self._waiting.remove(node)
+        return node
+
+
 # --- forbidden choices -----------------------------------------------------------------------------------------------
 def _finite(net: Network, matrix: Array) -> np.ndarray | None:
     """Mask of the finite entries, or None when all are."""
@@ -152,23 +175,29 @@ def arc_consistency(net: Network, *, deadline: float = np.inf) -> None:
         ImpossibleError: a node has no strategy left.
     """
     keep = {i: np.isfinite(net.costs(i)) for i in net.alive}
-    queue = dict.fromkeys(keep)  # an ordered set of nodes whose neighbours are to be looked at
+    queue = _Queue(keep)  # of nodes whose neighbours are to be looked at
     while queue and time.perf_counter() < deadline:
-        u = next(iter(queue))
-        del queue[u]
+        u = queue.pop()
         if not keep[u].any():
             raise ImpossibleError(node=u)
+        kept = keep[u].tobytes()
         for v, matrix in net.adj[u].items():
-            mask = _finite(net, matrix)
-            if mask is None:
+            found = net.memo.get(("supported", kept), (matrix,), partial(_supported, keep[u]))
+            if found is None:
                 continue
-            supported = keep[v] & mask[keep[u]].any(axis=0)
+            supported = keep[v] & found
             if supported.sum() < keep[v].sum():
                 keep[v] = supported
-                queue[v] = None
+                queue.add(v)
     for i, mask in keep.items():
         if not mask.all():
             net.restrict(i, np.flatnonzero(mask))
+
+
+def _supported(keep: np.ndarray, matrix: Array) -> np.ndarray | None:
+    """Mask of the columns that have a finite entry in one of the rows to keep, or None when all have."""
+    found = np.isfinite(matrix[keep]).any(axis=0)
+    return None if found.all() else found
 
 
 def settle(net: Network, node: int) -> None:
@@ -195,10 +224,9 @@ def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
     for node in net.alive:
         if net.size(node) == 1 and net.adj[node]:
             settle(net, node)
-    queue = dict.fromkeys(net.alive)
+    queue = _Queue(net.alive)
     while queue and time.perf_counter() < deadline:
-        u = next(iter(queue))
-        del queue[u]
+        u = queue.pop()
         if net.cost[u] is None:
             continue
         for v in list(net.adj[u]):
@@ -216,7 +244,9 @@ def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
                 gone, kept, follow = u, v, back
             touched = list(net.adj[gone])
             net.contract(gone, kept, follow)
-            queue.update(dict.fromkeys(w for w in (kept, *touched) if net.cost[w] is not None))
+            for w in (kept, *touched):
+                if net.cost[w] is not None:
+                    queue.add(w)
             if gone == u:
                 break
 
@@ -257,16 +287,27 @@ def merge_twins(net: Network, *, deadline: float = np.inf) -> None:
             break
         if net.size(i) < 2:
             continue
-        maps = [_classes(net, m)[1][0] for m in net.adj[i].values()]
-        maps += [np.unique(a, return_inverse=True)[1] for a in net.node_terms[i].values()]
+        terms = list(net.node_terms[i].values())
+        pairs: tuple[list[Array], list[Array]] = [], []
         for v in net.adj[i]:
-            for term in net.pair_terms(i, v).values():
-                maps.append(_classes(net, term)[1][0 if i < v else 1])
-        kind, _ = joint_classes(maps or [np.zeros(net.size(i), np.int64)])
-        order = np.argsort(net.costs(i), kind="stable")
-        _, first = np.unique(kind[order], return_index=True)
-        if len(first) < net.size(i):
-            net.restrict(i, np.sort(order[first]))
+            pairs[0 if i < v else 1].extend(net.pair_terms(i, v).values())
+        arrays = (net.costs(i), *net.adj[i].values(), *terms, *pairs[0], *pairs[1])
+        ends = len(net.adj[i]), len(terms), len(pairs[0])
+        keep = net.memo.get(("twins", *ends), arrays, partial(_cheapest_twins, net, ends))
+        if len(keep) < net.size(i):
+            net.restrict(i, keep)
+
+
+def _cheapest_twins(net: Network, ends: tuple[int, int, int], cost: Array, *arrays: Array) -> np.ndarray:
+    """The strategies to keep of a node; `arrays` are so many matrices, terms of its own, and of pairs either way."""
+    matrices, terms, below = ends
+    maps = [_classes(net, m)[1][0] for m in arrays[:matrices]]
+    maps += [np.unique(a, return_inverse=True)[1] for a in arrays[matrices : matrices + terms]]
+    maps += [_classes(net, term)[1][0 if place < below else 1] for place, term in enumerate(arrays[matrices + terms :])]
+    kind, _ = joint_classes(maps or [np.zeros(len(cost), np.int64)])
+    order = np.argsort(cost, kind="stable")
+    _, first = np.unique(kind[order], return_index=True)
+    return np.sort(order[first])
 
 
 def remove_dominated(net: Network, *, deadline: float = np.inf) -> None:

@@ -72,8 +72,8 @@ ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
 """What is too large for the integer program: sweeps of the dual, and rounds of the search beside them, between two
 exchanges; and that many exchanges that close less than this share of the gap end the solve."""
 FOLDED_FIRST = 100_000
-"""Strategies, all nodes' together, of a problem without memory rows from which on a fold gives the first choice: the
-dual of so many takes long (GPT-2 of 48 layers on 2x4 has 89,000; what its fold finds costs as much as the best)."""
+"""Strategies, all nodes' together, of a problem without memory rows from which on a fold gives the first choice, where
+repeated parts give the dual no messages (`lifted.py`): the dual of so many takes long."""
 REDUCING = 0.5
 """Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
 PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
@@ -260,10 +260,6 @@ class _Run:
         self.report("reduced")
         if time.perf_counter() < cut and self._without_limit(net):
             return
-        if not len(net.room) and sum(net.size(i) for i in net.alive) > FOLDED_FIRST:
-            self._folded()
-            if self.optimal or self.late:
-                return
         self._core(net)
 
     def _without_limit(self, net: Network) -> bool:
@@ -287,12 +283,17 @@ class _Run:
     def _core(self, net: Network) -> None:
         """Bound, choices and fixing by the dual, then the integer program of what is left."""
         from autoshard.solver.dual import Dual
+        from autoshard.solver.lifted import hand_on
 
         multipliers: dict[int, float] = {}  # by the point of time of a memory row
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             if not net.alive:
                 break
             dual = Dual(net)
+            if number == 0 and self.fold and not len(net.room) and not hand_on(dual) and len(dual.unary) > FOLDED_FIRST:
+                self._folded()
+                if self.optimal or self.late:
+                    return
             dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
             held: list[int] | None = None
             for sweeps in SWEEPS:
