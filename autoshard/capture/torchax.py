@@ -108,7 +108,7 @@ class _Tracing(Tracing):
         names = {self.recording.arguments[k.name]: k for k in self.known.values()}
         module = _Module(self.recorder, self.recording.marks, values)
         arguments, scalars = [], 0
-        for value in module.arguments(list(names)):
+        for value in module.arguments():
             kind = _type(*self.recorder.types[value])
             if value in names:
                 known = names[value]
@@ -221,12 +221,11 @@ class _Module:
 
     def __init__(self, recorder: Recorder, marks: Mapping[int, tuple[int, int]], results: Sequence[int]) -> None:
         self.recorder, self.marks, self.results = recorder, marks, results
-        self.calls = _ordered(recorder.calls, results)
-        self.live = {*results, *(value for call in self.calls for value in call.operands)}
+        self.calls = _needed(recorder.calls, results)
 
-    def arguments(self, known: Sequence[int]) -> list[int]:
-        """The values that main is given, in its order: of these, and of constants, those that are read."""
-        self.given = [value for value in [*known, *self.recorder.constants] if value in self.live]
+    def arguments(self) -> list[int]:
+        """The values that main is given, in its order: of arguments and constants, those that are read."""
+        self.given = _leaves(self.calls, self.results)
         return self.given
 
     def stablehlo(self) -> bytes:
@@ -241,7 +240,7 @@ class _Module:
             for name, function in functions_of(module).items():
                 if name != "main":
                     function.erase()
-            assert entry_block(functions_of(module)["main"]) is not None
+            _in_post_order(entry_block(functions_of(module)["main"]))
             out = io.BytesIO()
             module.operation.write_bytecode(out)
         return out.getvalue()
@@ -282,28 +281,69 @@ class _Module:
 _REPLICATED = '{mhlo.sharding = "{replicated}"}'
 
 
-def _ordered(calls: Sequence[Recorded], results: Sequence[int]) -> list[Recorded]:
-    """The calls that results depend on, each behind those it reads, last operand first: torch_xla's order.
+def _needed(calls: Sequence[Recorded], results: Sequence[int]) -> list[Recorded]:
+    """The calls that results depend on, as they were recorded."""
+    live = set(results)
+    kept = []
+    for call in reversed(calls):
+        if not live.isdisjoint(call.outputs):
+            live.update(call.operands)
+            kept.append(call)
+    return kept[::-1]
 
-    What fuses with what follows from the order of a program, so that both captures have to have one.
-    """
+
+def _leaves(calls: Sequence[Recorded], results: Sequence[int]) -> list[int]:
+    """The values that no call makes, in the order in which torch_xla comes upon them: last operands first."""
     maker = {value: call for call in calls for value in call.outputs}
-    ordered: list[Recorded] = []
+    leaves: dict[int, None] = {}
     entered: set[int] = set()
-    left: set[int] = set()
     for result in results:
-        stack = [maker[result]] if result in maker else []
+        stack = [result]
         while stack:
-            call = stack[-1]
-            if id(call) not in entered:
+            value = stack.pop()
+            call = maker.get(value)
+            if call is None:
+                leaves.setdefault(value)
+            elif id(call) not in entered:
                 entered.add(id(call))
-                stack += [maker[value] for value in call.operands if value in maker and id(maker[value]) not in entered]
-                continue
-            stack.pop()
-            if id(call) not in left:
-                left.add(id(call))
-                ordered.append(call)
-    return ordered
+                stack += call.operands
+    return list(leaves)
+
+
+def _in_post_order(block: Any) -> None:
+    """Put the ops of a block in the order in which XLA writes out a computation, and torch_xla's captures have.
+
+    Each op stands behind those that it reads, the first operand's first, from the results on. What a compiler fuses
+    and combines follows from the order of a program, and what is planned with it: both captures have to have one.
+    """
+    *ops, last = [view.operation for view in block.operations]
+    number = {result: i for i, op in enumerate(ops) for result in op.results}
+    reads = [[number[value] for value in _reads(op) if value in number] for op in (*ops, last)]
+    entered, left = [False] * len(reads), [False] * len(reads)
+    stack = [len(ops)]
+    while stack:
+        i = stack[-1]
+        if not entered[i]:
+            entered[i] = True
+            stack += [each for each in reversed(reads[i]) if not entered[each]]
+            continue
+        stack.pop()
+        if not left[i]:
+            left[i] = True
+            if i < len(ops):
+                ops[i].move_before(last)
+    for i in reversed(range(len(ops))):
+        if not left[i]:
+            ops[i].erase()
+
+
+def _reads(op: Any) -> Iterator[Any]:
+    """The values that an op reads, in its regions too."""
+    yield from op.operands
+    for region in op.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                yield from _reads(view.operation)
 
 
 def _mlir(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -3,8 +3,8 @@
 The importer reads the module once and keeps plain Python values; nothing of MLIR leaves it and `stablehlo_attrs.py`.
 
 What it removes: function calls and composites (inlined), tuples (their elements are results of the op that makes the
-tuple), the markers `custom_call @Sharding` (see `Program.stablehlo`; they become `Graph.aten_outputs`), copies, and ops
-that no output depends on.
+tuple), the markers `custom_call @Sharding` (see `Program.stablehlo`; they become `Graph.aten_outputs`), copies, ops
+inside an aten op that change nothing, and ops that no output depends on.
 
 `Op.attrs` of each kind: see `stablehlo_attrs.py`.
 """
@@ -32,6 +32,9 @@ SHARDING_ATTRIBUTES = ("mhlo.sharding", "sdy.sharding")
 
 _MARKER = re.compile(r"(?:^|/)op(\d+)(?:\.out(\d+))?(?!\w)")
 _ALIASES = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcast", "sdy.sharding_constraint"})
+_MAYBE_NOTHING = frozenset(
+    f"stablehlo.{kind}" for kind in ("broadcast_in_dim", "concatenate", "convert", "reshape", "transpose")
+)
 _CALLS = frozenset({"func.call", "stablehlo.composite"})
 _KIND_NAMES = {"topk": "top_k", "if": "case"}
 
@@ -220,6 +223,8 @@ class _Importer:
                 env[op.results[0]] = operands[0]
                 if aten is not None and output is not None and isinstance(operands[0], Value):
                     self.aten_outputs[aten, output] = operands[0]
+            elif name in _MAYBE_NOTHING and _changes_nothing(op, name):
+                env[op.results[0]] = operands[0]
             else:
                 self.op(op, name, operands, aten, env)
         raise ValueError("a block of the module ends without a return")
@@ -292,6 +297,21 @@ def kind_of(name: str) -> str:
     """`Op.kind` of an MLIR operation with this name."""
     kind = name.partition(".")[2]
     return _KIND_NAMES.get(kind, kind)
+
+
+def _changes_nothing(op: Any, name: str) -> bool:
+    """Whether an op inside an aten op returns its operand as it is, as torch_xla writes many that do.
+
+    Kept, they would come between a value and its readers, where nothing can be annotated; XLA drops them. An op whose
+    result is an aten op's own stays: it is where that output is annotated.
+    """
+    if len(op.operands) != 1 or op.operands[0].type != op.results[0].type:
+        return False
+    for attribute in ("permutation", "broadcast_dimensions"):
+        if attribute in op.attributes and list(op.attributes[attribute]) != list(range(len(op.attributes[attribute]))):
+            return False
+    users = (use.owner.operation for use in op.results[0].uses)
+    return not any(user.name in ("stablehlo.custom_call", "func.return", "stablehlo.return") for user in users)
 
 
 def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Any]:

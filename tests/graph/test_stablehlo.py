@@ -55,6 +55,34 @@ def test_markers_become_aten_outputs() -> None:
     assert (dot.aten, dot.module, tanh.aten, tanh.module) == (0, "layer.0", 12, "act")
 
 
+NOTHING = """
+func.func @main(%x: tensor<2x8xf32>) -> (tensor<2x8xf32>, tensor<8x8xf32>) {
+  %0 = stablehlo.tanh %x : tensor<2x8xf32> loc("op0")
+  %1 = stablehlo.custom_call @Sharding(%0) : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op0.out0")
+  %2 = stablehlo.broadcast_in_dim %1, dims = [0, 1] : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op1")
+  %3 = stablehlo.transpose %2, dims = [0, 1] : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op1")
+  %4 = stablehlo.concatenate %3, dim = 0 : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op1")
+  %5 = stablehlo.negate %4 : tensor<2x8xf32> loc("op1")
+  %6 = stablehlo.custom_call @Sharding(%5) : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op1.out0")
+  %7 = stablehlo.reshape %6 : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op2")
+  %8 = stablehlo.custom_call @Sharding(%7) : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op2.out0")
+  %9 = stablehlo.dot_general %x, %8, contracting_dims = [0] x [0]
+    : (tensor<2x8xf32>, tensor<2x8xf32>) -> tensor<8x8xf32>
+  %10 = stablehlo.transpose %9, dims = [1, 0] : (tensor<8x8xf32>) -> tensor<8x8xf32> loc("op3")
+  return %8, %10 : tensor<2x8xf32>, tensor<8x8xf32>
+}
+"""
+
+
+def test_what_changes_nothing_inside_an_aten_op_stands_between_no_values() -> None:
+    """But an aten op's own result stays where it can be annotated, and a square transpose is one."""
+    graph = graph_from_text(NOTHING, ops=[AtenOp(k, "op", "", "forward", ()) for k in range(4)])
+    kinds = [op.kind for op in graph.ops]
+    assert kinds == ["argument", "tanh", "negate", "reshape", "dot_general", "transpose"]
+    assert graph.ops[2].operands == (Value(1),)
+    assert graph.aten_outputs == {(0, 0): Value(1), (1, 0): Value(2), (2, 0): Value(3)}
+
+
 def test_ids_are_arguments_first_then_program_order() -> None:
     graph = graph_from_text(MARKED)
     assert [op.id for op in graph.ops] == list(range(len(graph.ops)))
