@@ -137,11 +137,13 @@ class OpSignature:
         name: such as `aten.addmm.default`.
         outputs: per tensor result its type, written `f32[8,512,768]`.
         inputs: who produced each tensor that it reads.
+        options: `AtenOp.options`.
     """
 
     name: str
     outputs: tuple[str, ...]
     inputs: tuple[Producer, ...] = ()
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -401,6 +403,12 @@ class Plan:
         from autoshard.lower.dtensor import to_dtensor
 
         return to_dtensor(self, device_mesh)
+
+    def to_tp_plan(self, model: Any, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
+        """The plan in the words of transformers' `tp_plan`, and what it cannot say; see `lower.tp_plan`."""
+        from autoshard.lower.tp_plan import to_tp_plan
+
+        return to_tp_plan(self, model, axis)
 
 
 def describe_mesh(mesh: Mesh) -> str:

@@ -82,6 +82,10 @@ def op_difference(planned: OpSignature, found: OpSignature) -> str | None:
         return f"({found.name}) makes {_types(found)}, the plan has {_types(planned)}"
     if planned.inputs != found.inputs:
         return f"({found.name}) reads {_sources(found)}, the plan has {_sources(planned)}"
+    if planned.options != found.options:
+        return (
+            f"({found.name}) is called with {found.options or 'defaults'}, the plan has {planned.options or 'defaults'}"
+        )
     return None
 
 

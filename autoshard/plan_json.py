@@ -167,7 +167,9 @@ def _activation_to(value: ActivationPlan) -> Json:
 
 def _op_to(op: OpSignature) -> Json:
     inputs = [list(source) if isinstance(source, tuple) else source for source in op.inputs]
-    return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs}
+    return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs} | (
+        {"options": op.options} if op.options else {}
+    )
 
 
 def predicted_to(predicted: Predicted, *, modules: bool = True) -> Json:
@@ -388,7 +390,7 @@ def _activation_from(value: Json) -> ActivationPlan:
 
 def _op_from(op: Json) -> OpSignature:
     inputs = tuple((source[0], source[1]) if isinstance(source, list) else source for source in op["inputs"])
-    return OpSignature(op["name"], tuple(op["outputs"]), inputs)
+    return OpSignature(op["name"], tuple(op["outputs"]), inputs, op.get("options", ""))
 
 
 def _predicted_from(value: Json) -> Predicted:

@@ -72,7 +72,7 @@ def any_plan(draw):
     section = st.dictionaries(names, tensors(mesh), max_size=3)
     producers = st.none() | names | st.tuples(naturals, naturals)
     types = st.sampled_from(["f32[8,512]", "f32[]", "i1[3]"])
-    ops = st.builds(OpSignature, names, st.lists(types).map(tuple), st.lists(producers, max_size=3).map(tuple))
+    ops = st.builds(OpSignature, names, st.lists(types).map(tuple), st.lists(producers, max_size=3).map(tuple), names)
     kinds = st.sampled_from(["all-reduce", "all-gather", "collective-permute"])
     totals = st.builds(CollectiveTotal, kinds, st.just(mesh.axis_names), naturals, naturals)
     some = st.lists(totals, max_size=2).map(tuple)

@@ -63,6 +63,8 @@ class AtenOp:
         outputs: its tensor results, in order.
         inputs: who produced each tensor it reads: `(k, j)` for output j of op k, the name of an argument, or None for
             a constant made on the host (see `capture.sequence`).
+        options: what else it was called with, such as `dim=1, keepdim=True`: whole numbers, truth values and words that
+            are not the op's own defaults. Not floats: a training loop may change them from step to step.
     """
 
     index: int
@@ -71,6 +73,7 @@ class AtenOp:
     phase: str
     outputs: tuple[TensorType, ...]
     inputs: tuple[tuple[int, int] | str | None, ...] = ()
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,5 +115,5 @@ class Program:
         for part in (self.kind, self.frontend, self.switches, self.arguments, self.outputs):
             digest.update(repr(part).encode())
         for op in self.ops:
-            digest.update(repr((op.name, op.outputs, op.inputs)).encode())
+            digest.update(repr((op.name, op.outputs, op.inputs, op.options)).encode())
         return digest.hexdigest()

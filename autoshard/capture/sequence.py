@@ -31,8 +31,10 @@ ever used twice. So nothing is kept alive here.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +59,8 @@ ACCUMULATES = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 READS_VALUE = frozenset(
     f"aten.{name}.default" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
 )
+SAID_BY_SHAPES = frozenset({"size", "implicit"})
+"""Arguments of ops that say no more than the shapes of their results."""
 UNDECLARED_WRITES = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
 
 
@@ -83,6 +87,17 @@ class Call:
     def name(self) -> str:
         """Such as `aten.addmm.default`."""
         return str(self.func)
+
+    @property
+    def options(self) -> str:
+        """What the op is called with beside tensors, as `AtenOp.options`."""
+        said = []
+        for position, name, default in _options(self.func):
+            value = self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+            value = list(value) if isinstance(value, tuple) else value
+            if value != default and _tells(value):
+                said.append(f"{name}={value}")
+        return ", ".join(said)
 
 
 class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
@@ -249,6 +264,22 @@ class _Made:
         """The same, or None when some of it is gone."""
         leaves = [ref() for ref in self.refs]
         return None if any(leaf is None for leaf in leaves) else tree_unflatten(leaves, self.structure)
+
+
+@cache
+def _options(func: Any) -> tuple[tuple[int, str, Any], ...]:
+    """(position, name, default) of an overload's arguments that may be whole numbers, truth values or words."""
+    return tuple(
+        (position, argument.name, argument.default_value)
+        for position, argument in enumerate(func._schema.arguments)
+        if re.search(r"\b(int|bool|str)\b", str(argument.type)) and argument.name not in SAID_BY_SHAPES
+    )
+
+
+def _tells(value: Any) -> bool:
+    """Whether a value tells one op from another: dtypes and devices show in results, floats may change."""
+    several = value if isinstance(value, list) else [value]
+    return all(each is None or isinstance(each, int | str) for each in several)
 
 
 def _functionalized(result: Any) -> Any:

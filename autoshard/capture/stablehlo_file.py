@@ -17,6 +17,7 @@ Shardings that the file carries already are left out: they are what is to be pla
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -247,7 +248,7 @@ class _Reader:
             op = each.op
             producers = tuple(makers.get(value) for value in each.reads)
             kinds = tuple(self.kind_of(result.type) for result in op.results)
-            described.append(AtenOp(k, op.name, module_path(each.name), phase, kinds, producers))
+            described.append(AtenOp(k, op.name, module_path(each.name), phase, kinds, producers, _options(op)))
             for j, result in enumerate(op.results):
                 makers[result] = None if each.constant else (k, j)
             op.location = ir.Location.name(f"op{k}/{each.name}" if each.name else f"op{k}")
@@ -396,6 +397,24 @@ class _Reader:
         if ties and len(losses) == 1:
             made[made.index(losses[0])] = Output(losses[0].name, "loss", losses[0].type)
         return tuple(made)
+
+
+_UNTOLD = frozenset({"value", *SHARDING_ATTRIBUTES})
+"""Attributes that do not tell one op from another: a constant's numbers, and how something was sharded."""
+_LONGEST = 80
+"""Characters of an attribute that are kept as they are."""
+
+
+def _options(op: Any) -> str:
+    """An op's attributes, and the ops of its regions, as `AtenOp.options`."""
+    said = sorted((item, str(op.attributes[item])) for item in op.attributes if item not in _UNTOLD)
+    inside = [view.operation.name for region in op.regions for block in region.blocks for view in block.operations]
+    said += [("body", " ".join(inside))] if inside else []
+    return ", ".join(f"{name}={_short(text)}" for name, text in said)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _captured(op: Any) -> Iterator[Any]:

@@ -449,7 +449,7 @@ class Labels(AtenSequence, ABC):
         types = [tensor_type(tensor) for tensor in outputs]
         self.mark(call, outputs)
         path = self.paths.current()
-        self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs))
+        self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs, call.options))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Refuse what reads values."""

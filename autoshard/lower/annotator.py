@@ -155,6 +155,9 @@ class Annotator(AtenSequence):
             if found != wanted and not self._same_input(found, wanted):
                 what = f"{call.name} reads {describe(found)}, planned was {describe(wanted)}"
                 self._refuse(what, call.index)
+        if (options := call.options) != planned.options:
+            what = f"{call.name} is called with {options or 'defaults'}, planned was {planned.options or 'defaults'}"
+            self._refuse(what, call.index)
 
     def _same_input(self, found: Producer, wanted: Producer) -> bool:
         """Whether these are two inputs that may be one tensor (`labels=input_ids`): split alike."""

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.capture.program import Program
 from autoshard.capture.torch_xla import capture
+from autoshard.mesh import Mesh
 from tests.capture.models import Mlp, locations, mean_square, sample
 
 PARAMETERS = ["first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight", "second.bias"]
@@ -102,6 +104,32 @@ def test_the_same_program_twice_and_with_weights(adamw_step: Program) -> None:
 def test_another_shape_is_another_program(adamw_step: Program) -> None:
     other = capture(on_meta(width=8), sample(8), loss_fn=mean_square, optimizer=adamw)
     assert other.fingerprint != adamw_step.fingerprint
+
+
+class Softmax(nn.Module):
+    """Differs from another by a dimension number, or by a float, and in nothing else."""
+
+    def __init__(self, dim: int, scale: float = 1.5) -> None:
+        super().__init__()
+        self.dim, self.scale = dim, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * self.scale, self.dim).transpose(0, 1)
+
+
+def test_another_dimension_number_is_another_program() -> None:
+    """Also for the plan's own comparison; floats may change from step to step."""
+    x = torch.zeros(8, 8)
+    rows, columns, scaled = (capture(Softmax(*each), x) for each in ((1,), (0,), (1, 2.5)))
+    softmax, turned = (next(op for op in rows.ops if name in op.name) for name in ("softmax", "transpose"))
+    assert (softmax.options, turned.options) == ("dim=1, half_to_float=False", "dim0=0, dim1=1")
+    assert rows.fingerprint == scaled.fingerprint != columns.fingerprint
+    plan = autoshard.plan_program(rows, Mesh((2,)))
+    plan.check_program(scaled)
+    said = r"op \d \(aten._softmax.default\) is called with dim=0, .*, the plan has dim=1, "
+    with pytest.raises(autoshard.PlanError, match=said):
+        plan.check_program(columns)
+    assert autoshard.Plan.from_json(plan.to_json()) == plan
 
 
 def test_tied_weights_are_one_argument_under_the_first_name() -> None:

@@ -131,6 +131,21 @@ def test_an_annotated_file_can_be_planned_again(files, tmp_path, form):
     assert again.fingerprint == program.fingerprint
 
 
+def test_another_dimension_number_is_another_program(tmp_path):
+    text = """func.func @main(%a: tensor<8x8xf32>) -> tensor<8x8xf32> {
+      %c = stablehlo.constant dense<VALUE> : tensor<8x8xf32>
+      %0 = stablehlo.transpose %a, dims = [DIMS] : (tensor<8x8xf32>) -> tensor<8x8xf32>
+      %1 = stablehlo.add %0, %c : tensor<8x8xf32>
+      return %1 : tensor<8x8xf32>
+    }"""
+
+    def fingerprint(dims, value):
+        (tmp_path / "net.mlir").write_text(text.replace("DIMS", dims).replace("VALUE", value))
+        return read_program(tmp_path / "net.mlir").fingerprint
+
+    assert fingerprint("1, 0", "1.0") == fingerprint("1, 0", "2.0") != fingerprint("0, 1", "1.0")
+
+
 def test_shardy_and_gspmd_say_the_same(files):
     program = read_program(files / "forward.mlir")
     graph = captured_graph(program)
