@@ -448,7 +448,7 @@ def program_info(program: Program) -> ProgramInfo:
 
 def signature(op: AtenOp) -> OpSignature:
     """The part of an aten op that a plan records."""
-    return OpSignature(op.name, tuple(format_type(type) for type in op.outputs), op.inputs)
+    return OpSignature(op.name, tuple(format_type(type) for type in op.outputs), op.inputs, op.options)
 
 
 def plan_of(

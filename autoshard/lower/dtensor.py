@@ -18,7 +18,6 @@ own propagation, and a dim is split by its mesh axes in the mesh's order only.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from autoshard.capture.tracing import tensor_type
 from autoshard.errors import LoweringError
 from autoshard.lower import place
 from autoshard.lower.dtensor_rules import register_missing
-from autoshard.lower.module_values import BorderValue, ModuleValues, module_values
+from autoshard.lower.module_values import BorderValue, ModuleValues, module_values, starred
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plan import Plan, TensorPlan
 
@@ -107,7 +106,7 @@ def _inexpressible(plan: Plan, values: ModuleValues) -> Iterator[str]:
     for what, counts in (("values", values.inside), ("copies read", values.copies_inside)):
         alike: dict[str, int] = {}
         for module, count in counts.items():
-            alike[_star(module)] = alike.get(_star(module), 0) + count
+            alike[starred(module)] = alike.get(starred(module), 0) + count
         for module, count in alike.items():
             yield f"{count} {what} inside {module or 'the model itself'} follow DTensor's own propagation"
     if values.backward:
@@ -204,7 +203,7 @@ class DTensorPlan:
             model: the planned model: `tp_plan` knows `nn.Linear` and `nn.Embedding`.
             axis: the mesh axis of tensor parallelism; default the last.
         """
-        return hf_tp_plan(self.plan, self.values, model, axis or self.plan.mesh.axis_names[-1])
+        return self.plan.to_tp_plan(model, axis)
 
 
 class PlannedModule(ParallelStyle):  # type: ignore[misc]
@@ -387,52 +386,3 @@ def _as_dtensor(value: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
 
 def _short(several: Placements) -> str:
     return "[" + ", ".join(f"S({p.dim})" if isinstance(p, Shard) else "R" for p in several) + "]"
-
-
-# transformers
-
-
-def hf_tp_plan(plan: Plan, values: ModuleValues, model: torch.nn.Module, axis: str) -> tuple[dict[str, str], list[str]]:
-    """See `DTensorPlan.hf_tp_plan`; equal choices of all layers are written once, with `*` for the layer's number."""
-    said: dict[str, str | None] = {}
-    lost: list[str] = []
-    for path, module in model.named_modules():
-        weight = plan.parameters.get(f"{path}.weight")
-        if weight is None or len(weight.shape) != 2:
-            continue
-        style = said[path] = _hf_style(module, weight.spec, axis)
-        if any(weight.spec) and style is None:
-            lost.append(f"{path}: {type(module).__name__} split {format_spec(weight.spec)}")
-        elif any(dim and dim != (axis,) for dim in weight.spec):
-            lost.append(f"{path}: split by other axes too, {format_spec(weight.spec)}")
-        results = values.outputs.get(path, ())
-        if style == "colwise" and results and axis not in results[-1].spec[-1]:
-            said[path] = "colwise_gather_output"
-    return _starred(said), lost
-
-
-def _hf_style(module: torch.nn.Module, spec: Spec, axis: str) -> str | None:
-    if len(spec) != 2 or axis not in {each for dim in spec for each in dim}:
-        return None
-    first = axis in spec[0]
-    if isinstance(module, torch.nn.Linear):
-        return "colwise" if first else "rowwise"
-    if isinstance(module, torch.nn.Embedding):
-        return "embedding_rowwise" if first else "embedding_colwise"
-    return None
-
-
-def _star(path: str) -> str:
-    """A module's path with `*` for the number of its layer."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-
-
-def _starred(said: Mapping[str, str | None]) -> dict[str, str]:
-    kinds: dict[str, set[str | None]] = {}
-    for path, style in said.items():
-        kinds.setdefault(_star(path), set()).add(style)
-    found = {}
-    for path, style in said.items():
-        if style is not None:
-            found[_star(path) if len(kinds[_star(path)]) == 1 else path] = style
-    return found

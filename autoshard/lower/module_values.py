@@ -5,6 +5,7 @@ Lowerings that only see modules (DTensor's hooks, a `parallelize_plan`) can plac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -145,6 +146,11 @@ class _Reader:
                 if specs:
                     found[name] = specs[0]
         return found
+
+
+def starred(path: str) -> str:
+    """A module's path with `*` for the numbers of layers, as transformers writes it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _ancestors(module: str) -> Iterator[str]:
