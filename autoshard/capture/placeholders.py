@@ -82,6 +82,8 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]
     version: int
     seen: int
     recorder: Recorder
+    functional: bool = False
+    """Whether functionalization wraps it: an argument, and what is computed from one; what a factory makes is not."""
 
     @staticmethod
     def make(recorder: Recorder, value: int, like: torch.Tensor) -> Placeholder:
@@ -137,7 +139,9 @@ class Recorder:
     def argument(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor that exists before the step, functionalized."""
         value = self._value(tuple(like.shape), like.dtype, reads=True)
-        made: torch.Tensor = torch._to_functional_tensor(Placeholder.make(self, value, like))
+        bare = Placeholder.make(self, value, like)
+        bare.functional = True
+        made: torch.Tensor = torch._to_functional_tensor(bare)
         return made
 
     def constant(self, tensor: torch.Tensor) -> int:
@@ -205,7 +209,16 @@ class Recorder:
             self.seed = outputs[-1]
         self.calls.append(Recorded(signature, operands, outputs, self.label))
         made = iter(outputs)
-        return tree_map(lambda t: Placeholder.make(self, next(made), t) if isinstance(t, torch.Tensor) else t, result)
+        functional = any(isinstance(t, Placeholder) and t.functional for t in tree_leaves((args, kwargs)))
+
+        def placeholder(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            one = Placeholder.make(self, next(made), leaf)
+            one.functional = functional
+            return one
+
+        return tree_map(placeholder, result)
 
     def _infer(self, func: Any, args: Any, kwargs: Any, placed: Any, placed_kwargs: Any, types: Any) -> Any:
         result = func(*tree_map(_plain, args), **tree_map(_plain, dict(kwargs)))
@@ -255,6 +268,7 @@ class Recorder:
         many = isinstance(results, list | tuple)
         for index, shown in enumerate(results if many else [results]):
             each = Placeholder.make(self, self.value_of(shown), shown)
+            each.functional = source.functional
             if not base.endswith("_copy"):
                 each.root = source.root if source.root is not None else source
                 each.seen = each.root.version

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture import exact, interpolation, losses, ops, pools
 from autoshard.capture.checkpoints import recomputed
-from autoshard.capture.device import current, is_xla
+from autoshard.capture.device import is_xla
 from autoshard.capture.grouped import grouped_convolution
 from autoshard.capture.loops import unrolled
 from autoshard.capture.transformers_library import transformers_traced
@@ -122,7 +122,7 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
             with self:
                 return _backward(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with self, _body_of_functional():
+            with self, body_of_functional():
                 return func(*args, **kwargs)
         handler = self.handlers.get(func)
         if handler is not None and any(_on_xla(a) for a in (*args, *kwargs.values())):
@@ -156,7 +156,7 @@ def _on_xla(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _body_of_functional() -> Iterator[None]:
+def body_of_functional() -> Iterator[None]:
     """Let a Python function of torch.nn.functional run its body under a function mode, instead of asking it again."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     saved = {name: getattr(F, name) for name in names}
@@ -173,7 +173,7 @@ def _body_of_functional() -> Iterator[None]:
 
 
 def _autocast() -> bool:
-    return current().type == "xla" and bool(torch.is_autocast_enabled("xla"))
+    return bool(torch.is_autocast_enabled("xla"))  # without torch_xla too, see `autocast.py`
 
 
 def _same_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture import refusals, switches
+from autoshard.capture.autocast import Autocast, autocast_of_placeholders
 from autoshard.capture.device import captured_on, names_it
 from autoshard.capture.modules import ModulePaths
 from autoshard.capture.placeholders import (
@@ -83,6 +84,8 @@ class _Tracing(Tracing):
 
     def begin_step(self) -> None:
         self.stack.enter_context(_KeepsData())
+        self.stack.enter_context(autocast_of_placeholders())
+        self.stack.enter_context(Autocast(switches.body_of_functional))
 
     def make_labels(self, paths: ModulePaths) -> Labels:
         self.recording = _Recording(self.recorder, paths)
@@ -145,7 +148,8 @@ class _Recording(Labels):
         """Run the op, and have what it records know its number."""
         self.recorder.label = call.index
         try:
-            return self._execute(call.func, call.args, call.kwargs)
+            made = self._execute(call.func, call.args, call.kwargs)
+            return _wrapped(made) if call.name == "aten._to_copy.default" else made
         except UnlowerableError as error:
             raise refusals.no_lowering(str(error), self.paths.describe()) from None
         finally:
@@ -154,8 +158,9 @@ class _Recording(Labels):
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Note which values lowering can annotate."""
         for j, tensor in self.marked(call, outputs):
-            assert isinstance(tensor, Placeholder)
-            self.marks.setdefault(self.recorder.value_of(tensor), (call.index, j))
+            found = inner(tensor)
+            assert found is not None
+            self.marks.setdefault(self.recorder.value_of(found), (call.index, j))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Refuse what reads values; keep the data of what comes from the host."""
@@ -170,6 +175,11 @@ class _Recording(Labels):
         return self.recorder.dispatch(func, args, kwargs) if on_meta or names_it(kwargs.get("device")) else func(
             *args, **kwargs
         )  # fmt: skip
+
+
+def _wrapped(made: Any) -> Any:
+    """A copy in another dtype, in the wrapper that functionalization gives it on XLA devices, and on no others."""
+    return torch._to_functional_tensor(made) if isinstance(made, Placeholder) and made.functional else made
 
 
 class _KeepsData(TorchFunctionMode):  # type: ignore[misc]

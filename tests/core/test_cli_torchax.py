@@ -27,3 +27,25 @@ def test_plan_then_verify(tmp_path):
     refused = autoshard("verify", plan, *GPT2, "--target", "cpu", "--run")
     assert refused.returncode == 2
     assert "--run trains through" in refused.stderr
+
+
+def test_autocast_of_the_device_that_it_is_planned_for():
+    """Where torch_xla is not installed, what is written for CUDA is captured as it is meant; nothing stays on."""
+    import torch
+
+    import autoshard as package
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return self.layer(x)
+
+    program = package.capture(Net(), torch.zeros(4, 8), frontend="torchax")
+    assert program.outputs[0].type.dtype == "bf16"
+    assert not torch.is_autocast_enabled("xla")
+    with pytest.raises(RuntimeError, match="meta"):
+        torch.autocast("meta")
