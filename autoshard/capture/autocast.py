@@ -107,7 +107,7 @@ def _eligible(value: Any) -> bool:
 @contextlib.contextmanager
 def autocast_of_placeholders() -> Iterator[None]:
     """Have autocast of the devices that placeholders stand for be that of XLA devices."""
-    autocast = torch.amp.autocast_mode.autocast
+    autocast: Any = torch.amp.autocast_mode.autocast
     original = autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -120,14 +120,14 @@ def autocast_of_placeholders() -> Iterator[None]:
             return contextlib.nullcontext()
         return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
-    users = [
+    users: list[Any] = [
         module
         for name, module in list(sys.modules.items())
         if name.startswith("transformers.") and "maybe_autocast" in getattr(module, "__dict__", {})
     ]
     saved = [(module, module.maybe_autocast) for module in users]
     autocast.__init__ = init
-    for module in users:
+    for module, _ in saved:
         module.maybe_autocast = maybe
     try:
         outside = torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(DEVICE)
