@@ -100,8 +100,7 @@ def plan_and_run(name: str, folder: Path) -> None:
     from autoshard.verify import run_worker
 
     source = builders()[name]()
-    parameters = sum(p.numel() for p in source.model.parameters())
-    said(stage="capture", parameters=parameters)
+    said(stage="capture", elements=sum(p.numel() for p in source.model.parameters()))
     began = time.process_time()
     try:
         with collector_paused():
@@ -144,6 +143,7 @@ def plan_and_run(name: str, folder: Path) -> None:
         optimizer=compared["optimizer"],
         reference=compared["reference"],
         rounding=compared["rounding"],
+        beside_one_device=compared["beside_one_device"],
         compiled_once=compared["compiled_once"],
         run_seconds=time.process_time() - began,
         **({} if equal else {"cause": f"{worst} differ by {values[worst]:.1e} ({where.get(worst, '')})"}),
@@ -172,17 +172,17 @@ def split_share(plan: Any) -> float:
     return 1 - held / whole if whole else 0.0
 
 
-def alone(name: str, optimizer: str | None, folder: Path) -> None:
+def alone(name: str, row: dict[str, Any], folder: Path) -> None:
     """Train the entry through torch_xla alone on one device; write `alone.json`."""
     from autoshard.verify import run_worker
 
     source = builders()[name]()
     (folder / "alone.json").write_text(json.dumps({"error": "crashed"}))
     try:
-        ran = run_worker.alone(source, STEPS, folder / "numbers.pt")
+        ran = run_worker.alone(source, STEPS, folder / "numbers.pt", row.get("tolerance", run_worker.TOLERANCE))
         found: dict[str, Any] = {"losses": [str(loss) for loss in ran["losses"]]}
         if "gradients" in ran:
-            found["differences"], found["where"] = judged(ran, optimizer)
+            found["differences"], found["where"] = judged(ran, row.get("optimizer"))
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     (folder / "alone.json").write_text(json.dumps(found))
@@ -200,7 +200,7 @@ def measure(name: str, time_limit: float) -> dict[str, Any]:
         row = {"entry": name, **found, **died}
         if not row.get("equal"):
             row.setdefault("cause", row.get("died"))
-            died = forked(partial(alone, name, row.get("optimizer"), folder), folder, 1, time_limit)
+            died = forked(partial(alone, name, dict(row), folder), folder, 1, time_limit)
             place = folder / "alone.json"
             row["alone"] = {"error": died["died"]} if "died" in died else json.loads(place.read_text())
             against = row["alone"].get("differences")

@@ -48,9 +48,8 @@ def affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool | 
     """
     extents = list(size[2:])
     like = {"device": theta.device, "dtype": theta.dtype}
-    lines = [torch.linspace(-1, 1, n, **like) if n > 1 else torch.zeros(1, **like) for n in extents]
-    if not align_corners:
-        lines = [line * ((n - 1) / n) for line, n in zip(lines, extents, strict=True)]
+    # One rounding each, and as many up as down: XLA's linspace adds up steps, and moves all positions to one side.
+    lines = [(torch.arange(1 - n, n, 2, **like)) / (max(n - 1, 1) if align_corners else n) for n in extents]
     places = torch.meshgrid(*lines, indexing="ij")[::-1]  # x before y before z
     base = torch.stack([*places, torch.ones_like(places[0])], -1)
     flat = torch.matmul(base.reshape(1, -1, base.shape[-1]), theta.mT)

@@ -392,10 +392,34 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if not use_input_stats or running_mean is not None or input.dim() < 3:
+    if input.dim() < 3:
         return _UNTOUCHED
-    x = _standardized(_wide(input), list(range(2, input.dim())), eps)
-    return _scaled(x, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
+    if not use_input_stats:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    x, dims = _wide(input), list(range(2, input.dim()))
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    variance = (centered * centered).mean(dims, keepdim=True)
+    _average_statistics(running_mean, running_var, mean, variance, math.prod(input.shape[2:]), momentum)
+    out = centered * torch.rsqrt(variance + eps)
+    return _scaled(out, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _average_statistics(
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: int,
+    momentum: float,
+) -> None:
+    """Move running statistics, `[C]`, towards those of a batch, `[N or 1, C, 1, ...]`, each of `count` numbers."""
+    if running_mean is None or running_var is None:
+        return
+    unbiased = variance.detach() * (count / max(count - 1, 1))
+    for running, now in ((running_mean, mean.detach()), (running_var, unbiased)):
+        running.mul_(1 - momentum).add_(now.flatten(1).mean(0).to(running.dtype), alpha=momentum)
 
 
 @replaces("norm", F.batch_norm)
@@ -415,12 +439,7 @@ def _batch_norm(
         mean = x.mean(dims, keepdim=True)
         centered = x - mean
         variance = (centered * centered).mean(dims, keepdim=True)
-        if running_mean is not None and running_var is not None:
-            count = input.numel() // input.shape[1]
-            with torch.no_grad():
-                unbiased = variance.detach().view(-1) * (count / max(count - 1, 1))
-                running_mean.mul_(1 - momentum).add_(mean.detach().view(-1).to(running_mean.dtype), alpha=momentum)
-                running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+        _average_statistics(running_mean, running_var, mean, variance, input.numel() // input.shape[1], momentum)
     elif running_mean is None or running_var is None:
         return _UNTOUCHED
     else:

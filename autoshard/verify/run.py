@@ -5,14 +5,18 @@ the largest element of its tensor, and parameters after the last step to 1e-5 wh
 by tiny second moments, so that a correct plan can move single parameters by 1e-4: reported, not judged). A program that
 computes in half precision has 2e-2. A forward-only plan has its outputs compared, each to 1e-5 of its largest element.
 
-A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise on one device too: it is told
-by the same step in float64, named in the report, and not judged.
+Numbers that one device itself does not compute to the tolerance (a gradient that is zero in exact arithmetic, or one
+behind a ReLU that is undecided) are rounding. They are told on one device, by the same steps in float64 and with
+results that are off in their last bits, named in the report, and judged by how far one device is from the exact ones
+(`rounding.py`).
 
 The two runs share weights, batches and the code of the model, nothing else: the reference is PyTorch's own CPU kernels
 in eager mode, without torch_xla, capture switches, or shardings. A program that draws random numbers (dropout) is
 compared with torch_xla without shardings, from the same seed: XLA draws a tensor's numbers in one way, however it is
-split, and PyTorch's kernels draw others. Both runs happen in one new process, which has as many virtual devices as the
-plan's mesh.
+split, and PyTorch's kernels draw others. So are the gradients and
+parameters of a program in half precision that are off from PyTorch's, which adds up a bias's gradient in float32 where
+XLA's CPU kernels do in bf16; its losses stay compared with both. Both runs happen in one new process, which has as many
+virtual devices as the plan's mesh.
 """
 
 from __future__ import annotations
@@ -69,8 +73,9 @@ class RunReport:
         tolerance: what the judged ones may reach.
         compiled_once: whether the steps after the first found their program compiled.
         reference: what the numbers are compared with.
-        rounding: parameters whose first gradient is not judged: it is rounding noise on one device too, by more than
-            the tolerance, as the same step in float64 shows (gradients that are zero in exact arithmetic).
+        rounding: what is judged by one device's own rounding, which is more than the tolerance: parameters (their
+            first gradients), `NAME after the last step`, `the loss of step N`.
+        beside_one_device: how far the worst of these is from the exact number, beside the worst run on one device.
     """
 
     devices: int
@@ -85,6 +90,7 @@ class RunReport:
     compiled_once: bool
     rounding: tuple[str, ...] = ()
     reference: str = "PyTorch on one device"
+    beside_one_device: float = 0.0
 
     @property
     def equal(self) -> bool:
@@ -109,8 +115,6 @@ class RunReport:
             lines.append(f"  losses of {steps} steps: {', '.join(f'{each:.6f}' for each in self.losses)}")
             lines.append(f"  losses differ by at most {self.loss:.1e} relative")
             lines.append(f"  gradients of step 1: {self.gradients.value:.1e} of the largest{_at(self.gradients)}")
-            if self.rounding:
-                lines.append(f"    not judged, rounding noise on one device too: {', '.join(self.rounding)}")
             if self.optimizer is not None:
                 note = "" if self.optimizer == "SGD" else f" (not judged under {self.optimizer})"
                 lines.append(
@@ -118,6 +122,11 @@ class RunReport:
                 )
         else:
             lines.append(f"  outputs: {self.outputs.value:.1e} of the largest{_at(self.outputs)}")
+        if self.rounding:
+            lines.append(
+                f"  rounding on one device too, and off by {self.beside_one_device:.1f} times as much as there: "
+                f"{', '.join(self.rounding)}"
+            )
         if not self.compiled_once:
             lines.append("  a step after the first was compiled again")
         return "\n".join(lines)

@@ -7,7 +7,7 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from autoshard.capture.torch_xla import prepare_runtime
 from autoshard.errors import AutoshardError
 from autoshard.lower.place import free_of_weak_references
 from autoshard.plan import Plan
+from autoshard.verify import rounding
 from autoshard.verify.run import HALF_TOLERANCE, TOLERANCE, RunError, random_op
 
 SEED = 20
-NOISE = 10.0
-"""How much more rounding a sharded sum may have than the one-device sum: both are noise, of another order of adding."""
+ON_CPU, UNSPLIT = "PyTorch on one device", "torch_xla, not split"
 HALF = ("bf16[", "f16[")
 
 
@@ -53,7 +53,7 @@ def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) ->
 
     torch_xla.device()  # autograd counts the kinds of devices when it first runs: on the reference
     model = with_weights(source.model)
-    reference, exact = copy.deepcopy(model), copy.deepcopy(model)
+    reference, kept = copy.deepcopy(model), copy.deepcopy(model)
     batches = [random_batch(source, model, step) for step in range(steps)]
     random = random_op(plan.program.ops) is not None
     if random:  # PyTorch's kernels draw other numbers than XLA's do
@@ -66,25 +66,31 @@ def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) ->
         torch.save((found.losses, found.gradients, found.parameters, found.outputs), keep)
     half = any(output.startswith(HALF) for op in plan.program.ops for output in op.outputs)
     tolerance = HALF_TOLERANCE if half else TOLERANCE
-    off = [n for n in expected.gradients if _largest_of(found.gradients, expected.gradients, n) > tolerance]
-    judge_rounding = bool(off) and not random
-    rounding = _rounding(off, found, expected, exact, source, batches[0], tolerance) if judge_rounding else []
-    for name in rounding:
-        del found.gradients[name], expected.gradients[name]
+    against, on_cpu = (UNSPLIT if random else ON_CPU), expected
+    off = rounding.off(found.numbers(), expected.numbers(), tolerance)
+    if off and half and not random:  # XLA's kernels for the CPU add up in half precision, PyTorch's in float32
+        against = UNSPLIT
+        with switches.active(plan.program.switches, reference := copy.deepcopy(kept)):
+            expected = _Run(reference, source).steps(batches, _to_device, None)
+        off = rounding.off(found.numbers(), expected.numbers(), tolerance)
+    excused = _rounding(off, found, expected, kept, source, batches, tolerance) if off and not random else {}
+    differences = _differences(found, expected, excused)
+    differences["loss"] = max(differences["loss"], _differences(found, on_cpu, excused)["loss"])
     return {
         "devices": plan.mesh.size,
         "optimizer": found.optimizer,
         "losses": found.losses,
         "reference_losses": expected.losses,
-        **_differences(found, expected),
+        **differences,
         "tolerance": tolerance,
-        "rounding": rounding,
+        "rounding": [rounding.said(key) for key in excused],
+        "beside_one_device": max(excused.values(), default=0.0),
         "compiled_once": found.compiles[1:] == [0] * (steps - 1),
-        "reference": "torch_xla, not split" if random else "PyTorch on one device",
+        "reference": against,
     }
 
 
-def alone(source: Source, steps: int, kept: Path | None = None) -> dict[str, Any]:
+def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """The same steps through torch_xla alone, on its one device and without a plan: whether it can train the model.
 
     Returns:
@@ -92,66 +98,63 @@ def alone(source: Source, steps: int, kept: Path | None = None) -> dict[str, Any
     """
     prepare_runtime(1)
     model = with_weights(source.model)
-    exact = copy.deepcopy(model)
+    begun = copy.deepcopy(model)
     batches = [random_batch(source, model, step) for step in range(steps)]
     run = _Run(model, source).steps(batches, _to_device, None)
     if kept is None or not kept.exists():
         return {"losses": run.losses}
     found = copy.copy(run)
     found.losses, found.gradients, found.parameters, found.outputs = torch.load(kept)
-    off = [n for n in run.gradients if _largest_of(found.gradients, run.gradients, n) > TOLERANCE]
-    for name in _rounding(off, found, run, exact, source, batches[0], TOLERANCE) if off else []:
-        del found.gradients[name], run.gradients[name]
-    return {"losses": run.losses, **_differences(found, run)}
+    off = rounding.off(found.numbers(), run.numbers(), tolerance)
+    excused = _rounding(off, found, run, begun, source, batches, tolerance) if off else {}
+    return {"losses": run.losses, **_differences(found, run, excused)}
 
 
-def _differences(found: _Run, expected: _Run) -> dict[str, Any]:
-    """The largest differences, as in a `RunReport`."""
-    losses = zip(found.losses, expected.losses, strict=True)
-    return {
-        "loss": max((abs(a - b) / max(abs(b), 1e-30) for a, b in losses), default=0.0),
-        "gradients": _largest(found.gradients, expected.gradients, relative=True),
-        "parameters": _largest(found.parameters, expected.parameters, relative=False),
-        "outputs": _largest(found.outputs, expected.outputs, relative=True),
-    }
+def _differences(found: _Run, expected: _Run, excused: Collection[rounding.Key] = ()) -> dict[str, Any]:
+    """The largest differences, as in a `RunReport`, of what is not excused."""
+    losses = [
+        abs(a - b) / max(abs(b), 1e-30)
+        for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True), 1)
+        if ("loss", str(step)) not in excused
+    ]
+
+    def of(kind: str) -> dict[str, Any]:
+        one, other = (
+            {name: each for name, each in getattr(run, kind).items() if (kind, name) not in excused}
+            for run in (found, expected)
+        )
+        return _largest(one, other, relative=kind != "parameters")
+
+    return {"loss": max(losses, default=0.0), **{kind: of(kind) for kind in ("gradients", "parameters", "outputs")}}
 
 
 def _rounding(
-    names: list[str],
+    keys: list[rounding.Key],
     found: _Run,
     expected: _Run,
-    exact: torch.nn.Module,
+    model: torch.nn.Module,
     source: Source,
-    batch: Any,
+    batches: list[Any],
     tolerance: float,
-) -> list[str]:
-    """Those of `names` whose gradient is rounding and nothing else on one device, and no more of it under the plan.
-
-    A gradient that is zero in exact arithmetic (of a bias that softmax cancels) is noise in any order of summation. It
-    is told by the same step in float64: the one-device gradient is off by more than `tolerance`, and that under the
-    plan by at most `NOISE` times as much.
-    """
-    truth = _Run(exact.double(), source)
+) -> dict[rounding.Key, float]:
+    """Which of `keys` are rounding (see `rounding`); `model` has the weights that the runs began with."""
+    here = lambda batch: batch  # noqa: E731
     torch.set_default_dtype(torch.float64)  # for what the model makes itself
     try:
-        wide = tree_map(
-            lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, batch
-        )
-        truth.steps([wide], lambda each: each, None)
-    except RuntimeError:  # a model that mixes in float32 tensors of its own: nothing is excused
-        return []
+        exact = _Run(copy.deepcopy(model).double(), source).steps(rounding.wide(batches), here, None).numbers()
+    except RuntimeError:  # a model that mixes in float32 tensors of its own
+        exact = None
     finally:
         torch.set_default_dtype(torch.float32)
-    excused = []
-    for name in names:
-        if name not in truth.gradients or name not in found.gradients:
-            continue
-        of = truth.gradients[name]
-        alone = float((expected.gradients[name].double() - of).abs().max())
-        planned = float((found.gradients[name].double() - of).abs().max())
-        if alone > tolerance * float(of.abs().max()) and planned <= NOISE * alone:
-            excused.append(name)
-    return excused
+
+    def neighbours() -> Iterator[rounding.Numbers]:
+        for number in range(rounding.NEIGHBOURS):
+            other = _Run(copy.deepcopy(model), source)
+            with rounding.LastBits(number):
+                other.steps(batches, here, None)
+            yield other.numbers()
+
+    return rounding.rounding(keys, found.numbers(), expected.numbers(), exact, neighbours(), tolerance)
 
 
 class _Run:
@@ -205,6 +208,11 @@ class _Run:
         if train:
             self.parameters = {name: p.detach().cpu() for name, p in self.model.named_parameters()}
         return self
+
+    def numbers(self) -> dict[rounding.Key, torch.Tensor]:
+        """All that is judged."""
+        judged = self.parameters if self.optimizer == "SGD" else {}
+        return rounding.flat(self.losses, self.gradients, judged, self.outputs)
 
     def step(self, inputs: Inputs, train: bool) -> Any:
         """An ordinary step; returns the loss, or the output of a forward pass."""
@@ -356,12 +364,6 @@ def _largest(
         if value > worst:
             worst, where = value, name
     return {"value": worst, "where": where}
-
-
-def _largest_of(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], name: str) -> float:
-    if name not in found:
-        return math.inf
-    return float(_largest({name: found[name]}, {name: expected[name]}, relative=True)["value"])
 
 
 def _compiles() -> int:
