@@ -230,6 +230,7 @@ def plan_captured(
     from autoshard.lower.least import least
     from autoshard.meshes import plan_best
     from autoshard.plan import Options, SolverInfo
+    from autoshard.rivals import or_by_hand
     from autoshard.solver import iopddl
 
     if annotations not in ("all", "least"):
@@ -281,12 +282,14 @@ def plan_captured(
     if dump_problem is not None:
         say("dump")
         iopddl.write(problem, dump_problem, name=f"autoshard {found.program.fingerprint[:12]}")
-    if refine is None:
-        return found
-    from autoshard.refine import check_refine, refined
 
     def written(chosen: Annotations) -> Annotations:
         return chosen if annotations == "all" else least(graph, chosen, found.mesh)
+
+    if refine is None:
+        say("plans by hand")
+        return or_by_hand(found, graph, written)
+    from autoshard.refine import check_refine, refined
 
     target = check_refine(refine, found.mesh)
     return refined(found, graph, target, time_limit=time_limit, written=written, progress=progress)

@@ -441,7 +441,7 @@ def _why(plan: Plan, name: str, tensor: TensorPlan, explained: Mapping[str, Expl
     fit = [axis for axis, parts in ways.items() if any(dim % parts == 0 for dim in left)]
     if not fit:
         return f"none of its dims is a multiple of what {' or '.join(ways)} would split it into"
-    if plan.solver is None:
+    if plan.solver is None or plan.solver.overruled is not None:
         return "whoever wrote the plan did not split it further"
     if plan.solver.status == "optimal":
         return "no plan that splits it further takes less time, in the cost model"

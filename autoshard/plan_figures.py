@@ -101,6 +101,8 @@ class SolverInfo(_Figures):
         bound: proven lower bound on the objective, in seconds; None when none is known.
         gap: (objective - bound) / objective; None when no bound is known.
         backend: what produced the choice.
+        overruled: the plan by hand that was taken instead of the solver's choice, because its predicted step is shorter
+            (`rivals.py`); the other figures are the choice's.
     """
 
     status: str
@@ -108,6 +110,7 @@ class SolverInfo(_Figures):
     bound: float | None
     gap: float | None
     backend: str
+    overruled: str | None = None
 
     def __post_init__(self) -> None:
         """A bound that bounds nothing is none."""

@@ -91,6 +91,7 @@ def to_dict(plan: Plan) -> Json:
             "bound": plan.solver.bound,
             "gap": plan.solver.gap,
             "backend": plan.solver.backend,
+            **({} if plan.solver.overruled is None else {"overruled": plan.solver.overruled}),
         },
         "replicated_ops": [
             {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}

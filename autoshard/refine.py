@@ -10,13 +10,12 @@ communicate alike count as one. They are compiled, and judged under the device m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from autoshard.errors import ManualPlanError
-from autoshard.mesh import Mesh, Spec, spec_axes
+from autoshard.mesh import Mesh, spec_axes
 from autoshard.plan import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
 
 if TYPE_CHECKING:
@@ -238,14 +237,7 @@ def _overlapped(graph: Graph, plan: Plan) -> Formulation:
 def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
     """Plans by hand that hold the hints."""
     from autoshard.api import predict_annotations
-    from autoshard.hints import value_named
-    from autoshard.manual import PLANS
+    from autoshard.rivals import by_hand
 
-    hints: Mapping[Value | None, Spec] = {value_named(graph, name): spec for name, spec in plan.options.hints.items()}
-    for name, annotate in PLANS.items():
-        try:
-            annotations = annotate(graph, plan.mesh)
-        except ManualPlanError:
-            continue
-        if all(value is not None and annotations.pins.get(value) == spec for value, spec in hints.items()):
-            yield _Candidate(name, annotations, predict_annotations(graph, annotations, plan.mesh), kind="by hand")
+    for name, chosen in by_hand(graph, plan.mesh, plan.options.hints):
+        yield _Candidate(name, chosen, predict_annotations(graph, chosen, plan.mesh), kind="by hand")

@@ -302,7 +302,10 @@ def solver_line(solver: SolverInfo) -> str:
         text += f", bound {duration(solver.bound)}"
     if solver.gap is not None:
         text += f", gap {100 * solver.gap:.3g} %"
-    return f"{text} ({solver.backend})"
+    text += f" ({solver.backend})"
+    if solver.overruled is not None:
+        text += f"; taken instead: the plan by hand `{solver.overruled}`, whose predicted step is shorter"
+    return text
 
 
 def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:

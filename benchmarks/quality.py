@@ -1,7 +1,7 @@
 """The quality table: the automatic plan's compiled step time over that of the best plan written by hand.
 
-Every model of `models.py` below, on each target: the automatic plan as plain `plan()` makes it (no plan by hand and no
-target compiler in its loop), and every plan by hand that has a form for the model, are compiled by the target's own
+Every model of `models.py` below, on each target: the solver's automatic plan (no plan by hand and no target compiler in its
+loop), and every plan by hand that has a form for the model, are compiled by the target's own
 compiler and judged under the device model (`verify/judge.py`). Rows are written as they are found and compiled
 programs are cached, so a run that was stopped goes on where it was; rows that other sources of autoshard made are kept
 unless `--again`. Batches of models with 8 rows have a row per device.
@@ -23,7 +23,7 @@ from models import program
 from tabulate import tabulate
 
 from autoshard import manual
-from autoshard.api import captured_graph, plan_captured, predict_annotations
+from autoshard.api import captured_graph, plan_graph, predict_annotations
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
@@ -48,7 +48,7 @@ def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annota
     for name in wanted:
         try:
             if name == AUTO:
-                found[name] = plan_captured(graph, mesh).annotations(graph)
+                found[name] = plan_graph(graph, mesh).annotations
             else:
                 found[name] = manual.PLANS[name](graph, mesh)
         except ManualPlanError as error:

@@ -1,0 +1,71 @@
+"""Plans by hand that are predicted faster than what the solver chose.
+
+The solver prices each op by itself; the prediction follows the whole compiled program, and the two differ by some
+percent. Where a plan that people write is nearly optimal it may be predicted faster than the choice; then it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from autoshard.mesh import Mesh, Spec
+
+if TYPE_CHECKING:
+    from autoshard.graph.annotations import Annotations
+    from autoshard.graph.ops import Graph
+    from autoshard.plan import Plan
+
+PREDICTED_OPS = 10_000
+"""Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""
+_UNPROVED = 0.01
+"""A choice whose gap is above this is held against one plan by hand, however large the program is."""
+
+_FASTER = 1e-4
+"""Part of a step by which a plan by hand must be faster."""
+
+
+def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
+    """The plans by hand that hold the hints, best estimated first (`manual/rank.py`); without those XLA gets wrong."""
+    from autoshard.cost.device import load_device
+    from autoshard.hints import value_named
+    from autoshard.manual import PLANS
+    from autoshard.manual.rank import ranked
+    from autoshard.solver.guard import WrongNumbersError, guarded
+
+    wanted = {value_named(graph, name): spec for name, spec in hints.items()}
+    for name, made in ranked(graph, mesh, load_device(mesh.device), PLANS):
+        if any(value is None or made.pins.get(value) != spec for value, spec in wanted.items()):
+            continue
+        try:
+            yield name, guarded(graph, made, mesh)
+        except WrongNumbersError:
+            continue
+
+
+def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annotations]) -> Plan:
+    """The solver's plan, or the plan by hand that is predicted faster and keeps its memory limit and hints.
+
+    Args:
+        written: what of a plan's annotations is written (all, or the least that are needed).
+    """
+    from autoshard.api import predict_annotations, written_plan
+
+    assert plan.predicted is not None
+    assert plan.solver is not None
+    proved = plan.solver.gap is not None and plan.solver.gap <= _UNPROVED
+    count = max(PREDICTED_OPS // max(1, len(graph.ops)), 0 if proved else 1)
+    memory, best = plan.options.memory, plan
+    fastest = plan.predicted.step_time_s
+    for name, made in islice(by_hand(graph, plan.mesh, plan.options.hints), count):
+        chosen = written(made)
+        prediction = predict_annotations(graph, chosen, plan.mesh)
+        if prediction.step_time_s < fastest * (1 - _FASTER) and (
+            memory is None or prediction.peak_memory_bytes <= memory
+        ):
+            fastest, solver = prediction.step_time_s, replace(plan.solver, overruled=name)
+            found = written_plan(graph, plan.mesh, chosen, prediction, options=plan.options, solver=solver)
+            best = replace(found, search=plan.search)
+    return best

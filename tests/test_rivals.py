@@ -1,0 +1,90 @@
+"""Plans by hand beside the solver's choice: taken where they are predicted faster, and only there."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autoshard import api, rivals
+from autoshard.cost.device import load_device
+from autoshard.manual import PLANS
+from autoshard.manual.rank import estimate, ranked
+from autoshard.mesh import Mesh
+from autoshard.plan import Options, Plan, SolverInfo
+from autoshard.report import solver_line
+
+torch = pytest.importorskip("torch")
+
+MESH = Mesh((2, 4), device="h100")
+SOLVER = SolverInfo("optimal", 1.0, 1.0, 0.0, "dual")
+HALF = {"4.weight": (("x",), ())}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) if i % 2 == 0 else torch.nn.ReLU() for i in range(7)))
+    batch = (torch.zeros(64, 1024), torch.zeros(64, 1024))
+    program = api.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    return api.captured_graph(program)
+
+
+def chosen(graph, name, **options):
+    """A plan by hand in place of the solver's choice."""
+    found = PLANS[name](graph, MESH)
+    return api.written_plan(graph, MESH, found, options=Options(**options), solver=SOLVER)
+
+
+def predicted(graph, name):
+    return api.predict_annotations(graph, PLANS[name](graph, MESH), MESH)
+
+
+def test_the_plan_by_hand_that_is_predicted_fastest_is_taken(graph):
+    before = chosen(graph, "dp")
+    found = rivals.or_by_hand(before, graph, lambda annotations: annotations)
+    times = {name: predicted(graph, name).step_time_s for name in ("dp", "fsdp", "hsdp", "megatron", "fsdp-tp")}
+    best = min(times, key=times.__getitem__)
+    assert best != "dp"
+    assert found.solver == replace(SOLVER, overruled=best)
+    assert found.predicted.step_time_s == pytest.approx(times[best], rel=1e-9)
+    assert f"plan by hand `{best}`" in solver_line(found.solver)
+    assert Plan.from_json(found.to_json()) == found
+    assert "overruled" not in json.loads(before.to_json())["solver"]
+
+
+def test_the_choice_stays_where_none_is_faster(graph):
+    best = rivals.or_by_hand(chosen(graph, "dp"), graph, lambda annotations: annotations)
+    again = replace(best, solver=SOLVER)
+    assert rivals.or_by_hand(again, graph, lambda annotations: annotations) == again
+
+
+def test_memory_limit_and_hints_hold(graph):
+    least = min(predicted(graph, name).peak_memory_bytes for name in ("fsdp", "hsdp", "megatron", "fsdp-tp"))
+    before = chosen(graph, "dp", memory=least - 1)
+    assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
+    names = dict(rivals.by_hand(graph, MESH, {}))
+    assert {"dp", "fsdp", "megatron"} <= set(names)
+    assert "dp" not in dict(rivals.by_hand(graph, MESH, HALF))
+    assert not dict(rivals.by_hand(graph, MESH, {"0.weight": (("y",), ("x",)), **HALF}))
+
+
+def test_a_large_program_has_no_rival_predicted_unless_its_gap_is_open(graph, monkeypatch):
+    monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops) - 1)
+    before = chosen(graph, "dp")
+    assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
+    for gap in (0.3, None):
+        open_gap = replace(
+            before, solver=replace(SOLVER, status="time_limit", bound=None if gap is None else 0.7, gap=gap)
+        )
+        assert rivals.or_by_hand(open_gap, graph, lambda annotations: annotations).solver.overruled is not None
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu-v5e", "cpu"])
+def test_the_best_predicted_is_among_the_best_estimated(graph, device):
+    mesh = Mesh((2, 4), device=device)
+    order = list(ranked(graph, mesh, load_device(device), PLANS))
+    times = {name: api.predict_annotations(graph, found, mesh).step_time_s for name, found in order}
+    best = min(times, key=times.__getitem__)
+    assert best in [name for name, _ in order[:3]]
+    estimates = [estimate(graph, found, mesh, load_device(device)) for _, found in order]
+    assert estimates == sorted(estimates)
+    assert 0 < estimates[0] < estimates[-1]
