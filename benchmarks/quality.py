@@ -1,7 +1,7 @@
 """The quality table: the automatic plan's compiled step time over that of the best plan written by hand.
 
-Every model of `models.py` below, on each target: the solver's automatic plan (no plan by hand and no target compiler in its
-loop), and every plan by hand that has a form for the model, are compiled by the target's own
+Every model of `models.py` below, on each target: the solver's automatic plan (no plan by hand and no target compiler in
+its loop), and every plan by hand that has a form for the model, are compiled by the target's own
 compiler and judged under the device model (`verify/judge.py`). Rows are written as they are found and compiled
 programs are cached, so a run that was stopped goes on where it was; rows that other sources of autoshard made are kept
 unless `--again`. Batches of models with 8 rows have a row per device.
