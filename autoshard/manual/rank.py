@@ -90,6 +90,6 @@ def estimate(
         ):
             if activation is not None and axes - batch:
                 kept = graph.type_of(activation)
-                size = prod(kept.shape) * dtype_bytes(kept.dtype) / mesh.ways(mesh.in_order(batch))
-                total += move("all-reduce", frozenset(axes - batch), size)
+                moved = prod(kept.shape) * dtype_bytes(kept.dtype) / mesh.ways(mesh.in_order(batch))
+                total += move("all-reduce", frozenset(axes - batch), moved)
     return total
