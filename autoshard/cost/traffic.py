@@ -32,8 +32,12 @@ def touched(kernel: Kernel, program: Lowered) -> dict[int, int]:
     for array, size in found.items():
         found[array] = min(size, arrays[array].bytes)
     if kernel.kind == "scatter":
-        updates = steps[kernel.steps[-1]].reads[-1]
-        found[updates] = found.get(updates, 0) + 2 * arrays[updates].bytes
+        scatter = steps[kernel.steps[-1]]
+        target, updates = scatter.reads[0], scatter.reads[-1]
+        changed = arrays[updates].bytes
+        if updates not in found:  # made where they are added: many to one element meet in the caches
+            changed = min(changed, arrays[target].bytes)
+        found[updates] = found.get(updates, 0) + 2 * changed
         return found
     for array in kernel.writes:
         found[array] = found.get(array, 0) + arrays[array].bytes

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from autoshard.verify.targets import Target, gpu_limits
 
+_NO_TILES = "Couldn't find output tile sizes"
 _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_computation_parameter_layouts")
 
 # XLA prints a constant of at most this many elements whole.
@@ -97,7 +98,7 @@ def compile_for(
             debug.xla_llvm_disable_expensive_passes = True
             executable = devices[0].client.compile_and_load(module, device_list, options)
         else:
-            executable = devices[0].client.compile(module, device_list, options)
+            executable = _compiled(devices[0].client, module, device_list, options)
         seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return _optimized(executable, target), {
@@ -106,6 +107,22 @@ def compile_for(
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         },
     }
+
+
+def _compiled(client: Any, module: Any, devices: Any, options: Any) -> Any:
+    """The executable; where XLA's GPU compiler finds no tiles for one of its own Triton kernels, without those.
+
+    It then multiplies such matrices by library calls instead (jaxlib 0.10.2: products of 1,568 or 392 rows fail so).
+    """
+    import jax
+
+    try:
+        return client.compile(module, devices, options)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES not in str(error):
+            raise
+    options.env_option_overrides = [*options.env_option_overrides, ("xla_gpu_enable_triton_gemm", False)]
+    return client.compile(module, devices, options)
 
 
 def _optimized(executable: Any, target: Target) -> str:

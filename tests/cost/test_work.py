@@ -10,6 +10,7 @@ from autoshard.cost.backend import backend_of
 from autoshard.cost.device import load_device
 from autoshard.cost.lowered import lower
 from autoshard.cost.spmd import partition
+from autoshard.cost.traffic import touched
 from autoshard.cost.work import larger, replicated_program
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.propagate import propagate
@@ -54,3 +55,36 @@ def test_a_tpus_kernels_are_those_of_a_larger_one_placed_anew():
     assert again.placement == alone.placement
     assert again.placement != large.placement
     assert again.peak_bytes == alone.peak_bytes
+
+
+@pytest.mark.parametrize(("made", "moved"), [("made where it is added", 2 * 8 * 64 * 64 * 4), ("in memory", None)])
+def test_a_scatter_of_what_is_made_in_its_kernel_moves_no_more_than_its_target(made, moved):
+    """A token's gradient of its expert's weight, an outer product: 512 of them meet in 8 experts."""
+    target, updates = "tensor<8x64x64xf32>", "tensor<512x64x64xf32>"
+    if moved is None:
+        arguments, outer = f"%u: {updates}", ""
+    else:
+        arguments = "%a: tensor<512x64x1xf32>, %b: tensor<512x1x64xf32>"
+        outer = (
+            "%u = stablehlo.dot_general %a, %b, batching_dims = [0] x [0], contracting_dims = [2] x [1] : "
+            f"(tensor<512x64x1xf32>, tensor<512x1x64xf32>) -> {updates}"
+        )
+    text = f"""func.func @main(%t: {target}, %i: tensor<512x1xi32>, {arguments}) -> {target} {{
+      {outer}
+      %s = "stablehlo.scatter"(%t, %i, %u) <{{scatter_dimension_numbers = #stablehlo.scatter<
+          update_window_dims = [1, 2], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0],
+          index_vector_dim = 1>}}> ({{
+        ^bb0(%x: tensor<f32>, %y: tensor<f32>):
+          %z = stablehlo.add %x, %y : tensor<f32>
+          stablehlo.return %z : tensor<f32>
+        }}) : ({target}, tensor<512x1xi32>, {updates}) -> {target}
+      return %s : {target} }}"""
+    mesh, device = Mesh((8,), ("x",), "h100"), load_device("h100")
+    whole = replicated_program(graph_from_text(text), mesh, device)
+    (kernel,) = (each for each in backend_of(device).compile(whole).kernels if each.kind == "scatter")
+    found = touched(kernel, whole)
+    read = sum(size for array, size in found.items() if array in kernel.reads)
+    if moved is None:
+        assert sum(found.values()) == pytest.approx(3 * 512 * 64 * 64 * 4, rel=0.01)
+    else:
+        assert sum(found.values()) - read == moved
