@@ -46,8 +46,10 @@ _TAKES_CLASSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.defa
 _INDEXES = ("aten.index.", "aten.index_put", "aten._index_put_impl")
 
 
-def refuse_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any], where: str) -> None:
-    """Raise CaptureError if the op takes values of an XLA tensor to the host."""
+def refuse_values(
+    name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any], where: Callable[[], str]
+) -> None:
+    """Raise CaptureError if the op takes values of an XLA tensor to the host; `where` says who runs."""
     if not any(is_xla(t) for t in tensors):
         return
     asked = kwargs.get("device")
@@ -56,30 +58,30 @@ def refuse_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[
         to_host = len(tensors) > 1 and not is_xla(tensors[1])
     if name in READS_VALUE or name in ("aten._to_cpu.default",) or to_host:
         raise CaptureError(
-            f"{where} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
+            f"{where()} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
             f"`if t:`){_source()}. Capture records the program without running it, so no value exists. Decide with "
             "tensors instead (torch.where, a mask), or keep this out of the training step."
         )
 
 
-def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: str) -> None:
+def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Callable[[], str]) -> None:
     """Raise CaptureError if an op's result has a shape that depends on values, or torch_xla has no lowering for it."""
     masked = name.startswith(_INDEXES) and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
     if name in _SHAPED_BY_VALUES or (masked and _mask_is_index(func, tensors)):
         raise _shape_by_value(
-            "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values", name, where
+            "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values", name, where()
         )
     if current().falls_back(func.name()):
-        raise no_lowering(name, where)
+        raise no_lowering(name, where())
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
         found = ", ".join(str(t.dtype).removeprefix("torch.") for t in tensors)
         raise CaptureError(
-            f"{where} multiplies tensors of different dtypes ({_short(name)} of {found}){_source()}, which torch "
+            f"{where()} multiplies tensors of different dtypes ({_short(name)} of {found}){_source()}, which torch "
             "refuses. Give the model inputs of its parameters' dtype, or convert one of them."
         )
     if name in _TAKES_CLASSES and tensors[1].is_floating_point():
         raise CaptureError(
-            f"{where} takes classes as whole numbers ({_short(name)}), and was given {tensors[1].dtype}{_source()}; "
+            f"{where()} takes classes as whole numbers ({_short(name)}), and was given {tensors[1].dtype}{_source()}; "
             "pass the targets as torch.long"
         )
 

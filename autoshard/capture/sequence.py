@@ -86,7 +86,7 @@ class Call:
     @property
     def name(self) -> str:
         """Such as `aten.addmm.default`."""
-        return str(self.func)
+        return name_of(self.func)
 
     @property
     def options(self) -> str:
@@ -165,13 +165,15 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Number the op, or run it uncounted."""
         kwargs = kwargs or {}
-        tensors = tuple(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        name = str(func)
-        instead = decomposition_of(func) if _on_xla(tensors, kwargs) else None
+        tensors = tensors_in((args, kwargs))
+        if not _on_xla(tensors, kwargs):
+            return self.uncounted(func, args, kwargs)
+        name = name_of(func)
+        instead = decomposition_of(func)
         if instead is not None:
             with self._once_more():
                 return instead(*args, **kwargs)
-        if self._inside and _on_xla(tensors, kwargs) and (functional := functional_form(func)) is not None:
+        if self._inside and (functional := functional_form(func)) is not None:
             with self._once_more():
                 return functional(*args, **kwargs)
         if not counts(name, tensors, kwargs) or self._only_clears(func, name, tensors):
@@ -236,7 +238,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
     def _follow(self, name: str, tensors: tuple[torch.Tensor, ...], result: Any) -> None:
         """Keep track of tensors through an uncounted op."""
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and is_xla(t)]
+        made = [t for t in tensors_in((result,)) if is_xla(t)]
         if name in CLEARS or (tensors and all(self._is_cleared(t) for t in tensors)):
             self._cleared.update(tensor_id(t) for t in made)
             return
@@ -312,7 +314,7 @@ def counts(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, An
 
 def outputs_of(call: Call, result: Any) -> tuple[torch.Tensor, ...]:
     """The outputs of an op that has run: what it returned, then what it wrote in place and did not return."""
-    outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    outputs = list(tensors_in((result,)))
     seen = {id(t) for t in outputs}
     for t in _written(call):
         if id(t) not in seen:
@@ -323,10 +325,41 @@ def outputs_of(call: Call, result: Any) -> tuple[torch.Tensor, ...]:
 
 def _written(call: Call) -> list[torch.Tensor]:
     """The arguments that the op writes in place, in the order of its schema."""
-    undeclared = UNDECLARED_WRITES.get(call.name, ())
     written: list[torch.Tensor] = []
-    for position, argument in enumerate(call.func._schema.arguments):
-        if argument.is_write or argument.name in undeclared:
-            value = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
-            written += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    for position, name in _writes(call.func):
+        value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
+        written += tensors_in((value,))
     return written
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """(place, name) of the arguments that an op writes in place."""
+    undeclared = UNDECLARED_WRITES.get(name_of(func), ())
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, each.name) for place, each in arguments if each.is_write or each.name in undeclared)
+
+
+@cache
+def name_of(func: Any) -> str:
+    """The name of an op overload, such as `aten.addmm.default`."""
+    return str(func)
+
+
+_NO_TREES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def tensors_in(tree: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors in a tuple, list or dict of what an op takes or returns, in the order of `tree_leaves`.
+
+    Which takes longer than most ops do that are only recorded.
+    """
+    found: list[torch.Tensor] = []
+    for part in tree.values() if type(tree) is dict else tree:
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif type(part) in (tuple, list, dict):
+            found += tensors_in(part)
+        elif type(part) not in _NO_TREES:
+            found += (leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor))
+    return tuple(found)

@@ -197,6 +197,16 @@ _TRIED: set[str] = set()
 """Ops, with their options, that torch_xla is known to compute without data."""
 
 
+def _options(tree: Any) -> Any:
+    """A tree of arguments, tensors as their dtypes."""
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype
+    if kind is tuple or kind is list:
+        return kind(map(_options, tree))
+    return {key: _options(value) for key, value in tree.items()} if kind is dict else tree
+
+
 def _expression(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like this one that is computed."""
     if not is_xla(tensor):
@@ -240,8 +250,7 @@ class XlaLabels(Labels):
         bare = {id(t) for t, maker in zip(call.tensors, call.inputs, strict=True) if isinstance(maker, str)}
         if not bare:
             return
-        options = tree_map(lambda x: x.dtype if isinstance(x, torch.Tensor) else x, (call.args, dict(call.kwargs)))
-        way = f"{call.name}{options!r}"
+        way = f"{call.name}{_options((call.args, dict(call.kwargs)))!r}"
         if way in _TRIED:
             return
         args, kwargs = tree_map(lambda x: _expression(x) if id(x) in bare else x, (call.args, dict(call.kwargs)))

@@ -33,7 +33,7 @@ from autoshard.capture.placeholders import (
     inner,
 )
 from autoshard.capture.program import Argument, Program, TensorType
-from autoshard.capture.sequence import Call
+from autoshard.capture.sequence import Call, name_of, tensors_in
 from autoshard.capture.torchax_library import check_versions, jax_function_of
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, trace_step
 from autoshard.errors import CaptureError
@@ -164,14 +164,11 @@ class _Recording(Labels):
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Refuse what reads values; keep the data of what comes from the host."""
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        tensors = tuple(t for t in leaves if isinstance(t, torch.Tensor))
-        refusals.refuse_values(str(func), tensors, kwargs, self.paths.describe())
+        refusals.refuse_values(name_of(func), tensors_in((args, kwargs)), kwargs, self.paths.describe)
         return self._execute(func, args, kwargs)
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        on_meta = any(isinstance(each, torch.Tensor) and each.device == META for each in leaves)
+        on_meta = any(each.device == META for each in tensors_in((args, kwargs)))
         return self.recorder.dispatch(func, args, kwargs) if on_meta or names_it(kwargs.get("device")) else func(
             *args, **kwargs
         )  # fmt: skip

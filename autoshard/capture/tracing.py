@@ -25,7 +25,7 @@ from autoshard.capture.inputs import Inputs, input_names, split_inputs
 from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
 from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, step
 from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
-from autoshard.capture.sequence import AtenSequence, Call
+from autoshard.capture.sequence import AtenSequence, Call, name_of, tensors_in
 from autoshard.errors import CaptureError
 
 DTYPES: Mapping[torch.dtype, str] = {
@@ -422,8 +422,8 @@ class Labels(AtenSequence, ABC):
 
     def run(self, call: Call) -> Any:
         """Run an op that can be lowered, under its label."""
-        refusals.refuse_values(call.name, call.tensors, call.kwargs, self.paths.describe())
-        refusals.refuse(call.name, call.func, call.tensors, self.paths.describe())
+        refusals.refuse_values(call.name, call.tensors, call.kwargs, self.paths.describe)
+        refusals.refuse(call.name, call.func, call.tensors, self.paths.describe)
         self.running = call.name
         result = self.labelled(call)
         self.running = ""
@@ -453,9 +453,7 @@ class Labels(AtenSequence, ABC):
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Refuse what reads values."""
-        name = str(func)
-        tensors = tuple(t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        refusals.refuse_values(name, tensors, kwargs, self.paths.describe())
+        refusals.refuse_values(name_of(func), tensors_in((args, kwargs)), kwargs, self.paths.describe)
         return func(*args, **kwargs)
 
 
@@ -468,17 +466,20 @@ class _Refusing(AtenSequence):
         self.labels.running = ""
 
     def run(self, call: Call) -> Any:
-        refusals.refuse_values(call.name, call.tensors, call.kwargs, "the optimizer")
-        refusals.refuse(call.name, call.func, call.tensors, "the optimizer")
+        refusals.refuse_values(call.name, call.tensors, call.kwargs, _the_optimizer)
+        refusals.refuse(call.name, call.func, call.tensors, _the_optimizer)
         self.labels.running = call.name
         result = call.func(*call.args, **call.kwargs)
         self.labels.running = ""
         return result
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        tensors = tuple(t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        refusals.refuse_values(str(func), tensors, kwargs, "the optimizer")
+        refusals.refuse_values(name_of(func), tensors_in((args, kwargs)), kwargs, _the_optimizer)
         return func(*args, **kwargs)
+
+
+def _the_optimizer() -> str:
+    return "the optimizer"
 
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:

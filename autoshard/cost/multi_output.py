@@ -30,9 +30,10 @@ class _Merger:
     def __init__(self, kernels: list[Kernel]) -> None:
         self.kernels = kernels
         self.before = _Ancestors(kernels)
-        self.makers = dependencies(kernels).makers
+        self.makers = [np.array(sorted(makers), np.intp) for makers in dependencies(kernels).makers]  # of all members
         self.members = [[number] for number in range(len(kernels))]
         self.into = list(range(len(kernels)))
+        self.root = np.arange(len(kernels))  # the same, as an array
 
     def run(
         self, keys: Sequence[Hashable], shared: Callable[[int], bool], alike: Callable[[Kernel, Kernel], bool]
@@ -53,24 +54,26 @@ class _Merger:
                     if one != other and alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
                         self._join(one, other)
                         break
-                before.append(later)
+                if all(self.into[earlier] != self.into[later] for earlier in before):
+                    before.append(later)
         result = [self._merged(sorted(parts)) for parts in self.members if parts]
         return in_order(sorted(result, key=lambda kernel: kernel.place))
 
     def _free(self, one: int, other: int) -> bool:
         """Whether neither needs the other but for results that it reads directly."""
-        first, second = self.members[one], self.members[other]
-        if self.before.any(first, second):
+        if self.before.waits(one, other):
             return False
-        between = {maker for number in second for maker in self.makers[number]} - {*first, *second}
-        return not self.before.any(sorted(between), first)
+        between = self.root[self.makers[other]]
+        return not self.before.any_waits(between[(between != one) & (between != other)], one)
 
     def _join(self, one: int, other: int) -> None:
+        self.before.join(one, other)
+        self.makers[one] = np.concatenate((self.makers[one], self.makers[other]))
         self.members[one] += self.members[other]
         for number in self.members[other]:
             self.into[number] = one
+        self.root[self.members[other]] = one
         self.members[other] = []
-        self.before.join(self.members[one])
 
     def _merged(self, parts: Sequence[int]) -> Kernel:
         if len(parts) == 1:
@@ -93,34 +96,32 @@ class _Merger:
 class _Ancestors:
     """Which kernels each kernel waits for, itself included: one bit each, 64 of them in a word.
 
-    Words come first, so that asking all kernels for the same few bits reads memory in order.
+    Words come first, so that asking all kernels for the same bit reads memory in order. Of kernels that are joined the
+    first stands for all: they wait for the same, and are waited for by the same; the others are no longer kept.
     """
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         width = -(-len(kernels) // 64)
         rows = b"".join(found.to_bytes(8 * width, "little") for found in ancestors(kernels))
         self.words = np.frombuffer(rows, dtype="<u8").reshape(len(kernels), width).T.copy()
+        self.kept = np.ones(len(kernels), dtype=bool)
 
-    def any(self, these: Sequence[int], those: Sequence[int]) -> bool:
-        """Whether one of `these` waits for one of `those`."""
-        numbers = np.array(these, dtype=np.intp)
-        return any(bool((self.words[word, numbers] & bits).any()) for word, bits in _masks(those).items())
+    def waits(self, one: int, other: int) -> bool:
+        """Whether one kernel waits for another."""
+        return bool(self.words[other // 64, one] & _bit(other))
 
-    def join(self, members: Sequence[int]) -> None:
-        """From now on what waits for one of `members` waits for all that any of them waits for."""
-        some = np.zeros(self.words.shape[1], dtype=bool)
-        every = np.ones_like(some)
-        for word, bits in _masks(members).items():
-            found = self.words[word] & bits
-            some |= found != 0
-            every &= found == bits
-        rows = np.flatnonzero(some & ~every)  # who waits for every one has all of this already
-        self.words[:, rows] |= np.bitwise_or.reduce(self.words[:, members], axis=1)[:, None]
+    def any_waits(self, these: np.ndarray, other: int) -> bool:
+        """Whether one of `these` waits for another."""
+        return bool((self.words[other // 64, these] & _bit(other)).any())
+
+    def join(self, one: int, other: int) -> None:
+        """From now on what waits for one of two kernels waits for all that either of them waits for."""
+        self.kept[other] = False
+        first, second = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
+        rows = np.flatnonzero((first != second) & self.kept)  # who waits for both has all of this already
+        self.words[:, rows] |= (self.words[:, one] | self.words[:, other])[:, None]
 
 
-def _masks(numbers: Sequence[int]) -> dict[int, np.uint64]:
-    """Word -> the bits in it."""
-    found: dict[int, int] = {}
-    for number in numbers:
-        found[number // 64] = found.get(number // 64, 0) | 1 << number % 64
-    return {word: np.uint64(bits) for word, bits in found.items()}
+def _bit(number: int) -> np.uint64:
+    """The bit of a kernel in its word."""
+    return np.uint64(1 << number % 64)
