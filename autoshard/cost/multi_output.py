@@ -118,8 +118,11 @@ class _Ancestors:
         """From now on what waits for one of two kernels waits for all that either of them waits for."""
         self.kept[other] = False
         first, second = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
-        rows = np.flatnonzero((first != second) & self.kept)  # who waits for both has all of this already
-        self.words[:, rows] |= (self.words[:, one] | self.words[:, other])[:, None]
+        before = self.words[:, one].copy(), self.words[:, other].copy()
+        for waiting, has, more in ((first & ~second, *before), (second & ~first, *reversed(before))):
+            rows = np.flatnonzero(waiting & self.kept)
+            new = np.flatnonzero(more & ~has)  # few words, where the two stand near each other
+            self.words[new[:, None], rows] |= more[new, None]
 
 
 def _bit(number: int) -> np.uint64:
