@@ -8,6 +8,7 @@ dozen classes, and a table over five nodes has 10^5 entries instead of 10^9.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from autoshard.solver.problem import Array
 
 HASHED = 20_000
 """Entries from which equal rows and columns are found by hashing."""
+CROWDED = 200
+"""A node in more tables than this goes last: its estimate would be looked up anew for each of its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ class _Heap:
         return None
 
     def _estimate(self, node: int) -> float:
+        if len(self._tables[node]) > CROWDED:
+            return math.inf
         classes: dict[int, int] = {}
         for t in self._tables[node].values():
             for v, size in zip(t.scope, t.values.shape, strict=True):

@@ -126,13 +126,13 @@ class Formulation:
         wants: dict[tuple[Value, int], list[Spec]] = {}
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
+            reading = _reading(group, graph)
             for position, value in enumerate(group.inputs):
                 if value not in pins or graph.type_of(value).dtype not in FLOATS:
                     continue
                 wanted = ways.read(position, chosen)
-                for op_id in group.ops:
-                    op = graph.ops[op_id]
-                    if value in op.operands and op.aten is not None:
+                for op in reading[value]:
+                    if op.aten is not None:
                         wants.setdefault((value, op.aten), []).append(wanted)
         read = {key: one_copy(specs) for key, specs in wants.items()}
         copies = {key: spec for key, spec in read.items() if spec != pins[key[0]]}
@@ -221,9 +221,7 @@ class _Builder:
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._reading: dict[tuple[Value, int], list[Op]] = {}
         for group in self.groups.groups:
-            for op in (graph.ops[number] for number in group.ops):
-                for value in dict.fromkeys(op.operands):
-                    self._reading.setdefault((value, group.id), []).append(op)
+            self._reading.update(((value, group.id), ops) for value, ops in _reading(group, graph).items())
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
         self.first_group = 0  # node of the first group
@@ -632,6 +630,15 @@ class _Builder:
 
     def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
         self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))
+
+
+def _reading(group: Group, graph: Graph) -> dict[Value, list[Op]]:
+    """Value -> the ops of a group that read it, in their order."""
+    found: dict[Value, list[Op]] = {}
+    for op in (graph.ops[number] for number in group.ops):
+        for value in dict.fromkeys(op.operands):
+            found.setdefault(value, []).append(op)
+    return found
 
 
 def _annotatable(graph: Graph) -> frozenset[Value]:

@@ -1,11 +1,16 @@
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver.dual import Dual
+from autoshard.solver.eliminate import exact_minimum
+from autoshard.solver.evaluate import evaluate
 from autoshard.solver.lifted import alike, hand_on
 from autoshard.solver.network import Network
+from autoshard.solver.problem import Problem
 from autoshard.solver.reduce import reduce
 from autoshard.solver.solve import solve
 from tests.solver.random_problems import examples, random_problem
@@ -57,3 +62,18 @@ def test_what_is_fixed_is_measured_from_the_bound_of_the_sweep_itself(seed, swee
     upper = 2.0 * abs(last) + 1.0
     *_, allowed = dual._slacks(upper + net.offset - float(dual.multipliers @ dual.room))
     assert allowed == pytest.approx(upper - last, rel=1e-6, abs=1e-9 * dual.forbidden)
+
+
+def test_a_node_with_thousands_of_neighbours_is_minimised_out_in_time():
+    """The activations of 5,000 updates: the size of its table was estimated anew for each neighbour that went."""
+    leaves = 6000
+    rng = np.random.default_rng(0)
+    costs = [rng.random(3) for _ in range(leaves + 1)]
+    problem = Problem(costs, [(0, i + 1) for i in range(leaves)], [rng.random((3, 3)) for _ in range(leaves)])
+    began = time.process_time()
+    found = exact_minimum(Network.of(problem))
+    assert time.process_time() - began < 20.0
+    assert found is not None
+    assert found[1] == pytest.approx(evaluate(problem, found[0]).objective)
+    each = sum((m + c).min(axis=1) for m, c in zip(problem.edge_costs, costs[1:], strict=True))
+    assert found[1] == pytest.approx((costs[0] + each).min())
