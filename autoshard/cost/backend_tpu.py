@@ -10,7 +10,7 @@ All-reduces work in place in device memory, not on chip; collectives are combine
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
@@ -27,7 +27,7 @@ from autoshard.cost.rewrite_tpu import (
     scattered_onto,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
-from autoshard.cost.strips_tpu import beside_gathers, cut_into_strips
+from autoshard.cost.strips_tpu import arguments_beside_gathers, beside_gathers, cut_into_strips
 from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
@@ -80,6 +80,7 @@ class TpuFusion(Fusion):
         """For one device's program."""
         super().__init__(program)
         self.ends: set[int] = set()  # roots of products' kernels
+        self.around = convolved(program)  # arrays that convolutions read or make, and what is elementwise around them
 
     def cluster(self) -> None:
         """A product's kernel goes on as long as one elementwise step alone reads what it made."""
@@ -135,7 +136,7 @@ class TpuFusion(Fusion):
         return kernels * read > read + made + kernels * made
 
     def _read(self, step: Step) -> int:
-        """Bytes of the arrays that a step reads with what runs for it alone."""
+        """Bytes of the arrays that a step reads with what runs again for it."""
         sizes: dict[int, int] = {}
         todo = [step]
         while todo:
@@ -144,12 +145,25 @@ class TpuFusion(Fusion):
             for array in dict.fromkeys(one.reads):
                 found = self.arrays[array]
                 maker = None if found.maker < 0 else self.steps[found.maker]
-                if maker is not None and len(found.readers) == 1 and len(maker.writes) == 1 and self.inlined(maker):
+                if maker is not None and self._runs_again(array, maker):
                     todo.append(maker)
                 else:
                     taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
                     sizes[array] = max(sizes.get(array, 0), taken)
         return sum(sizes.values())
+
+    def _runs_again(self, number: int, maker: Step) -> bool:
+        """Whether all that reads an array takes its maker in: what it is made from is read then, not the array.
+
+        As seen: the gradient of BERT's logits, read by two products and a sum, is made from the logits in each. Not so
+        between convolutions: ResNet and U-Net keep what normalisations make.
+        """
+        array = self.arrays[number]
+        if len(maker.writes) > 1 or array.returned or not self.inlined(maker):
+            return False
+        if len(array.readers) == 1:
+            return True
+        return number not in self.around and all(self.absorbs(self.steps[reader]) for reader in array.readers)
 
 
 def _product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
@@ -316,8 +330,8 @@ class TpuBackend(Backend):
 
         Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
         """
-        rounded = _Rounded(program)
         lying = convolved(program)
+        rounded = _Rounded(program, lying.keys())
         for kernel in kernels:
             for array in kernel.writes:
                 found = program.arrays[array]
@@ -346,7 +360,8 @@ class TpuBackend(Backend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """On one core, copies of activations in strips run beside gathers."""
+        """Copies to other layouts run beside gathers; on two cores, those of arguments alone."""
+        order = arguments_beside_gathers(kernels, order, program)
         return beside_gathers(kernels, order, program, self.device.cores == 1)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
@@ -535,17 +550,22 @@ def _before(deps: Dependencies, todo: list[int]) -> set[int]:
 
 
 class _Rounded:
-    """Which arrays only products read, through moves perhaps; sums run where the array is made."""
+    """Which arrays only products read, through moves perhaps; sums run where the array is made.
 
-    def __init__(self, program: Lowered) -> None:
-        self.program, self.arrays, self.steps = program, program.arrays, program.steps
+    So does a comparison with a constant: the mask of an activation is kept apart, as bits (a ReLU between two products;
+    not around convolutions).
+    """
+
+    def __init__(self, program: Lowered, around: Set[int]) -> None:
+        """`around`: arrays that convolutions read or make, and what is elementwise around them."""
+        self.program, self.arrays, self.steps, self.around = program, program.arrays, program.steps, set(around)
         self.known: dict[int, bool] = {}
 
     def is_kept_narrow(self, array: int) -> bool:
         found = self.arrays[array]
         if found.dtype != "f32" or found.shape is None or not self._only_products(array):
             return False
-        return any(self.steps[reader].kind != "reduce" for reader in found.readers)
+        return any(self.steps[reader].kind not in ("reduce", "compare") for reader in found.readers)
 
     def _only_products(self, array: int) -> bool:
         if array not in self.known:
@@ -557,6 +577,17 @@ class _Rounded:
         step = self.steps[reader]
         if step.kind in CONTRACTIONS:
             return multiplies_matrices(self.program, step)
-        if step.kind == "reduce":
+        if step.kind == "reduce" or (step.kind == "compare" and self._with_constant(step)):
             return True
         return (step.kind in MOVES or step.kind == "all-gather") and all(map(self._only_products, step.writes))
+
+    def _with_constant(self, step: Step) -> bool:
+        """Whether a step's other operands follow from constants alone."""
+        if not self.around.isdisjoint(step.reads):
+            return False
+        makers = [self.arrays[array].maker for array in dict.fromkeys(step.reads)]
+        plain = [maker >= 0 and not self._reads_arrays(self.steps[maker]) for maker in makers]
+        return len(plain) - sum(plain) == 1
+
+    def _reads_arrays(self, step: Step) -> bool:
+        return any(self.arrays[array].shape != () or self.arrays[array].maker < 0 for array in step.reads)

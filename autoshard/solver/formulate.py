@@ -206,6 +206,8 @@ class _Builder:
     def __init__(self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], charge: float) -> None:
         self.graph, self.mesh, self.device, self.hints, self.charge = graph, mesh, device, hints, charge
         self.images = batch_dims(graph) if device.target == "tpu" else {}
+        arguments = zip(graph.arguments, graph.program.arguments, strict=True)
+        self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
         self.groups = fusion_groups(graph)
         self.annotatable = _annotatable(graph)
         self.node_costs: list[Matrix] = []
@@ -410,7 +412,7 @@ class _Builder:
             updates = [node for node in readers if self.prices.last[node - self.first_group]]
             readers = [node for node in readers if node not in updates] or readers
         item, sliced = self._moved_as(value, readers), self._cut_out(readers)
-        kind = self.graph.type_of(value), self.images.get(value)
+        kind = self._sort(value)
         key = ("into", *kind, item, sliced, self._needs_nothing(value), specs.choices, others)
         if key not in self._matrices:
             into = self._choice_matrix(value, specs.choices, held.choices, item, sliced).copy()
@@ -513,7 +515,7 @@ class _Builder:
         kind = self.graph.type_of(value)
         copied, first = self._copied(value), self._needs_nothing(value)
         image = self.images.get(value)
-        key = ("reshard", kind, image, item, copied, sliced, first, self._follows(value), sources, wanted)
+        key = ("reshard", *self._sort(value), item, copied, sliced, first, self._follows(value), sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
             rows, columns = (
@@ -525,9 +527,10 @@ class _Builder:
                 found = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
                 if self._follows(value):
                     found = np.array([[0.0 if row == column else np.inf for column in columns] for row in rows])
-                moved = found > 0.0
+                moved = np.where(found > 0.0, 1.0, 0.0)
                 if first:
                     found = found - self.prices.shared_starts(kind, item, rows, columns)
+                    found = found + self._read_whole(value, rows, columns, moved)
                 if self.charge:
                     found = found + self.charge * moved
                 if image is not None:
@@ -540,6 +543,18 @@ class _Builder:
             self._matrices[key] = matrix
         return self._matrices[key]
 
+    def _sort(self, value: Value) -> tuple[object, ...]:
+        """What of a value the price of a reshard depends on, beside its shardings."""
+        return self.graph.type_of(value), self.images.get(value), value in self.inputs
+
+    def _read_whole(self, value: Value, rows: list[Spec], columns: list[Spec], moved: Matrix) -> Matrix:
+        """Seconds to read an input of which a device takes a part: a TPU copies all that it holds of it on chip."""
+        if self.device.target != "tpu" or value not in self.inputs:
+            return np.zeros(moved.shape)
+        differs = np.array([[float(row != column) for column in columns] for row in rows])
+        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        return np.asarray(differs * (1.0 - moved) * self._bytes(value, tuple(rows))[:, None] / rate)
+
     def _strips(self, shape: tuple[int, ...], item: int, image: int, rows: list[Spec], columns: list[Spec]) -> Matrix:
         """Seconds of the kernels around reshards of an activation of which dim `image` counts images, on a TPU."""
         ends = (self.mesh, self.device)
@@ -549,10 +564,9 @@ class _Builder:
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
         item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
         matrix = self._choice_matrix(value, sources.choices, wanted.choices, item, sliced)
-        kind, copied, first = self.graph.type_of(value), self._copied(value), self._needs_nothing(value)
-        follows = self._follows(value)
-        image = self.images.get(value)
-        key = ("reshard", kind, image, item, copied, sliced, first, follows, sources.choices, wanted.choices)
+        copied, first, follows = self._copied(value), self._needs_nothing(value), self._follows(value)
+        sort = self._sort(value)
+        key = ("reshard", *sort, item, copied, sliced, first, follows, sources.choices, wanted.choices)
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:

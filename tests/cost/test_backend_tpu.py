@@ -334,3 +334,32 @@ def test_no_kernel_grows_with_the_length_of_a_residual_stream() -> None:
     arrays[stream].returned = True
     kernels = TpuFusion(Lowered(arrays, steps, [], MATRICES)).kernels()  # type: ignore[arg-type]
     assert max(len(kernel.reads) for kernel in kernels) <= 6
+
+
+def test_what_all_readers_make_again_is_not_read() -> None:
+    """A gradient of logits that a sum reads too is made from the logits in each, through what they share."""
+    steps: list[Step] = []
+    arrays = arguments(3)
+    power = step(steps, arrays, "exponential", (0,))
+    share = step(steps, arrays, "multiply", (power, power))
+    gradient = step(steps, arrays, "subtract", (power, share))
+    for other in (1, 2):
+        arrays[step(steps, arrays, "dot_general", (gradient, other))].returned = True
+    arrays[step(steps, arrays, "reduce", (gradient,), 8)].returned = True
+    kept = TpuFusion(Lowered(arrays, steps, [], MATRICES)).materialised()  # type: ignore[arg-type]
+    assert not {power, share, gradient} & kept
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_relu_between_products_is_kept_in_bf16_and_its_mask_apart(constant: bool) -> None:
+    steps: list[Step] = []
+    arrays = arguments(4)
+    zero = step(steps, arrays, "broadcast_in_dim", ()) if constant else 3
+    relu = step(steps, arrays, "maximum", (step(steps, arrays, "dot_general", (0, 1)), zero))
+    arrays[step(steps, arrays, "dot_general", (relu, 1))].returned = True
+    back = step(steps, arrays, "select", (step(steps, arrays, "compare", (relu, zero)), 2, zero))
+    arrays[step(steps, arrays, "dot_general", (back, 1))].returned = True
+    program = Lowered(arrays, steps, [], MATRICES)  # type: ignore[arg-type]
+    backend = TpuBackend(load_device("tpu-v5e"))
+    backend.store(backend.fusion(program).kernels(), program)
+    assert arrays[relu].dtype == ("bf16" if constant else "f32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autoshard.api import predict_annotations
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.stablehlo import annotate
@@ -55,6 +56,14 @@ def experts(weights: object, i: object, x: object) -> tuple[object, object]:
     return weights - jnp.zeros_like(weights).at[i].add(outer, mode="promise_in_bounds"), back
 
 
+def updated(table: object, moment: object, i: object, x: object, y: object) -> tuple[object, object]:
+    """A table that is embedding and head: rows are looked up, and their gradient is scattered onto the product's."""
+    rows = table.at[i].get(mode="promise_in_bounds")
+    gradient = jnp.einsum("tv,td->vd", y, x).at[i].add(jnp.tanh(rows), mode="promise_in_bounds")
+    moment = 0.9 * moment + 0.1 * gradient
+    return table - 0.1 * moment, moment
+
+
 @pytest.mark.parametrize("axes", [("data", "model"), ("data",)], ids=["one row each", "four rows each"])
 def test_two_scatters_into_one_table_are_one(axes: tuple[str, ...]) -> None:
     """Their updates are put end to end: rows are permuted where each device has one, else exchanged and back."""
@@ -92,3 +101,19 @@ def test_matrices_gathered_in_pieces_do_not_give_their_place() -> None:
     arguments = [f32(8, 1024, 512), ids(128), f32(128, 512)]
     report = compiled(experts, arguments, [((), (), ()), ((),), ((), ())])
     assert report.memory_bytes >= report.prediction.peak_memory_bytes > 2 * 128 * 1024 * 512 * 4
+
+
+def test_a_table_and_its_moment_are_copied_to_lie_by_rows_for_an_update_from_rows() -> None:
+    """96 columns to a device: arguments lie by columns, and take a third more by rows."""
+    rows, columns = 16384, 768
+    split: Spec = ((), ("data", "model"))
+    arguments = [f32(rows, columns), f32(rows, columns), ids(256), f32(256, columns), f32(256, rows)]
+    specs: list[Spec] = [split, split, ((),), ((), ()), ((), ())]
+    report = compiled(updated, arguments, specs)
+    assert report.memory_bytes == pytest.approx(42.7e6, rel=0.01)
+    graph = graph_of(updated, *arguments)
+    annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
+    found = predict_annotations(graph, annotations, MESH)
+    assert found.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
+    copies = [kernel for kernel in found.compiled.kernels if kernel.kind == "copy"]
+    assert len(copies) >= 4  # two arguments, and two results back

@@ -41,7 +41,8 @@ def network(images: int, features: int = 256) -> Graph:
       %b = {convolution(forward, "%n, %v", kinds)}
       %c = {convolution(forward, "%b, %w", kinds)}
       %g = {convolution("[f, b, 0, 1]x[i, o, 0, 1]->[0, 1, b, f]", "%n, %c", f"({image}, {image}) -> {turned}")}
-      return %g : {turned} }} }}"""
+      return %g : {turned} }} }}""",
+        roles=["input", *3 * ["parameter"]],
     )
 
 
@@ -117,3 +118,10 @@ def test_the_faster_plan_is_taken_where_one_gather_brings_about_copies(charged_i
     assert with_few_gathers(graph, mesh, decided).annotations == (whole if charged_is_faster else split)
     assert charges[0] == 0.0
     assert charges[1] > 0.0
+
+
+def test_an_input_of_which_parts_are_read_is_split() -> None:
+    """A whole one is copied on chip whole, and gives every device all images."""
+    graph = network(64)
+    chosen = plan_graph(graph, mesh_of("tpu-v5e")).annotations
+    assert chosen.pins[Value(graph.arguments[0])][0]
