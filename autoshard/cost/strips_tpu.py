@@ -39,7 +39,8 @@ FEW = 8
 """Images on a device from which on they are not cut into strips: the rows of a tile."""
 
 COPIES = 20
-"""Kernels that put an activation together before it leaves a device, or cut it into strips when it arrives, with what is near."""
+"""Kernels that put an activation together before it leaves a device, or cut it into strips when it arrives, and what is
+near with it."""
 
 PARTS = 10
 """Kernels that put the parts of an all-to-all in order, on the side that is not in strips."""
