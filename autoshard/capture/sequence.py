@@ -26,6 +26,10 @@ Ops on CPU tensors alone (step counters of optimizers, schedulers, a loader's co
 **Identity.** A tensor is known by torch_xla's own tensor id, or what stands for it (`device.py`). It survives
 autograd's saved tensors, `detach` and `.data`, which are new Python objects; writing in place gives a new one; none is
 ever used twice. So nothing is kept alive here.
+
+**Order.** Autograd takes, of the nodes that are ready, the one that was made last, and each thread counts for itself. A
+backward pass whose result is differentiated again makes nodes in a thread of its own, and which come first would depend
+on what the process did before: under the mode, backward passes run in the thread that asks for them.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ READS_VALUE = frozenset(
 )
 SAID_BY_SHAPES = frozenset({"size", "implicit"})
 """Arguments of ops that say no more than the shapes of their results."""
+_VIEWS = frozenset({"aten._unsafe_view.default"})
+"""Ops that functionalization makes anew as it does views, and that are not tagged as such."""
 UNDECLARED_WRITES = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
 
 
@@ -118,6 +124,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._cleared_before: set[int] = set()
         self._accumulated: set[int] = set()
         self._views: dict[str, _Made] = {}
+        self._threads: list[Any] = []
         self._inside = 0
         self.next_index = 0
         self.restart(arguments or {})
@@ -140,6 +147,17 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
     def producer(self, tensor: torch.Tensor) -> Producer:
         """Who made `tensor` as it now is."""
         return self._producers.get(tensor_id(tensor)) if is_xla(tensor) else None
+
+    def __enter__(self) -> Any:
+        """Be the mode of this thread, in which backward passes run."""
+        self._threads.append(torch.autograd.set_multithreading_enabled(False))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        """Be no mode, and let backward passes run where they did."""
+        result = super().__exit__(*raised)
+        self._threads.pop().__exit__(None, None, None)
+        return result
 
     # What a subclass may override.
 
@@ -215,7 +233,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
     def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Tells a view of a tensor from every other, or None if the op is no view."""
-        if torch.Tag.view_copy not in func.tags:
+        if torch.Tag.view_copy not in func.tags and str(func) not in _VIEWS:
             return None
         what = tree_map(lambda a: f"%{tensor_id(a)}" if isinstance(a, torch.Tensor) else a, (args, dict(kwargs)))
         return f"{func}{what!r}"

@@ -106,12 +106,12 @@ def _positions(ops: tuple[OpSignature, ...], producer: Producer, consumer: int) 
 
 
 def _passed_on(ops: tuple[OpSignature, ...], producer: Producer, read: Producer) -> bool:
-    """Whether `read` is `producer` seen through ops that read one tensor and return one."""
+    """Whether `read` is `producer` seen through ops that read one tensor and return one, or copy one over another."""
     while read != producer:
         if not isinstance(read, tuple):
             return False
         op = ops[read[0]]
-        if len(op.inputs) != 1 or len(op.outputs) != 1:
+        if op.name != "aten.copy.default" and (len(op.inputs) != 1 or len(op.outputs) != 1):
             return False
-        read = op.inputs[0]
+        read = op.inputs[-1]
     return True

@@ -56,7 +56,23 @@ class Views(torch.nn.Module):
         return torch.cat([x[:, 1:] @ left * (x[:, :-1] @ right), x[:, :1]], 1) @ self.square.t()
 
 
-@pytest.mark.parametrize("make", [Mlp, Views])
+class Twice(torch.nn.Module):
+    """A gradient that is differentiated again, and a product of which torch makes views that are not tagged as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slow = dict(self.inner.named_parameters())
+        loss = self.inner(x).square().mean()
+        slopes = torch.autograd.grad(loss, list(slow.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), slopes, strict=True)}
+        spread = torch.kron(self.inner[0].weight[:4, :4], self.inner[2].weight[:4, :4])
+        return torch.func.functional_call(self.inner, fast, (x,)) @ spread
+
+
+@pytest.mark.parametrize("make", [Mlp, Views, Twice])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_real_steps_dispatch_the_captured_ops(device: Any, make: Any, set_to_none: bool) -> None:
     program = capture(

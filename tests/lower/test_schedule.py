@@ -76,6 +76,17 @@ def test_a_copy_is_read_through_a_view_that_passes_the_value_on():
     assert found.reads == {3: {0: ((0, 0), (COLUMNS,))}}
 
 
+def test_a_copy_is_read_through_an_op_that_copies_the_value_over_another():
+    ops = (
+        OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),
+        OpSignature("aten.new_empty_strided.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("aten.copy.default", ("f32[8,8]",), ((1, 0), (0, 0))),
+        OpSignature("aten.neg.default", ("f32[8,8]",), ((2, 0),)),
+    )
+    found = Schedule.of(plan([value(0, "aten.mm.default", None, Copy(3, COLUMNS))], ops=ops))
+    assert found.reads == {3: {0: ((0, 0), (COLUMNS,))}}
+
+
 def test_a_copy_for_an_op_that_does_not_read_the_value_is_refused():
     with pytest.raises(PlanError, match="op 1 is to read a copy of w, but does not read it"):
         Schedule.of(plan(weight_copies=[Copy(1, COLUMNS)]))
