@@ -141,14 +141,14 @@ def _twin(
         return _twin(value, tensors, memo) if isinstance(value, torch.optim.Optimizer) else value
 
     for name, value in twin.__dict__.items():
-        if name not in ("state", "param_groups") and any(_optimizers(value)):
+        if name not in ("state", "param_groups") and any(optimizers_in(value)):
             twin.__dict__[name] = tree_map(inner, value)
     if optimizer.state and not twin.state:
         fill_state(twin)
     return twin
 
 
-def _optimizers(value: Any) -> list[torch.optim.Optimizer]:
+def optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
     """The optimizers in a container."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.optim.Optimizer)]
 

@@ -49,12 +49,23 @@ class Annotator(AtenSequence):
         self._remember = remember
         self._restore: Callable[[Mapping[str, torch.Tensor]], None] = lambda before: None
         self._writer = StepWriter(schedule, self.producer)
+        self.left_alone = False
+        """Whether ops are those of an optimizer in its first steps, which are not the planned ones."""
         super().__init__()
 
     @property
     def steps_end(self) -> bool:
         """Whether the last op of the program has run."""
         return self.next_index >= len(self._schedule.ops)
+
+    def leave_alone(self) -> None:
+        """Neither check nor annotate ops from here on; arguments keep their ties."""
+        self.left_alone = True
+
+    def finish(self) -> None:
+        """Take the step for complete, and check the next one again."""
+        self.left_alone = False
+        self.next_index = len(self._schedule.ops)
 
     def __enter__(self) -> Annotator:
         """Begin a step."""
@@ -96,6 +107,8 @@ class Annotator(AtenSequence):
 
     def skip(self, func: Any, inputs: tuple[Producer, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """After the program's last op: leave ops alone that are no part of a longer program."""
+        if self.left_alone:
+            return True
         if self.steps_end and _in_backward():
             self._refuse(f"the step goes on with {func} in a backward pass", self.next_index)
         return self.steps_end

@@ -44,11 +44,11 @@ class HostScalars:
         self._places: dict[str, list[int]] = {}
         if optimizer is None or not varying:
             return
-        steady = _twin(optimizer, fresh=True)
-        _step(steady)
+        steady = small_twin(optimizer, fresh=True)
+        ops_of_a_step(steady)
         for state in steady.state.values():
-            _count(state, STEADY_STEP)
-        self._ops, numbers = _step(steady)
+            counted(state, STEADY_STEP)
+        self._ops, numbers = ops_of_a_step(steady)
         for name in varying:
             value = self._fixed[name]
             places = [i for i, number in enumerate(numbers) if _same(number, value)]
@@ -58,7 +58,7 @@ class HostScalars:
                     "be followed from step to step"
                 )
             self._places[name] = places
-        self._twin = _twin(optimizer)
+        self._twin = small_twin(optimizer)
         self._steps = 0
 
     def next_step(self) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ class HostScalars:
         assert self._optimizer is not None
         for group, ours in zip(self._twin.param_groups, self._optimizer.param_groups, strict=True):
             group.update({key: value for key, value in ours.items() if key != "params"})
-        ops, numbers = _step(self._twin)
+        ops, numbers = ops_of_a_step(self._twin)
         self._steps += 1
         if ops != self._ops:
             raise LoweringError(
@@ -99,10 +99,10 @@ def _same(number: float, value: torch.Tensor) -> bool:
     return value.dim() == 0 and bool(torch.tensor(number, dtype=value.dtype) == value)
 
 
-def _twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False) -> torch.optim.Optimizer:
+def small_twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False, begun: bool = True) -> torch.optim.Optimizer:
     """The same optimizer over parameters of one element, one for each that it would treat differently.
 
-    Its state is that of `optimizer`, begun where there is none yet; with `fresh` there is none.
+    Its state is that of `optimizer`, begun where there is none yet if `begun`; with `fresh` there is none.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -128,7 +128,7 @@ def _twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False) -> torch.opt
     twin.state = defaultdict(dict, state)
     if fresh:
         fill_state(twin)
-    else:
+    elif begun:
         create_state(twin, [each for group in groups for each in group["params"]])
     return twin
 
@@ -149,7 +149,7 @@ def _small(value: Any, parameter: torch.Tensor) -> Any:
     return tree_map(small, value)
 
 
-def _count(state: dict[str, Any], step: float) -> None:
+def counted(state: dict[str, Any], step: float) -> None:
     """Set a state's step counter."""
     counter = state.get("step")
     if isinstance(counter, torch.Tensor):
@@ -158,7 +158,7 @@ def _count(state: dict[str, Any], step: float) -> None:
         state["step"] = type(counter)(step)
 
 
-def _step(optimizer: torch.optim.Optimizer) -> tuple[list[str], list[float]]:
+def ops_of_a_step(optimizer: torch.optim.Optimizer) -> tuple[list[str], list[float]]:
     """Take a step: the ops that it runs, and the numbers that they are given."""
     with _Numbers() as seen, torch.no_grad():
         optimizer.step()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from autoshard.capture import switches
 from autoshard.errors import LoweringError
 from autoshard.lower import place, runtime
 from autoshard.lower.annotator import Annotator
+from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.retrace import annotated_program
 from autoshard.lower.schedule import Schedule
 from autoshard.plan import Plan
@@ -41,17 +42,20 @@ __all__ = ["annotate", "annotated_program", "apply", "input_shardings"]
 _PLACED: dict[int, place.Placed] = {}
 """id of a plan -> what it was applied to; an entry lives as long as its plan."""
 _SCHEDULES: dict[int, Schedule] = {}
+_FIRST_STEPS: dict[int, FirstSteps] = {}
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.nn.Module:
     """Move a model, and the state of its optimizer, to the XLA devices, sharded as planned; returns the model.
 
     Everything happens in place: parameters stay the objects they are. The optimizer's state is created as its own first
-    step would, so that the first step is the planned program already. Gradients are dropped. Turns SPMD on.
+    step would, so that the first step is the planned program already, but for optimizers whose first steps are other
+    programs (RAdam, SGD with dampening): these run as they are, on what is sharded as planned. Gradients are dropped.
+    Turns SPMD on.
 
     Raises:
         LoweringError: a runtime with another number of devices than the plan's mesh, a model without weights (meta),
-            an optimizer that is missing or cannot begin with planned state (SGD with dampening).
+            an optimizer that is missing or cannot begin with planned state.
         PlanMismatchError: a model or optimizer that is not the planned one: the first parameter, buffer or state that
             differs.
     """
@@ -63,6 +67,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
         place.place_optimizer(plan, model, optimizer, plan.mesh)
     _PLACED[id(plan)] = place.Placed(model, optimizer)
     _SCHEDULES[id(plan)] = schedule
+    if optimizer is not None:
+        _FIRST_STEPS[id(plan)] = FirstSteps(optimizer)
     weakref.finalize(plan, _forget, id(plan))
     return model
 
@@ -80,7 +86,14 @@ def annotate(plan: Plan) -> Iterator[None]:
     if placed is None:
         raise LoweringError("this plan has not been applied: call plan.apply(model, optimizer) before plan.annotate()")
     annotator = Annotator(_SCHEDULES[id(plan)], placed.arguments, placed.snapshot)
-    with switches.active(plan.program.switches, placed.model), annotator:
+    model, optimizer, known = placed.model, placed.optimizer, set(placed.arguments())
+
+    def made() -> None:
+        assert optimizer is not None
+        place.place_late_state(plan, model, optimizer, known)
+
+    watched = _FIRST_STEPS[id(plan)].watched(optimizer, annotator, made) if optimizer is not None else nullcontext()
+    with switches.active(plan.program.switches, model), annotator, watched:
         yield
 
 
@@ -102,3 +115,4 @@ def input_shardings(plan: Plan) -> dict[str, Any]:
 def _forget(key: int) -> None:
     _PLACED.pop(key, None)
     _SCHEDULES.pop(key, None)
+    _FIRST_STEPS.pop(key, None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -154,7 +154,8 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
     if not _says_how_it_begins(plan, optimizer):
         begin_by_trial(optimizer, [p for p in wanted.values() if p.requires_grad])
     old = {name for name, _, _, _ in states(model, optimizer)}
-    create_state(optimizer, [p for p in wanted.values() if p.requires_grad])
+    late = _made_in_the_first_step(optimizer)
+    create_state(optimizer, [p for p in wanted.values() if p.requires_grad and id(p) not in late])
     made = []
     found = set()
     for name, parameter, key, value in list(states(model, optimizer)):
@@ -172,11 +173,34 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
         else:
             runtime.pin(value, mesh, want.spec)
             made.append(runtime.plain(value))
+    found |= {f"{name}.momentum_buffer" for name, p in wanted.items() if id(p) in late}
     missing = next((name for name in plan.optimizer_state if name not in found), None)
     if missing is not None:
         raise PlanMismatchError(f"the plan is for another optimizer: this one has no state {missing}")
     if made:
         torch_xla._XLAC._xla_sync_multi(made, [], True, True)
+
+
+def _dampened(group: Mapping[str, Any]) -> bool:
+    """Whether SGD's first step takes another momentum than any later one."""
+    return bool(group["momentum"] and group["dampening"])
+
+
+def _made_in_the_first_step(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of parameters whose state no zeros can stand for: what the first step makes of it is another program."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return set()
+    return {id(p) for group in optimizer.param_groups if _dampened(group) for p in group["params"]}
+
+
+def place_late_state(
+    plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, known: Collection[str]
+) -> None:
+    """Give state that the step has made, none of `known`, the shardings of the plan."""
+    for name, _, _, value in states(model, optimizer):
+        want = plan.optimizer_state.get(name)
+        if want is not None and name not in known:
+            runtime.pin(value, plan.mesh, want.spec)
 
 
 def _says_how_it_begins(plan: Plan, optimizer: torch.optim.Optimizer) -> bool:
@@ -218,7 +242,7 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Par
     wanted = {id(each) for each in parameters}
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
-            if group["momentum"] and group["dampening"]:
+            if _dampened(group) and any(id(each) in wanted for each in group["params"]):
                 raise LoweringError(
                     "SGD with dampening does not dampen its first step, so that its first step is another program than "
                     "the planned one; use dampening=0"

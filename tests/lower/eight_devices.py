@@ -123,15 +123,15 @@ def refusal(run):
     return "nothing was refused"
 
 
-def trains(optimizer):
-    """Four steps on CPU batches that are moved inside the context."""
+def trains(optimizer, steps=4):
+    """Steps on CPU batches that are moved inside the context."""
     plan = planned(optimizer)
     m = model()
     before = [id(p) for p in m.parameters()]
     o = optimizer(m.parameters())
     plan.apply(m, o)
     losses, compiled, schedule = [], [], torch.optim.lr_scheduler.StepLR(o, 100)
-    for i in range(4):
+    for i in range(steps):
         x, y = batch(i)
         start = compiles()
         with plan.annotate():
@@ -346,10 +346,6 @@ def unfit():
         m.up = torch.nn.Linear(16, 25)
         plan.apply(m, sgd(m.parameters()))
 
-    def dampened():
-        m = model()
-        plan.apply(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
-
     def another_optimizer():
         m = model()
         plan.apply(m, adamw(m.parameters()))
@@ -362,7 +358,7 @@ def unfit():
         with fresh.annotate():
             pass
 
-    cases = (on_meta, another_model, wider, dampened, another_optimizer, no_optimizer, not_applied)
+    cases = (on_meta, another_model, wider, another_optimizer, no_optimizer, not_applied)
     found = {case.__name__: refusal(case) for case in cases}
     found["larger_mesh"] = refusal(lambda: other_mesh((4, 4)))
     found["smaller_mesh"] = refusal(lambda: other_mesh((2, 2)))
@@ -408,6 +404,8 @@ SCENARIOS = {
     "sgd": lambda: trains(sgd),
     "adamw": lambda: trains(adamw),
     "adamw_foreach": lambda: trains(lambda p: adamw(p, foreach=True)),
+    "radam": lambda: trains(lambda p: torch.optim.RAdam(p, lr=1e-3), steps=8),
+    "dampened": lambda: trains(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)),
     "torch_xla_compile": in_torch_xla_compile,
     "loader": from_a_loader,
     "one_context": whole_loop_in_one_context,

@@ -1,0 +1,91 @@
+"""Optimizers whose first steps are other programs than all later ones, which a plan is for.
+
+RAdam takes a plainer step while it has seen few gradients, SGD with dampening does not dampen its first one. In such a
+step the forward and backward pass are the planned ones, and the optimizer's ops are left as they are: parameters and
+states keep the shardings that the plan gives them, and state that is made in it is given its own.
+
+Which step is one of these is told by a twin of the optimizer, with parameters of one element on the CPU: it takes the
+step that comes, and the ops that it runs are held against those of a later step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from autoshard.capture.optimizer import STEADY_STEP, optimizers_in
+from autoshard.lower.annotator import Annotator
+from autoshard.lower.host_scalars import counted, ops_of_a_step, small_twin
+
+
+class FirstSteps:
+    """Whether an optimizer is still in its first steps.
+
+    Args:
+        optimizer: not held.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find out what a later step runs."""
+        self.over = not _can_be_tried(optimizer)
+        self._later: list[str] = []
+        if self.over:
+            return
+        try:
+            later = small_twin(optimizer, fresh=True)
+            ops_of_a_step(later)
+            for state in later.state.values():
+                counted(state, STEADY_STEP)
+            self._later = ops_of_a_step(later)[0]
+        except Exception:  # whatever a user's optimizer wants that a twin has not: its first step is taken for planned
+            self.over = True
+
+    def has_one_to_take(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step that the optimizer is about to take is another program than its later ones."""
+        if self.over:
+            return False
+        try:
+            self.over = ops_of_a_step(small_twin(optimizer, begun=False))[0] == self._later
+        except Exception:
+            self.over = True
+        return not self.over
+
+    @contextlib.contextmanager
+    def watched(
+        self, optimizer: torch.optim.Optimizer | None, annotator: Annotator, ended: Callable[[], None]
+    ) -> Iterator[None]:
+        """Tell the annotator of first steps; `ended` is called behind each, before anything is run on the devices."""
+        if optimizer is None or self.over:
+            yield
+            return
+
+        def before(*_: Any) -> None:
+            if self.has_one_to_take(optimizer):
+                annotator.leave_alone()
+
+        def after(*_: Any) -> None:
+            if annotator.left_alone:
+                ended()
+                annotator.finish()
+
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _can_be_tried(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a twin's step touches nothing of the optimizer's, and reads nothing from a device."""
+    kept = [value for name, value in optimizer.__dict__.items() if name not in ("state", "param_groups", "defaults")]
+    settings = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    steps = [state.get("step") for state in optimizer.state.values()]
+    on_device = any(
+        isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves((settings, steps))
+    )
+    return not on_device and not any(optimizers_in(value) for value in kept)
