@@ -80,3 +80,55 @@ def _by_taps(
         total = product if total is None else total + product
     assert total is not None
     return total.reshape(input.shape[0], weight.shape[0], *extents)
+
+
+def grouped_transposed(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    convolve: Callable[..., Any],
+) -> torch.Tensor:
+    """The transposed convolution without its bias; XLA's partitioner ends the process on one of groups.
+
+    Args:
+        input: `(batch, features, *extents)`.
+        weight: `(features, out features // groups, *taps)`.
+        stride, padding, output_padding, dilation: per spatial dim.
+        convolve: torch's function for transposed convolutions of this rank.
+    """
+    taps = weight.shape[2:]
+    if taps.numel() > MAX_TAPS and taps.numel() > groups:
+        parts = [
+            convolve(x, w, None, tuple(stride), tuple(padding), tuple(output_padding), 1, tuple(dilation))
+            for x, w in zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True)
+        ]
+        return torch.cat(parts, 1)
+    batch, extents = input.shape[0], input.shape[2:]
+    space = _SPATIAL[: len(taps)]
+    kernels = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *taps)
+    met = input.reshape(batch, groups, weight.shape[0] // groups, *extents)
+    total: torch.Tensor | None = None
+    for tap in itertools.product(*map(range, taps)):
+        made = ops.einsum(f"ngc{space},gco->ngo{space}", met, kernels[(..., *tap)])
+        made = made.reshape(batch, groups * weight.shape[1], *extents)
+        for dim, (at, t, s, p, more, d) in enumerate(
+            zip(tap, taps, stride, padding, output_padding, dilation, strict=True), 2
+        ):
+            made = _spread(made, dim, s, at * d - p, (t - 1 - at) * d - p + more)
+        total = made if total is None else total + made
+    assert total is not None
+    return total
+
+
+def _spread(x: torch.Tensor, dim: int, stride: int, before: int, after: int) -> torch.Tensor:
+    """`x` with its elements along `dim` `stride` apart, and so many zeros before and after (fewer elements, if < 0)."""
+    after_dims = x.dim() - 1 - dim
+    if stride > 1:
+        size = x.shape[dim]
+        x = F.pad(x.unsqueeze(dim + 1), [0, 0] * after_dims + [0, stride - 1]).flatten(dim, dim + 1)
+        x = x.narrow(dim, 0, (size - 1) * stride + 1)
+    return F.pad(x, [0, 0] * after_dims + [before, after]) if before or after else x

@@ -12,7 +12,7 @@ tensors on an XLA device.
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
-| `groups` | convolutions of groups with several features each, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads |
+| `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
 | `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture import exact, interpolation, losses, ops, pools
 from autoshard.capture.checkpoints import recomputed
 from autoshard.capture.device import is_xla
-from autoshard.capture.grouped import grouped_convolution
+from autoshard.capture.grouped import grouped_convolution, grouped_transposed
 from autoshard.capture.loops import unrolled
 from autoshard.capture.transformers_library import transformers_traced
 
@@ -625,6 +625,33 @@ def _convolution(
 
 
 _convolves(F.conv1d, F.conv2d, F.conv3d)
+
+
+def _transposed(
+    convolve: Any,
+    rank: int,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    if groups == 1 or input.dim() != rank + 2 or input.shape[1] != weight.shape[0] or weight.shape[0] % groups:
+        return _UNTOUCHED
+    stride, padding, output_padding, dilation = (
+        list(value) * (rank // len(value)) if isinstance(value, tuple | list) else [value] * rank
+        for value in (stride, padding, output_padding, dilation)
+    )
+    input, weight = _same_dtype(input, weight)
+    out = grouped_transposed(input, weight, stride, padding, output_padding, dilation, groups, convolve)
+    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * rank)
+
+
+for _rank, _function in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1):
+    replaces("groups", _function)(partial(_transposed, _function, _rank))
 
 
 # Interpolation.

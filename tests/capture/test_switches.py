@@ -93,6 +93,16 @@ CASES: dict[str, Case] = {
         lambda i, w: F.conv2d(i, w, torch.arange(12.0).to(i.device), (2, 1), 1, (1, 2), 4),
         (image, random(12, 2, 3, 3)),
     ),
+    "transposed convolution of groups": (
+        lambda i, w: F.conv_transpose2d(i, w, None, (2, 1), 1, (1, 0), groups=2, dilation=(1, 2)),
+        (image, random(image.shape[1], 3, 3, 2)),
+    ),
+    "transposed convolution of channels": (
+        lambda x, w: F.conv_transpose1d(x.mT, w, torch.ones(D, device=x.device), 3, groups=D), (x, random(D, 1, 2)),
+    ),
+    "transposed convolution of groups with many taps": (
+        lambda x, w: F.conv_transpose1d(x.mT, w, stride=2, groups=2), (x, random(D, 2, 40)),
+    ),
     "convolution of groups with many taps": (
         lambda x, w: F.conv1d(x.mT, w, padding=20, groups=4), (x, random(D, 2, 40)),
     ),
