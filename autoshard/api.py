@@ -579,9 +579,15 @@ def written_plan(
     options: Options | None = None,
     solver: SolverInfo | None = None,
 ) -> Plan:
-    """The plan that annotations make, whoever wrote them, with what is predicted of it."""
-    from autoshard.plan import plan_of
+    """The plan that annotations make, whoever wrote them, with what is predicted of it.
 
+    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under annotations that no solver chose.
+    """
+    from autoshard.plan import plan_of
+    from autoshard.solver.guard import warn_of_wrong_sums
+
+    if solver is None:
+        warn_of_wrong_sums(graph, annotations, mesh)
     predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction
     return plan_of(
         graph,

@@ -53,6 +53,9 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
     programs (RAdam, SGD with dampening): these run as they are, on what is sharded as planned. Gradients are dropped.
     Turns SPMD on.
 
+    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under the plan, if the plan was made in this
+    process: one from a file says nothing of the program's convolutions, ask `autoshard verify`.
+
     Raises:
         LoweringError: a runtime with another number of devices than the plan's mesh, a model without weights (meta),
             an optimizer that is missing or cannot begin with planned state.
@@ -60,6 +63,7 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
             differs.
     """
     schedule = Schedule.of(plan)
+    _warn_of_wrong_sums(plan)
     place.check_model(plan, model, optimizer)
     runtime.check_runtime(plan.mesh)
     place.place_model(plan, model, plan.mesh)
@@ -71,6 +75,17 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
         _FIRST_STEPS[id(plan)] = FirstSteps(optimizer)
     weakref.finalize(plan, _forget, id(plan))
     return model
+
+
+def _warn_of_wrong_sums(plan: Plan) -> None:
+    program = plan.captured
+    if program is None or not any("convolution" in op.name for op in program.ops):
+        return
+    from autoshard.api import captured_graph
+    from autoshard.solver.guard import warn_of_wrong_sums
+
+    graph = captured_graph(program)
+    warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
 
 
 @contextmanager

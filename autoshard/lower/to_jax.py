@@ -185,6 +185,7 @@ class JaxStep:
         import jax
 
         from autoshard.api import captured_graph
+        from autoshard.solver.guard import warn_of_wrong_sums
 
         if partitioner not in ("shardy", "gspmd"):
             raise ValueError(f"partitioner {partitioner!r}: jax has shardy and gspmd")
@@ -193,6 +194,8 @@ class JaxStep:
         plan = shardings.plan
         plan.check_program(program)
         graph = captured_graph(program)
+        if plan.solver is None:
+            warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
         self.shardings, self.program, self.partitioner = shardings, program, partitioner
         self._mesh = plan.mesh
         module = annotate(program, graph, plan.annotations(graph), plan.mesh, partitioner)

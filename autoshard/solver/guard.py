@@ -11,6 +11,7 @@ the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 from autoshard.cost.device import load_device
@@ -19,7 +20,7 @@ from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import propagate
-from autoshard.mesh import Mesh, Spec
+from autoshard.mesh import Mesh, Spec, format_spec
 
 _ROUNDS = 4
 
@@ -41,6 +42,32 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
         for op, run in zip(graph.ops, runs, strict=True)
         if run.overcounted
     }
+
+
+def wrong_sums(graph: Graph, annotations: Annotations, mesh: Mesh) -> tuple[str, ...]:
+    """For a person: the convolutions whose numbers would be wrong, and how their input and kernel are split."""
+    return tuple(
+        f"convolution op {number} in {graph.ops[number].module or 'the program'}: input {format_spec(lhs)}, "
+        f"kernel {format_spec(rhs)}"
+        for number, (lhs, rhs) in sorted(overcounted(graph, annotations, mesh).items())
+    )
+
+
+class WrongSumsWarning(UserWarning):
+    """A plan, not made by the solver, under which XLA computes wrong numbers."""
+
+
+def warn_of_wrong_sums(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
+    """Warn if numbers would be wrong; programs without convolutions cost nothing."""
+    found = wrong_sums(graph, annotations, mesh)
+    if found:
+        warnings.warn(
+            f"XLA computes wrong numbers under this plan: it sums {found[0]}"
+            f"{f' (and {len(found) - 1} more)' if len(found) > 1 else ''} over devices that hold the same part; split "
+            "input or kernel by all mesh axes in space, or by none",
+            WrongSumsWarning,
+            stacklevel=3,
+        )
 
 
 def padded_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:

@@ -116,7 +116,7 @@ def compare_compiled(
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
     from autoshard.api import predict_annotations
     from autoshard.lower.stablehlo import donated
-    from autoshard.solver.guard import overcounted
+    from autoshard.solver.guard import wrong_sums
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
@@ -141,10 +141,7 @@ def compare_compiled(
         ),
         memory_bytes=compiled.memory.peak,
         rematerializations=compiled.rematerializations,
-        wrong_sums=tuple(
-            f"convolution op {op} in {graph.ops[op].module or 'the program'}: input {lhs}, kernel {rhs}"
-            for op, (lhs, rhs) in sorted(overcounted(graph, annotations, targeted).items())
-        ),
+        wrong_sums=wrong_sums(graph, annotations, targeted),
     )
     return report, compiled
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from autoshard.api import written_plan
 from autoshard.capture.program import AtenOp
 from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
@@ -12,7 +13,7 @@ from autoshard.graph.stablehlo import build_graph
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.solver.formulate import formulate
-from autoshard.solver.guard import WrongNumbersError, guarded, overcounted, padded_indices
+from autoshard.solver.guard import WrongNumbersError, WrongSumsWarning, guarded, overcounted, padded_indices
 from autoshard.solver.strategies import plain
 from autoshard.verify.compile import compile_module
 from tests.cost.zoo import WINDOWS, program
@@ -34,7 +35,10 @@ def test_a_sum_over_idle_devices_is_found_and_avoided(name, first, second):
     _, graph = program([name], WINDOWS)
     annotations = Annotations({Value(0): first, Value(1): second})
     assert list(overcounted(graph, annotations, MESH).values()) == [(first, second)]
+    with pytest.warns(WrongSumsWarning, match=r"wrong numbers under this plan: it sums convolution op \d+ in"):
+        written_plan(graph, MESH, annotations)
     safe = guarded(graph, annotations, MESH)
+    written_plan(graph, MESH, safe)  # warnings are errors here
     assert overcounted(graph, safe, MESH) == {}
     assert safe.pins == annotations.pins
     assert safe.copies[Value(0), 0] == WHOLE
