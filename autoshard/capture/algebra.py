@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autoshard.capture import ops
+
 
 def median(x: torch.Tensor) -> torch.Tensor:
     """The lower one of the two in the middle."""
@@ -94,13 +96,54 @@ def cholesky_ex(x: torch.Tensor, *, upper: bool = False, check_errors: bool = Fa
 def solve_triangular(
     a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """X with a X = b, or X a = b where not `left`."""
+    """X with a X = b, or X a = b where not `left`; for several systems by products, which can be split among them.
+
+    XLA's partitioners split its triangular solve along no dim (measured), batch dims included. What XLA makes of that
+    op on each device are blocks that are inverted, and products, too.
+    """
     if not left:
         return solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+    if batch.numel() > 1:
+        lower = _inverse_of_lower(a.mT if upper else a, unitriangular)
+        return _product(lower.mT if upper else lower, b)
     solved: torch.Tensor = torch.ops.aten.triangular_solve.default(b, a, upper, False, unitriangular)[0]
     return solved
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Matrices by matrices, all batch dims kept."""
+    batch = "".join(chr(ord("a") + dim) for dim in range(a.dim() - 2))
+    return ops.einsum(f"{batch}xy,{batch}yz->{batch}xz", a, b)
+
+
+def _inverse_of_lower(a: torch.Tensor, unit: bool) -> torch.Tensor:
+    """Inverses of the lower triangles of `a`, `[*batch, n, n]`, by halves: what is inverted doubles in size each time.
+
+    As stable as substitution (Du Croz and Higham, "Stability of methods for matrix inversion", 1992, method 2C).
+    """
+    n = a.shape[-1]
+    size = 1 << (n - 1).bit_length()
+    if size > n:
+        a = torch.nn.functional.pad(a, [0, size - n, 0, size - n])
+    row = torch.arange(size, device=a.device)
+    diagonal = torch.where(row.unsqueeze(-1) == row, a, torch.zeros_like(a)).sum(-1)
+    ones = torch.ones_like(diagonal)
+    made = (1 / (ones if unit else torch.where(row < n, diagonal, ones))).unsqueeze(-1).unsqueeze(-1)
+    half = 1
+    while half < size:
+        blocks = size // (2 * half)
+        at = torch.arange(blocks, device=a.device)
+        own = (at.unsqueeze(-1) == at).reshape(blocks, 1, blocks, 1)
+        parts = a.reshape(*a.shape[:-2], blocks, 2 * half, blocks, 2 * half)
+        below = torch.where(own, parts, torch.zeros_like(parts)).sum(-2)[..., half:, :half]
+        pairs = made.reshape(*a.shape[:-2], blocks, 2, half, half)
+        first, second = pairs.select(-3, 0), pairs.select(-3, 1)
+        left = -_product(_product(second, below), first)
+        made = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([left, second], -1)], -2)
+        half *= 2
+    return made.squeeze(-3).narrow(-2, 0, n).narrow(-1, 0, n)
 
 
 def huber_loss_backward(
