@@ -23,6 +23,7 @@ settings.register_profile("search", deadline=None, max_examples=1000)  # HYPOTHE
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 NO_TORCH_XLA = find_spec("torch_xla") is None
+of_torch_xla = pytest.mark.skipif(NO_TORCH_XLA, reason="about torch_xla itself, which is not installed")
 
 
 @pytest.hookimpl(wrapper=True)

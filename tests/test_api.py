@@ -26,8 +26,6 @@ from autoshard.solver.evaluate import evaluate as evaluate_choice
 from autoshard.solver.formulate import formulate
 from autoshard.solver.random_plans import random_annotations
 
-pytest.importorskip("torch_xla")
-
 MESH = Mesh((2, 4), device="tpu-v5e")
 
 

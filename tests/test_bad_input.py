@@ -16,8 +16,7 @@ import autoshard
 from autoshard import cli
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
-
-pytest.importorskip("torch_xla")
+from tests.conftest import of_torch_xla
 
 X = torch.zeros(6, 8)
 
@@ -128,10 +127,10 @@ def test_of_all_meshes_the_least_memory_is_named() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda layer, x: (repr(x), x)[1],
-        lambda layer, x: (repr(layer(x)), x)[1],
+        pytest.param(lambda layer, x: (repr(x), x)[1], marks=of_torch_xla),
+        pytest.param(lambda layer, x: (repr(layer(x)), x)[1], marks=of_torch_xla),
         lambda layer, x: layer(x).detach().numpy(),
-        lambda layer, x: torch.empty_like(x).untyped_storage().data_ptr() + x,
+        pytest.param(lambda layer, x: torch.empty_like(x).untyped_storage().data_ptr() + x, marks=of_torch_xla),
     ],
 )
 def test_looking_into_a_tensor(function: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -140,12 +139,14 @@ def test_looking_into_a_tensor(function: Any, capfd: pytest.CaptureFixture[str])
     assert "Analysis" not in capfd.readouterr().err  # torch_xla's own page about it
 
 
+@of_torch_xla
 def test_an_op_that_only_the_backward_pass_lacks() -> None:
     model = Calls(lambda layer, x: torch.ops.aten.upsample_bilinear2d(layer(x)[None, None], [12, 16], False))
     said = refused("the backward pass uses aten.upsample_bilinear2d_backward", model, **TRAIN)
     assert "test_bad_input.py" not in said  # who called plan() is not where it went wrong
 
 
+@of_torch_xla
 def test_an_op_that_was_met_before_cannot_end_the_process() -> None:
     """Met with computed operands (and refused), or with other options (and lowered), then with arguments themselves."""
     backward = torch.ops.aten.upsample_bilinear2d_backward
@@ -194,6 +195,9 @@ def test_a_model_without_parameters_cannot_be_trained() -> None:
 def test_losses_that_are_none() -> None:
     refused(r"loss_fn returned a float32 tensor of shape \(6, 8\)\.$", mlp(), loss_fn=lambda out: out)
     refused("loss_fn failed with ZeroDivisionError", mlp(), loss_fn=lambda out: 1 / 0)
+    refused("loss_fn is a callable from the model's output to a number, not str", mlp(), loss_fn="mse")
+    refused("No parameter of the model requires a gradient", mlp().requires_grad_(False), **TRAIN)
+    refused("The model has no parameters to train", nn.Sequential(), loss_fn=mean_square)
     refused("loss_fn reads the value", mlp(), loss_fn=lambda out: out.sum() * out.max().item())
 
 
@@ -230,6 +234,13 @@ def test_odd_parts_of_a_model() -> None:
     assert "down.weight" not in plan.parameters
     assert {name.rpartition(".")[0] for name in plan.optimizer_state} == {"up.weight", "up.bias"}
     assert {"order", "mask", "calls"} <= set(plan.buffers)
+
+
+def test_a_model_that_computes_nothing() -> None:
+    plan = autoshard.plan(nn.Sequential(), X, mesh="2x2")
+    assert plan.outputs["output"].shape == (6, 8)
+    assert plan.predicted is not None
+    assert plan.predicted.compute_s == 0
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -320,7 +331,10 @@ def interrupted():
         (["nets.py:leaves"], 2, "nets.py:leaves failed: it ended the process (SystemExit: a script that ends)"),
         (["ends.py:f"], 2, "ends.py cannot be imported: it ended the process (SystemExit: 3)"),
         (["nets.py:no_model"], 2, "its model is a function"),
-        (["nets.py:prints"], 2, "needs the value of a tensor"),
+        (["nets.py"], 2, "did you mean nets.py:mlp, nets.py:leaves, nets.py:no_model?"),
+        (["gpt2"], 2, "did you mean hf:gpt2?"),
+        (["nosuch"], 2, "'nosuch' names no program"),
+        pytest.param(["nets.py:prints"], 2, "needs the value of a tensor", marks=of_torch_xla),
         (["nets.py:bad_optimizer"], 2, "optimizer(parameters) failed with ZeroDivisionError"),
         (["nets.py:mlp", "--memory", "1e309GB"], 2, "bytes are written"),
         (["hf:gpt2", "--set", "n_layer=1e400"], 2, "gpt2's n_layer is of type int (default 12), not '1e400'"),

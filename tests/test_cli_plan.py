@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
-
 from autoshard import cli
 from autoshard.cli_source import planned_with
 from autoshard.mesh import Mesh

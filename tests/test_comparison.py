@@ -11,7 +11,6 @@ from autoshard.plan import CollectiveTotal, PlanMismatchError, Predicted
 from tests import plans as made
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 
 def network():

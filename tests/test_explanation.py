@@ -7,7 +7,6 @@ from autoshard.explanation import Alternative, Explanation
 from autoshard.plan import Plan, PlanError, PlanMismatchError
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 INPUTS = (torch.zeros(32, 64), torch.zeros(32, 64))
 

@@ -12,9 +12,9 @@ from autoshard.lower.stablehlo import gspmd_sharding
 from autoshard.mesh import Mesh
 from autoshard.solver.strategies import argument_specs
 from tests import plans
+from tests.conftest import of_torch_xla
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 MESH = Mesh((2, 2), device="h100")
 
@@ -104,6 +104,7 @@ assert plan.inputs["input"].spec == (("data", "model"), ())
 """
 
 
+@of_torch_xla
 def test_what_is_marked_on_the_model_is_a_hint():
     environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     import os

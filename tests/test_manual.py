@@ -13,7 +13,6 @@ from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 
-pytest.importorskip("torch_xla")
 pytest.importorskip("transformers")
 
 MESH = Mesh((2, 4), device="tpu-v5e")

@@ -13,7 +13,6 @@ from autoshard.report import refined_lines
 from tests import plans as made
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch_xla", reason="planning captures programs through torch_xla (the extra xla)")
 
 
 def network():

@@ -86,8 +86,25 @@ def load_source(
         return replace(_file(Path(path), function, batch, seq, settings, train), origin=origin)
     raise SourceError(
         f"{source!r} names no program; write hf:MODEL_TYPE (such as hf:gpt2), FILE.py:FUNCTION, "
-        f"or a StableHLO file ({', '.join(STABLEHLO_SUFFIXES)})"
+        f"or a StableHLO file ({', '.join(STABLEHLO_SUFFIXES)}){_meant(source)}"
     )
+
+
+def _meant(source: str) -> str:
+    """`; did you mean …?` for a Python file without a function, and a model type without `hf:`; or nothing."""
+    if source.endswith(".py"):
+        try:
+            body = ast.parse(Path(source).read_text(encoding="utf-8")).body
+        except (OSError, ValueError, SyntaxError):
+            return ""
+        named = [f"{source}:{each.name}" for each in body if isinstance(each, ast.FunctionDef)]
+    else:
+        try:
+            from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        except ImportError:
+            return ""
+        named = [f"hf:{source}"] if source in CONFIG_MAPPING_NAMES else []
+    return f"; did you mean {', '.join(named[:3])}?" if named else ""
 
 
 def _optimizer(name: str) -> Callable[[Iterable[Any]], Any]:

@@ -247,7 +247,9 @@ class _Module:
             for name, function in functions_of(module).items():
                 if name != "main":
                     function.erase()
-            _in_post_order(entry_block(functions_of(module)["main"]))
+            main = entry_block(functions_of(module)["main"])
+            _concatenate_at_once(main)
+            _in_post_order(main)
             out = io.BytesIO()
             module.operation.write_bytecode(out)
         return out.getvalue()
@@ -315,6 +317,30 @@ def _leaves(calls: Sequence[Recorded], results: Sequence[int]) -> list[int]:
                 entered.add(id(call))
                 stack += call.operands
     return list(leaves)
+
+
+def _concatenate_at_once(block: Any) -> None:
+    """Make one op of a concatenation of more than 16 operands, which jax writes as a tree of several."""
+    from jaxlib.mlir import ir
+
+    for view in list(block.operations):
+        op = view.operation
+        if op.name != "stablehlo.concatenate":
+            continue
+        parts: list[Any] = []
+        for value in op.operands:
+            made = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+            own = made is not None and made.name == op.name and made.location == op.location
+            once = own and len(list(value.uses)) == 1 and made.attributes["dimension"] == op.attributes["dimension"]
+            parts += made.operands if once else [value]
+        if len(parts) == len(op.operands):
+            continue
+        whole = ir.Operation.create(
+            op.name, results=[op.results[0].type], operands=parts,
+            attributes={"dimension": op.attributes["dimension"]}, loc=op.location, ip=ir.InsertionPoint(op),
+        )  # fmt: skip
+        op.results[0].replace_all_uses_with(whole.results[0])
+        op.erase()
 
 
 def _in_post_order(block: Any) -> None:

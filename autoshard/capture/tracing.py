@@ -81,6 +81,8 @@ def trace_step(
     train = bool(loss_fn is not None or optimizer is not None) if train is None else train
     if optimizer is not None and not train:
         raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
+    if loss_fn is not None and not callable(loss_fn):
+        raise CaptureError(f"loss_fn is a callable from the model's output to a number, not {type(loss_fn).__name__}")
     with nothing_left():
         inputs = split_inputs(model, sample_inputs, loss_fn)
         with tracing(model, loss_fn, tuple(switches)) as traced:
@@ -287,6 +289,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             raise CaptureError(
                 "a training step needs a loss: one differentiable number. "
                 + (f"{'loss_fn' if loss_fn is not None else 'The model'} returned {_brief(loss)}.")
+                + self._why_none(loss)
                 + (
                     ""
                     if loss_fn is not None
@@ -294,6 +297,16 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 )
             )
         return loss
+
+    def _why_none(self, loss: Any) -> str:
+        """Why a loss is none that can be differentiated, where the model is why."""
+        if not isinstance(loss, torch.Tensor) or loss.requires_grad:
+            return ""
+        if not self.parameters:
+            return " The model has no parameters to train."
+        if not any(parameter.requires_grad for parameter in self.parameters.values()):
+            return " No parameter of the model requires a gradient: requires_grad_(True) on what is to be trained."
+        return ""
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
         """Differentiate, and take the optimizer's step."""

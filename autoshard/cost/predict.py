@@ -123,13 +123,14 @@ def _per_op(compiled: Compiled, device: Device) -> list[tuple[int | None, float]
 
 
 def _per_group(kernels: Sequence[tuple[int | None, float]], groups: Groups) -> list[float]:
-    """Seconds of the compiler's kernels, per group that their last op is in."""
-    found = [0.0] * max(1, len(groups.groups))
+    """Seconds of the compiler's kernels, per group that their last op is in; a program may have none (`return x`)."""
+    found = [0.0] * len(groups.groups)
     group = 0  # copies that a combination of collectives needs are no op's: they count where they stand
     for op, seconds in kernels:
         if op is not None:
             group = groups.of.get(op, 0)
-        found[group] += seconds
+        if found:
+            found[group] += seconds
     return found
 
 

@@ -6,6 +6,7 @@ Registered through `torch.distributed.tensor.experimental.register_sharding`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,10 +40,17 @@ def register_missing(plan: Plan) -> list[str]:
     return replicated
 
 
+@cache
+def _dispatched() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
 def _overloads(name: str) -> Iterator[Any]:
+    """The overloads of an op that the dispatcher has; TorchScript's own (`add_.t` in newer torch) are not among them."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
-        yield getattr(packet, overload)
+        if (f"aten::{name}" if overload == "default" else f"aten::{name}.{overload}") in _dispatched():
+            yield getattr(packet, overload)
 
 
 def _reads_tensors(op: Any) -> bool:

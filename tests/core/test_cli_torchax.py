@@ -49,3 +49,19 @@ def test_autocast_of_the_device_that_it_is_planned_for():
     assert not torch.is_autocast_enabled("xla")
     with pytest.raises(RuntimeError, match=r"(meta|unsupported)"):
         torch.autocast("meta")
+
+
+def test_a_concatenation_of_many_is_one_op():
+    """jax writes a tree of concatenations of 16."""
+    import torch
+
+    import autoshard as package
+    from autoshard.api import captured_graph
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            many = torch.stack([x * i for i in range(20)], 1).flatten(1)
+            return torch.cat([many, *[x + i for i in range(18)], torch.cat([x, x * 2], 1)], 1)
+
+    graph = captured_graph(package.capture(Net(), torch.zeros(4, 8), frontend="torchax"))
+    assert [len(op.operands) for op in graph.ops if op.kind == "concatenate"] == [20, 2, 20]

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("torch_xla")
-
 import autoshard
 from autoshard.api import captured_graph
 from autoshard.capture import optimizer as capturing

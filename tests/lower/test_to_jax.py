@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch_xla")
-
 import autoshard
 from autoshard.errors import LoweringError
 from autoshard.mesh import Mesh
