@@ -329,7 +329,7 @@ def _concatenate_at_once(block: Any) -> None:
             continue
         parts: list[Any] = []
         for value in op.operands:
-            made = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+            made: Any = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
             own = made is not None and made.name == op.name and made.location == op.location
             once = own and len(list(value.uses)) == 1 and made.attributes["dimension"] == op.attributes["dimension"]
             parts += made.operands if once else [value]

@@ -46,7 +46,7 @@ def _dispatched() -> frozenset[str]:
 
 
 def _overloads(name: str) -> Iterator[Any]:
-    """The overloads of an op that the dispatcher has; TorchScript's own (`add_.t` in newer torch) are not among them."""
+    """An op's overloads that the dispatcher has; TorchScript's own (`add_.t` in newer torch) are none."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         if (f"aten::{name}" if overload == "default" else f"aten::{name}.{overload}") in _dispatched():
