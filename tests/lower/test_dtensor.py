@@ -93,7 +93,7 @@ def test_a_plan_that_transformers_can_say_is_said_so(seen):
     head = {"head": "colwise_gather_output"}  # tied to the embedding, and nobody reads slices of what it makes
     assert said == {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", **head}
     assert lost == []
-    assert any(line.startswith("embed: split by other axes too") for line in seen["fsdp"]["tp_plan"][1])
+    assert any(line == "embed: Embedding split [data,model],[]" for line in seen["fsdp"]["tp_plan"][1])
 
 
 def test_what_dtensor_cannot_express_is_named(seen):
