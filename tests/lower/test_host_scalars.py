@@ -7,6 +7,7 @@ import autoshard
 from autoshard.api import captured_graph
 from autoshard.capture import optimizer as capturing
 from autoshard.errors import LoweringError
+from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.host_scalars import HostScalars
 from autoshard.lower.to_jax import optimizer_scalars
 
@@ -97,3 +98,15 @@ def test_a_first_step_that_is_another_program_is_refused():
     followed = HostScalars(captured, radam(net().parameters()), optimizer_scalars(captured_graph(captured)))
     with pytest.raises(LoweringError, match="step 1 of RAdam is not the captured program"):
         followed.next_step()
+
+
+def test_hooks_on_the_steps_of_all_optimizers_do_not_hear_of_a_twins():
+    """Such hooks end a planned step (`auto.py`): a twin's would have ended it before the optimizer's own."""
+    optimizer = torch.optim.RAdam([torch.nn.Parameter(torch.zeros(3))])
+    heard = []
+    hook = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: heard.append(True))
+    try:
+        assert FirstSteps(optimizer).has_one_to_take(optimizer)
+        assert heard == []
+    finally:
+        hook.remove()
