@@ -29,7 +29,7 @@ from autoshard.plan_figures import ReplicatedOp as ReplicatedOp
 from autoshard.plan_figures import SolverInfo as SolverInfo
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Argument, AtenOp, Program, TensorType
+    from autoshard.capture.program import Argument, AtenOp, Program, TensorType, ValueRead
     from autoshard.explanation import Explanation
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
@@ -157,6 +157,7 @@ class ProgramInfo:
         versions: package -> version that captured it.
         switches: capture switches by name; the same must be on at lowering.
         ops: the aten sequence.
+        reads: the values that the step took to the host when it was captured; `apply` looks at them again.
     """
 
     fingerprint: str
@@ -165,6 +166,7 @@ class ProgramInfo:
     versions: Mapping[str, str]
     switches: tuple[str, ...]
     ops: tuple[OpSignature, ...] = field(repr=False)
+    reads: tuple[ValueRead, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -443,6 +445,7 @@ def program_info(program: Program) -> ProgramInfo:
         versions=dict(program.versions),
         switches=program.switches,
         ops=tuple(signature(op) for op in program.ops),
+        reads=program.reads,
     )
 
 

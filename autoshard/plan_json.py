@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from importlib import resources
 from typing import Any
 
 import autoshard
+from autoshard.capture.program import ValueRead
 from autoshard.mesh import Mesh, Spec, as_spec
 from autoshard.plan import (
     ActivationKey,
@@ -62,6 +64,7 @@ def to_dict(plan: Plan) -> Json:
             "versions": dict(sorted(program.versions.items())),
             "switches": list(program.switches),
             "ops": [_op_to(op) for op in program.ops],
+            **({"reads": [_read_to(read) for read in program.reads]} if program.reads else {}),
         },
         "mesh": {
             "shape": list(mesh.shape),
@@ -171,6 +174,10 @@ def _op_to(op: OpSignature) -> Json:
     return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs} | (
         {"options": op.options} if op.options else {}
     )
+
+
+def _read_to(read: ValueRead) -> Json:
+    return {**asdict(read), "follows_from": list(read.follows_from)}
 
 
 def predicted_to(predicted: Predicted, *, modules: bool = True) -> Json:
@@ -328,6 +335,7 @@ def from_dict(value: Json) -> Plan:
             versions=program["versions"],
             switches=tuple(program["switches"]),
             ops=tuple(_op_from(op) for op in program["ops"]),
+            reads=tuple(_read_from(read) for read in program.get("reads", ())),
         ),
         mesh=_mesh_from(mesh),
         options=Options(
@@ -392,6 +400,10 @@ def _activation_from(value: Json) -> ActivationPlan:
 def _op_from(op: Json) -> OpSignature:
     inputs = tuple((source[0], source[1]) if isinstance(source, list) else source for source in op["inputs"])
     return OpSignature(op["name"], tuple(op["outputs"]), inputs, op.get("options", ""))
+
+
+def _read_from(read: Json) -> ValueRead:
+    return ValueRead(**{**read, "follows_from": tuple(read["follows_from"])})
 
 
 def _predicted_from(value: Json) -> Predicted:

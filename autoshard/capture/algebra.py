@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,35 @@ def diagonal_backward(grad_output: torch.Tensor, input_sizes: Any, offset: int, 
     """The gradient of a diagonal."""
     zeros = torch.zeros(input_sizes, dtype=grad_output.dtype, device=grad_output.device)
     return diagonal_scatter(zeros, grad_output, offset, dim1, dim2)
+
+
+def as_strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """The elements that strides name, in the order of memory that XLA's tensors have; they may overlap."""
+    flat = x.reshape(-1)
+    offset = storage_offset or 0
+    count = math.prod(size)
+    if tuple(stride) == _contiguous(size):
+        return flat[offset : offset + count].reshape(size)
+    at = torch.full((1,), offset, device=x.device)
+    for extent, step in zip(size, stride, strict=True):
+        at = at.unsqueeze(-1) + torch.arange(extent, device=x.device) * step
+    return torch.index_select(flat, 0, at.reshape(-1)).reshape(size)
+
+
+def masked_scatter_backward(grad_output: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The gradient of what a mask's true elements were filled with, in order; what was not needed has none."""
+    count = math.prod(sizes)
+    taken = mask.expand(grad_output.shape).reshape(-1)
+    place = torch.where(taken, torch.cumsum(taken.to(torch.int64), 0) - 1, count)
+    spread = torch.where(taken, grad_output.reshape(-1), torch.zeros_like(grad_output.reshape(-1)))
+    return grad_output.new_zeros(count + 1).index_add(0, place, spread)[:count].reshape(sizes)
+
+
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor that lies in memory in the order of its dims."""
+    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
 def cholesky_ex(x: torch.Tensor, *, upper: bool = False, check_errors: bool = False) -> Any:

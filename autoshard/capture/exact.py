@@ -55,15 +55,16 @@ def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
     mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if not is_mask(mask) or not isinstance(x, torch.Tensor) or x.shape[: mask.dim()] != mask.shape:
         return NotImplemented
+    if isinstance(value, torch.Tensor):  # no op may run before it is clear that this can be done
+        behind = x.shape[x.dim() - value.dim() :] if value.dim() else ()
+        if value.dim() > x.dim() - index_dims(index) or any(
+            v not in (1, b) for v, b in zip(value.shape, behind, strict=True)
+        ):
+            return NotImplemented
     mask = mask.to(torch.bool).reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
     if not isinstance(value, torch.Tensor):
         x.masked_fill_(mask, value)
         return x
-    behind = x.shape[x.dim() - value.dim() :] if value.dim() else ()
-    if value.dim() > x.dim() - index_dims(index) or any(
-        v not in (1, b) for v, b in zip(value.shape, behind, strict=True)
-    ):
-        return NotImplemented
     x.copy_(torch.where(mask, value.to(x.dtype), x))
     return x
 

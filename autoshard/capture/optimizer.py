@@ -208,6 +208,32 @@ def first_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Para
     return states
 
 
+def state_values(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], like: Callable[[str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Name of each state tensor -> its value after one step with gradients of zero, on the CPU.
+
+    Args:
+        optimizer: as `make_optimizer` made it.
+        names: id of each parameter that has a gradient -> its name.
+        like: gives a CPU tensor that stands for a parameter of a name.
+    """
+    copies = {key: torch.nn.Parameter(like(name).clone()) for key, name in names.items()}
+    trial = _twin(optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]} | copies)
+    trial.state.clear()
+    for group in trial.param_groups:
+        group["params"] = [p for p in group["params"] if any(p is c for c in copies.values())]
+    for p in copies.values():
+        p.grad = torch.zeros_like(p)
+    step(trial)
+    found: dict[str, torch.Tensor] = {}
+    for key, name in names.items():
+        for path, value in tree_flatten_with_path(dict(trial.state[copies[key]]))[0]:
+            if isinstance(value, torch.Tensor):
+                found[".".join([name, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)])] = value
+    return found
+
+
 def step(optimizer: torch.optim.Optimizer) -> None:
     """One step; an optimizer that cannot take it without a closure or values is refused."""
     try:

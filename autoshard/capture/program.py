@@ -77,6 +77,25 @@ class AtenOp:
 
 
 @dataclass(frozen=True)
+class ValueRead:
+    """A value that the step took to the host while it was captured (`.item()`, `if t:`, `nonzero()`).
+
+    Attributes:
+        before: the number of the aten op that came next.
+        op: what read it, such as `aten._local_scalar_dense.default`.
+        module: path of the module that did, `""` where unknown.
+        value: what it was, in few words (`known.described`).
+        follows_from: what it depends on: roles of arguments; inputs of whole numbers are `input`, others `floats`.
+    """
+
+    before: int
+    op: str
+    module: str
+    value: str
+    follows_from: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """A PyTorch program as StableHLO; made by `autoshard.capture`.
 
@@ -94,6 +113,8 @@ class Program:
         annotated: name of an argument -> the GSPMD sharding that its tensor carried at capture, in HLO's words.
         tp_plan: the tensor parallel plan that the model carries, as transformers' models do: path of a module or
             parameter, its numbers written as `*`, -> style; empty where it carries none.
+        reads: the values that the step took to the host, in order, but for those that are the same in every step. With
+            other values it may be another program: lowering looks at them again.
     """
 
     kind: Literal["forward", "train"]
@@ -107,6 +128,7 @@ class Program:
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     annotated: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    reads: tuple[ValueRead, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -14,27 +14,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard.capture.by_values import SHAPED_BY_VALUES
 from autoshard.capture.device import current, is_xla, names_it
 from autoshard.capture.exact import is_mask, masked_write
 from autoshard.capture.sequence import READS_VALUE, TRANSFERS
 from autoshard.errors import CaptureError
 
-_SHAPED_BY_VALUES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "nonzero.default",
-        "nonzero_numpy.default",
-        "masked_select.default",
-        "_unique.default",
-        "_unique2.default",
-        "unique_dim.default",
-        "unique_consecutive.default",
-        "unique_dim_consecutive.default",
-        "bincount.default",
-        "repeat_interleave.Tensor",
-        "argwhere.default",
-    )
-)
 _ONE_DTYPE = frozenset(
     {
         *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")),
@@ -43,34 +28,42 @@ _ONE_DTYPE = frozenset(
 )
 """Ops that torch refuses for tensors of different dtypes, and torch_xla would promote."""
 _TAKES_CLASSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
-_INDEXES = ("aten.index.", "aten.index_put", "aten._index_put_impl")
 
 
-def refuse_values(
-    name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any], where: Callable[[], str]
-) -> None:
-    """Raise CaptureError if the op takes values of an XLA tensor to the host; `where` says who runs."""
+def takes_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op takes values of an XLA tensor to the host."""
     if not any(is_xla(t) for t in tensors):
-        return
+        return False
     asked = kwargs.get("device")
     to_host = name in TRANSFERS and asked is not None and not names_it(asked)
     if name.startswith("aten._copy_from"):
         to_host = len(tensors) > 1 and not is_xla(tensors[1])
-    if name in READS_VALUE or name in ("aten._to_cpu.default",) or to_host:
-        raise CaptureError(
-            f"{where()} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
-            f"`if t:`){_source()}. Capture records the program without running it, so no value exists. Decide with "
-            "tensors instead (torch.where, a mask), or keep this out of the training step."
-        )
+    return name in READS_VALUE or name == "aten._to_cpu.default" or to_host
+
+
+def reads_value(name: str, where: str, of: str) -> CaptureError:
+    """The error for an op that takes values to the host which follow from `of`, and not from what capture was given."""
+    return CaptureError(
+        f"{where} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
+        f"`if t:`){_source()}. Capture records the program without running it, and this value follows from {of}. "
+        "Decide with tensors instead (torch.where, a mask), or keep this out of the training step."
+    )
+
+
+def on_host(name: str, where: str, of: str, indexed: str) -> CaptureError:
+    """The error for an op that the host computes, from values that follow from `of`.
+
+    `indexed` is the op that it finds the positions of a boolean mask for, if it does that.
+    """
+    if indexed:
+        return _shape_by_value("indexes with a boolean mask", indexed, where, of)
+    if name in SHAPED_BY_VALUES:
+        return _shape_by_value("makes a tensor whose shape depends on values", name, where, of)
+    return no_lowering(name, where)
 
 
 def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Callable[[], str]) -> None:
     """Raise CaptureError if an op's result has a shape that depends on values, or torch_xla has no lowering for it."""
-    masked = name.startswith(_INDEXES) and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
-    if name in _SHAPED_BY_VALUES or (masked and _mask_is_index(func, tensors)):
-        raise _shape_by_value(
-            "indexes with a boolean mask" if masked else "makes a tensor whose shape depends on values", name, where()
-        )
     if current().falls_back(func.name()):
         raise no_lowering(name, where())
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
@@ -92,10 +85,11 @@ class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
     What `exact.masked_write` can write without looking is left to it.
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
-        """`where` says who is running."""
+    def __init__(self, where: Callable[[], str], unknown: Callable[[torch.Tensor], str]) -> None:
+        """`where` says who is running, `unknown` what a tensor follows from whose values are not known, or nothing."""
         super().__init__()
         self.where = where
+        self.unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what is written through an index."""
@@ -104,7 +98,9 @@ class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
             if any(is_mask(i) and is_xla(i) for i in indices):
                 if func is torch.Tensor.__setitem__ and masked_write(*args) is not NotImplemented:
                     return None
-                raise _shape_by_value("writes through a boolean mask", "aten.index_put", self.where())
+                of = next((of for i in indices if is_mask(i) and is_xla(i) and (of := self.unknown(i))), "")
+                if of:
+                    raise _shape_by_value("writes through a boolean mask", "aten.index_put", self.where(), of)
         return func(*args, **(kwargs or {}))
 
 
@@ -113,10 +109,10 @@ _WRITES_BY_INDEX = frozenset(
 )
 
 
-def _shape_by_value(what: str, name: str, where: str) -> CaptureError:
+def _shape_by_value(what: str, name: str, where: str, of: str) -> CaptureError:
     return CaptureError(
-        f"{where} {what} ({_short(name)}){_source()}. XLA needs every shape before it runs. "
-        "Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
+        f"{where} {what} ({_short(name)}){_source()}. XLA needs every shape before it runs, and this one follows from "
+        f"{of}. Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
     )
 
 
@@ -157,13 +153,6 @@ def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
         f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
         f"{line}. Write it with other operations, or leave that module out of the captured program."
     )
-
-
-def _mask_is_index(func: Any, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Index puts also read the values they write, which may be boolean when the written tensor is."""
-    values_are_bool = "index_put" in func.name() and tensors[0].dtype in (torch.bool, torch.uint8)
-    indices = tensors[1:-1] if values_are_bool else tensors[1:]
-    return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
 
 
 def _short(name: str) -> str:

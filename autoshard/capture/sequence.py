@@ -15,6 +15,8 @@ except those that a training loop adds around the step, or that compute nothing:
 - clearing (`zero`, as `zero_grad(set_to_none=False)` does), what reads cleared tensors only, and `add` of a term to a
   cleared tensor: autograd adds where, with gradients None, it would have handed the term over. The sum, and views of
   it, are who the term was;
+- what the host computes (`by_values.py`: `nonzero`, ops that torch_xla has no lowering of): its result is a constant
+  that came from the host, and a boolean mask as an index is the positions that `nonzero` gives;
 - a view made a second time of the same tensor: torch makes views of a tensor anew once that has been written, as a
   parameter has from the second step on. The view that was made first, annotation included, is used again.
 
@@ -36,7 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,8 +48,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
+from autoshard.capture.by_values import by_positions, on_host
 from autoshard.capture.decompositions import decomposition_of, functional_form
-from autoshard.capture.device import is_xla, names_it, tensor_id
+from autoshard.capture.device import current, is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
 """Who made a tensor: `(k, j)` for output j of op k, the name of an argument, or None when nobody here knows."""
@@ -126,6 +129,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._views: dict[str, _Made] = {}
         self._threads: list[Any] = []
         self._inside = 0
+        self.indexing = ""
         self.next_index = 0
         self.restart(arguments or {})
 
@@ -176,6 +180,10 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         """Run an op that is not counted and return what it returns."""
         return func(*args, **kwargs)
 
+    def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an op gives that the host computes, on the host."""
+        return func(*on_cpu(args, torch.Tensor.cpu), **on_cpu(dict(kwargs), torch.Tensor.cpu))
+
     # The mode.
 
     def __torch_dispatch__(
@@ -191,12 +199,23 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if instead is not None:
             with self._once_more():
                 return instead(*args, **kwargs)
+        indexed = by_positions(func, args)
+        if indexed is not None:
+            self.indexing = name
+            with self._once_more():
+                result = indexed(*args, **kwargs)
+            self.indexing = ""
+            return result
         if self._inside and (functional := functional_form(func)) is not None:
             with self._once_more():
                 return functional(*args, **kwargs)
+        if on_host(func):
+            made = self.host(func, args, kwargs)
+            with self._once_more():
+                return tree_map(_to_device, made)
         if not counts(name, tensors, kwargs) or self._only_clears(func, name, tensors):
             result = self.uncounted(func, args, kwargs)
-            if name in TRANSFERS:
+            if name == "aten._to_copy.default":
                 result = _functionalized(result)
             self._follow(name, tensors, result)
             return result
@@ -300,6 +319,25 @@ def _tells(value: Any) -> bool:
     """Whether a value tells one op from another: dtypes and devices show in results, floats may change."""
     several = value if isinstance(value, list) else [value]
     return all(each is None or isinstance(each, int | str) for each in several)
+
+
+def on_cpu(arguments: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Arguments of an op with values of the device's tensors in their place, and the CPU in the device's."""
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return value_of(leaf) if is_xla(leaf) else leaf
+        return torch.device("cpu") if isinstance(leaf, torch.device) and names_it(leaf) else leaf
+
+    return tree_map(placed, arguments)
+
+
+def _to_device(leaf: Any) -> Any:
+    """What the host gave, on the device, without the wrapper that functionalization gives what an op returns."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    moved = leaf.to(current().type)
+    return torch._from_functional_tensor(moved) if torch._is_functional_tensor(moved) else moved
 
 
 def _functionalized(result: Any) -> Any:

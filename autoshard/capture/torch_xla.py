@@ -141,6 +141,18 @@ class _XlaTracing(Tracing):
         whole = getattr(tensor, "global_tensor", tensor)
         return str(self.xla._get_xla_sharding_spec(whole) or "") if whole.device.type == "xla" else ""
 
+    @staticmethod
+    def data_of(like: torch.Tensor) -> torch.Tensor:
+        if like.device.type != "xla":
+            return like.detach().cpu()
+        import torch_xla
+
+        torch_xla._XLAC._set_allow_execution(True)  # what is on the device may have to be computed
+        try:
+            return like.detach().cpu()
+        finally:
+            torch_xla._XLAC._set_allow_execution(False)
+
     def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
         if first.startswith("Expected XLA tensor. Got: XLA"):
             return refusals.apart(where, refusals.line_of(error))

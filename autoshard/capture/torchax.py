@@ -33,9 +33,18 @@ from autoshard.capture.placeholders import (
     inner,
 )
 from autoshard.capture.program import Argument, Program, TensorType
-from autoshard.capture.sequence import Call, name_of, tensors_in
+from autoshard.capture.sequence import Call, tensors_in
 from autoshard.capture.torchax_library import check_versions, jax_function_of
-from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, trace_step
+from autoshard.capture.tracing import (
+    DTYPES,
+    Labels,
+    Lowered,
+    Result,
+    Tracing,
+    check_placeable,
+    takes_values,
+    trace_step,
+)
 from autoshard.errors import CaptureError
 
 FRONTEND = "torchax"
@@ -163,8 +172,9 @@ class _Recording(Labels):
             self.marks.setdefault(self.recorder.value_of(found), (call.index, j))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse what reads values; keep the data of what comes from the host."""
-        refusals.refuse_values(name_of(func), tensors_in((args, kwargs)), kwargs, self.paths.describe)
+        """Answer what reads values; keep the data of what comes from the host."""
+        if takes_values(func, args, kwargs):
+            return self.read(func, args, kwargs)
         return self._execute(func, args, kwargs)
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

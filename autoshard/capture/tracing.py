@@ -22,10 +22,20 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from autoshard.capture import refusals, switches
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.inputs import Inputs, input_names, split_inputs
+from autoshard.capture.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
 from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
-from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, step
-from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
-from autoshard.capture.sequence import AtenSequence, Call, name_of, tensors_in
+from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
+from autoshard.capture.program import (
+    Argument,
+    ArgumentRole,
+    AtenOp,
+    Output,
+    OutputRole,
+    Program,
+    TensorType,
+    ValueRead,
+)
+from autoshard.capture.sequence import ALIASES, TRANSFERS, AtenSequence, Call, name_of, on_cpu, tensors_in
 from autoshard.errors import CaptureError
 
 DTYPES: Mapping[torch.dtype, str] = {
@@ -158,6 +168,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.roots["loss_fn"] = loss_fn
         self.saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self.stack = contextlib.ExitStack()
+        self.data = KnownValues(self.data_of)
 
     # What a frontend says.
 
@@ -176,6 +187,11 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
     @abstractmethod
     def lower(self, results: Sequence[Result]) -> Lowered:
         """The trace as StableHLO."""
+
+    @staticmethod
+    def data_of(like: torch.Tensor) -> torch.Tensor:
+        """What a tensor of the user's that is not on meta holds, on the CPU."""
+        return like.detach().cpu()
 
     def begin(self) -> None:
         """Set what has to be set for placeholders to exist; undone by callbacks on `self.stack`."""
@@ -202,10 +218,11 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             names = {id(k.tensor): k.name for k in self.known.values()}
             self.paths = self.stack.enter_context(ModulePaths(self.roots, names))
             self.labels = self.make_labels(self.paths)
+            self.labels.values = self.data
             self.begin_step()
             self.stack.enter_context(torch.random.fork_rng(devices=[]))
             self.stack.enter_context(switches.active(self.switches, self.model))
-            self.stack.enter_context(refusals.RefuseMasks(self.paths.describe))
+            self.stack.enter_context(refusals.RefuseMasks(self.paths.describe, self.labels.unknown))
         except BaseException:
             self.stack.close()
             raise
@@ -259,6 +276,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             name += "_"
         annotated = "" if like is None else self.annotated(like)
         self.known[name] = Known(name, role, tensor, tensor_id(tensor), of, annotated)
+        self.data.argument(name, role, like)
 
     # The step.
 
@@ -323,10 +341,12 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         made = make_optimizer(optimizer, self.parameters)
         names = {id(k.tensor): k.name for k in self.known.values() if k.role == "parameter"}
         with self._explained(None):
-            seeded = seed_state(made, names, self.placeholder, _Refusing(self.labels))
+            seeded = seed_state(made, names, self.placeholder, _Trial(self.labels))
         for name, (tensor, of) in seeded.items():
             self._know(name, "optimizer_state", tensor, of)
             self.labels.name(tensor, name)
+        graded = {id(p): names[id(p)] for p in self.parameters.values() if p.grad is not None and id(p) in names}
+        self.data.states = lambda like: state_values(made, graded, like)
         self.labels.phase = "optimizer"
         with self._explained(None), self.labels:
             step(made)
@@ -385,6 +405,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             values=self.values,
             annotated={known.name: known.annotated for known in self.known.values() if known.annotated},
             tp_plan=tensor_parallel_plan(self.model),
+            reads=tuple(self.labels.reads),
         )
 
     def _results(self, loss_or_output: Any, train: bool) -> list[Result]:
@@ -432,15 +453,67 @@ class Labels(AtenSequence, ABC):
         self.phase = "forward"
         self.ops: list[AtenOp] = []
         self.running = ""
+        self.values = KnownValues(torch.Tensor.cpu)
+        self.reads: list[ValueRead] = []
 
     def run(self, call: Call) -> Any:
         """Run an op that can be lowered, under its label."""
-        refusals.refuse_values(call.name, call.tensors, call.kwargs, self.paths.describe)
         refusals.refuse(call.name, call.func, call.tensors, self.paths.describe)
+        self.values.keep(call)
         self.running = call.name
         result = self.labelled(call)
         self.running = ""
         return result
+
+    def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the host gives, from values that are known."""
+        found: Kinds = frozenset()
+
+        def value_of(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            value, kinds = self.values.of(self.producer(tensor), tensor)
+            found |= kinds
+            return value
+
+        try:
+            placed, named = on_cpu(args, value_of), on_cpu(dict(kwargs), value_of)
+            if not found <= SHAPING:
+                raise UnknownValueError(_in_words(found - SHAPING))
+        except UnknownValueError as error:
+            raise refusals.on_host(str(func), self.paths.describe(), str(error), self.indexing) from None
+        result = func(*placed, **named)
+        self._note(func, result, found)
+        return result
+
+    def unknown(self, tensor: torch.Tensor) -> str:
+        """What a tensor follows from that no shape may depend on; nothing where there is nothing of the kind."""
+        try:
+            _, kinds = self.values.of(self.producer(tensor), tensor)
+        except UnknownValueError as error:
+            return str(error)
+        return _in_words(kinds - SHAPING) if kinds - SHAPING else ""
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an op gives that takes values to the host."""
+        found: Kinds = frozenset()
+
+        def value_of(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            value, kinds = self.values.of(self.producer(tensor), tensor)
+            found |= kinds
+            return value
+
+        try:
+            result = func(*on_cpu(args, value_of), **on_cpu(dict(kwargs), value_of))
+        except UnknownValueError as error:
+            raise refusals.reads_value(str(func), self.paths.describe(), str(error)) from None
+        self._note(func, result, found)
+        return result.clone() if isinstance(result, torch.Tensor) else result
+
+    def _note(self, func: Any, result: Any, found: Kinds) -> None:
+        if found:
+            what = (self.next_index, str(func), self.paths.current(), described(result), tuple(sorted(found)))
+            self.reads.append(ValueRead(*what))
 
     @abstractmethod
     def labelled(self, call: Call) -> Any:
@@ -465,13 +538,35 @@ class Labels(AtenSequence, ABC):
         self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs, call.options))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse what reads values."""
-        refusals.refuse_values(name_of(func), tensors_in((args, kwargs)), kwargs, self.paths.describe)
-        return func(*args, **kwargs)
+        """Answer what reads values."""
+        return self.read(func, args, kwargs) if takes_values(func, args, kwargs) else func(*args, **kwargs)
+
+    def _follow(self, name: str, tensors: tuple[torch.Tensor, ...], result: Any) -> None:
+        """Know what comes from the host."""
+        super()._follow(name, tensors, result)
+        if isinstance(result, torch.Tensor) and is_xla(result) and tensors:
+            source = tensors[-1] if name.startswith("aten.copy") else tensors[0]
+            if name in TRANSFERS and not is_xla(source):
+                self.values.from_host(result, source)
+            elif name in ALIASES and is_xla(source) and self.producer(source) is None:
+                known = self.values.same(result, source)
+                if not known and name == "aten.lift_fresh.default":  # `torch.tensor([1, 2], device="xla")`
+                    self.values.from_host(result, self.values.data_of(source))
 
 
-class _Refusing(AtenSequence):
-    """Only refuses."""
+def takes_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op takes values of the device's tensors to the host."""
+    return refusals.takes_values(name_of(func), tensors_in((args, kwargs)), kwargs)
+
+
+def _in_words(kinds: Kinds) -> str:
+    """`the parameters and inputs of floats`."""
+    words = {"floats": "inputs that are no whole numbers", "optimizer_state": "the optimizer's state"}
+    return " and ".join(words.get(kind, f"the model's {kind}s") for kind in sorted(kinds))
+
+
+class _Trial(AtenSequence):
+    """The step of an optimizer that only tells what state it keeps: what it reads is answered with ones."""
 
     def __init__(self, labels: Labels) -> None:
         super().__init__()
@@ -479,16 +574,23 @@ class _Refusing(AtenSequence):
         self.labels.running = ""
 
     def run(self, call: Call) -> Any:
-        refusals.refuse_values(call.name, call.tensors, call.kwargs, _the_optimizer)
         refusals.refuse(call.name, call.func, call.tensors, _the_optimizer)
         self.labels.running = call.name
         result = call.func(*call.args, **call.kwargs)
         self.labels.running = ""
         return result
 
+    def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        raise refusals.on_host(str(func), "the optimizer", "the optimizer's state", self.indexing)
+
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        refusals.refuse_values(name_of(func), tensors_in((args, kwargs)), kwargs, _the_optimizer)
+        if takes_values(func, args, kwargs):
+            return func(*on_cpu(args, _ones), **on_cpu(dict(kwargs), _ones))
         return func(*args, **kwargs)
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 def _the_optimizer() -> str:

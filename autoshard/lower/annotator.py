@@ -3,8 +3,12 @@
 Around aten op k it checks that the op is the planned one, gives it the annotated copies that the plan wants it to read,
 and pins its outputs (`step.StepWriter`). Nothing of it is visible to autograd, which works above the dispatcher.
 
+**Values that are read** (`.item()`, `if t:`, `nonzero()`) are the running step's own: torch_xla runs what they follow
+from at once, in a piece. They are held against those that the program was captured with.
+
 **Another program** is refused at the first op that differs, before it runs; the tensors of the model and the optimizer
-are then given back the values, and the gradients, that they had before the step.
+are then given back the values, and the gradients, that they had before the step. The error names the first value that
+was read and is another one than at capture: it may be why.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autoshard.capture.device import is_xla, tensor_id
+from autoshard.capture.known import described
 from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer
-from autoshard.capture.tracing import tensor_type
+from autoshard.capture.tracing import takes_values, tensor_type
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, describe
 from autoshard.lower.step import StepWriter
@@ -51,6 +56,7 @@ class Annotator(AtenSequence):
         self._writer = StepWriter(schedule, self.producer)
         self.left_alone = False
         """Whether ops are those of an optimizer in its first steps, which are not the planned ones."""
+        self._other_value = ""
         super().__init__()
 
     @property
@@ -81,6 +87,7 @@ class Annotator(AtenSequence):
         self._writer.restart()
 
     def _begin(self) -> None:
+        self._other_value = ""
         self._writer.restart()
         self._restore = self._remember()
         self.restart(self._arguments())
@@ -130,6 +137,8 @@ class Annotator(AtenSequence):
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Write-backs keep the tie of arguments, and are left out for other values; batches arrive functionalized."""
+        if takes_values(func, args, kwargs):
+            return self._looked_at(func, func(*args, **kwargs))
         if str(func) in TRANSFERS:
             return _functional(func(*args, **kwargs))
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
@@ -139,7 +148,22 @@ class Annotator(AtenSequence):
             self._refuse(f"the step goes on and writes {name}", self.next_index)
         return self._writer.write_back(func, args, kwargs)
 
+    def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the host computes, as the step's own values have it."""
+        return self._looked_at(func, super().host(func, args, kwargs))
+
     # Its parts.
+
+    def _looked_at(self, func: Any, value: Any) -> Any:
+        """Hold a value against those that were read there when the program was captured."""
+        planned = [v for v in self._schedule.values if (v.before, v.op) == (self.next_index, str(func))]
+        if planned and not self._other_value and described(value) not in {v.value for v in planned}:
+            where = f" in {planned[0].module}" if planned[0].module else ""
+            self._other_value = (
+                f" Before op {self.next_index}{where} the step reads a value ({func}), which is {described(value)}; "
+                f"it was {planned[0].value} in the step that was planned, and the program may follow from it."
+            )
+        return value
 
     def _bind_inputs(self, call: Call) -> None:
         """Recognize the step's inputs where they are read first, and shard them."""
@@ -147,7 +171,11 @@ class Annotator(AtenSequence):
         if planned.name != call.name or len(planned.inputs) != len(call.tensors):
             return
         for tensor, name, seen in zip(call.tensors, planned.inputs, call.inputs, strict=True):
-            if seen is None and isinstance(name, str) and name in self._schedule.inputs and is_xla(tensor):
+            if seen is not None or not isinstance(name, str) or not is_xla(tensor):
+                continue
+            if name not in self._schedule.arguments:  # an input that only what was read from it follows from
+                self.name(tensor, name)
+            elif name in self._schedule.inputs:
                 want = self._schedule.arguments[name]
                 wanted = f"{want.dtype}[{','.join(map(str, want.shape))}]"
                 if format_tensor(tensor) != wanted:
@@ -188,9 +216,9 @@ class Annotator(AtenSequence):
         self._writer.restart()
         self._restore(before)
         raise PlanMismatchError(
-            f"this step is not the one the plan is for; first difference at op {index}: {difference}. "
-            "Parameters and optimizer state are as before the step; plan the step as it is now, or use "
-            "zero_grad(set_to_none=True) and keep what is not part of it outside annotate()"
+            f"this step is not the one the plan is for; first difference at op {index}: {difference}."
+            f"{self._other_value} Parameters and optimizer state are as before the step; plan the step as it is now, "
+            "or use zero_grad(set_to_none=True) and keep what is not part of it outside annotate()"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from autoshard.capture.program import ValueRead
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
 
@@ -29,6 +30,7 @@ class Schedule:
         inputs: names of the step's inputs.
         pins: (k, j) -> spec of output j of op k.
         reads: k -> {position among the tensors that op k reads -> the copy it reads there instead}.
+        values: what the step took to the host when it was captured.
         last_read: copy, or hop -> the last op that reads it; it is made at its first reader and let go here.
     """
 
@@ -39,6 +41,7 @@ class Schedule:
     pins: Mapping[tuple[int, int], Spec]
     reads: Mapping[int, Mapping[int, Shared]]
     last_read: Mapping[Shared, int] = field(default_factory=dict)
+    values: tuple[ValueRead, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Schedule:
@@ -69,7 +72,7 @@ class Schedule:
             for each in beginnings(shared):
                 last_read[each] = max(copy.consumer, last_read.get(each, -1))
             reads.setdefault(copy.consumer, {}).update(dict.fromkeys(positions, shared))
-        return cls(plan.mesh, ops, arguments, frozenset(plan.inputs), pins, reads, last_read)
+        return cls(plan.mesh, ops, arguments, frozenset(plan.inputs), pins, reads, last_read, plan.program.reads)
 
 
 def beginnings(shared: Shared) -> list[Shared]:

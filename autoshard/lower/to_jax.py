@@ -17,6 +17,7 @@ kept padded with zeros up to the next multiple, and cut inside the step, where t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,6 +92,18 @@ class JaxShardings:
             LoweringError: an optimizer is missing, or works out numbers on the host that cannot be followed.
         """
         return JaxStep(self, program, optimizer, partitioner, precision, seed)
+
+
+def _warn_of_reads(program: Program) -> None:
+    """Say what jax cannot see: that values were read while the program was captured, and are fixed in it."""
+    if program.reads:
+        first = program.reads[0]
+        more = f", and {len(program.reads) - 1} more" if len(program.reads) > 1 else ""
+        warnings.warn(
+            f"the step reads values while it runs: {first.module or 'the model'} read {first.value} ({first.op})"
+            f"{more}. In jax these stay what they were at capture: capture the program again where they change",
+            stacklevel=4,
+        )
 
 
 def to_jax(plan: Plan, devices: Sequence[Any] | None = None) -> JaxShardings:
@@ -193,6 +206,7 @@ class JaxStep:
             raise ValueError(f"precision {precision!r}: default or highest")
         plan = shardings.plan
         plan.check_program(program)
+        _warn_of_reads(program)
         graph = captured_graph(program)
         if plan.solver is None:
             warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
