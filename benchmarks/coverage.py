@@ -16,6 +16,7 @@ that have one are not run again. Without `--markdown` every result is printed as
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -59,11 +60,10 @@ def entries() -> list[str]:
 
 def builders() -> dict[str, Any]:
     """Entry -> the function that makes its `Source`."""
-    from benchmarks import zoo_entry, zoo_hf, zoo_images, zoo_modules, zoo_nets, zoo_optimizers, zoo_steps, zoo_tensors
+    from benchmarks import zoo_entry, zoo_hf
 
-    others = (zoo_images, zoo_modules, zoo_nets, zoo_optimizers, zoo_steps, zoo_tensors)
-    assert all(module.__name__ for module in others), "importing them lists their entries"
-
+    for path in sorted(HERE.glob("zoo_*.py")):
+        importlib.import_module(f"benchmarks.{path.stem}")
     return zoo_hf.ENTRIES | zoo_entry.ENTRIES
 
 

@@ -7,7 +7,7 @@ and pins its outputs (`step.StepWriter`). Nothing of it is visible to autograd, 
 from at once, in a piece. They are held against those that the program was captured with.
 
 **Another program** is refused at the first op that differs, before it runs; the tensors of the model and the optimizer
-are then given back the values, and the gradients, that they had before the step. The error names the first value that
+are then given back the values, and the gradients, that they had before the step. The error names the last value that
 was read and is another one than at capture: it may be why.
 """
 
@@ -157,7 +157,7 @@ class Annotator(AtenSequence):
     def _looked_at(self, func: Any, value: Any) -> Any:
         """Hold a value against those that were read there when the program was captured."""
         planned = [v for v in self._schedule.values if (v.before, v.op) == (self.next_index, str(func))]
-        if planned and not self._other_value and described(value) not in {v.value for v in planned}:
+        if planned and described(value) not in {v.value for v in planned}:
             where = f" in {planned[0].module}" if planned[0].module else ""
             self._other_value = (
                 f" Before op {self.next_index}{where} the step reads a value ({func}), which is {described(value)}; "

@@ -34,6 +34,7 @@ def seen(tmp_path_factory):
         "fsdpv2_beside",
         "gradient_accumulation",
         "layers_scanned",
+        "values_read",
     ],
 )
 def test_numbers_are_those_of_one_device(seen, name):
@@ -41,6 +42,14 @@ def test_numbers_are_those_of_one_device(seen, name):
     equal = HALF_EQUAL if name == "bf16" else EQUAL
     assert seen[name]["losses"] < equal
     assert seen[name]["parameters"] < equal
+
+
+def test_a_value_that_makes_another_program_is_named(seen):
+    found = seen["values_read"]
+    assert "failed" not in found, found["failed"]
+    assert found["reads"] >= 3
+    assert "this step is not the one the plan is for" in found["refused"]
+    assert "the step reads a value (aten.nonzero.default)" in found["refused"]
 
 
 def test_sharded_tensors_hold_what_the_plan_says(seen):

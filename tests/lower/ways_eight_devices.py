@@ -20,6 +20,7 @@ import torch_xla.utils.checkpoint
 
 from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.mesh import Mesh, spec_axes
+from autoshard.plan import PlanMismatchError
 from tests.lower import scenarios
 from tests.lower.alternating import alternating
 
@@ -282,6 +283,58 @@ def gradient_accumulation():
     return compared(losses, alone(reference), model, reference)
 
 
+class Reading(torch.nn.Module):
+    """Reads values while it runs: a mask's, the positions that it names, the largest of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = fresh()
+
+    def forward(self, x, mask):
+        if not mask.any():
+            raise ValueError("nothing is left")
+        y = self.net(x)
+        y = y / max(1.0, y.detach().abs().max().item())
+        return y[mask > 0]
+
+
+def values_read():
+    """Numbers with values read in the step; then a batch whose mask makes another program of it."""
+    model, reference = Reading(), Reading()
+    masks = [(torch.arange(8) % 2 == number % 2).long() for number in range(STEPS)]
+    program = capture(model, (batch(0)[0], masks[0]), loss_fn=squares, optimizer=sgd)
+    plan = alternating(program, MESH)
+    optimizer, its_optimizer = sgd(model.parameters()), sgd(reference.parameters())
+    plan.apply(model, optimizer)
+
+    def step(number, mask):
+        with plan.annotate():
+            optimizer.zero_grad()
+            loss = squares(model(batch(number)[0].to("xla"), mask.to("xla")))
+            loss.backward()
+            optimizer.step()
+        torch_xla.sync()
+        return loss.item()
+
+    losses, wanted = [step(number, mask) for number, mask in enumerate(masks)], []
+    for number, mask in enumerate(masks):
+        its_optimizer.zero_grad()
+        loss = squares(reference(batch(number)[0], mask))
+        loss.backward()
+        its_optimizer.step()
+        wanted.append(loss.item())
+    try:
+        step(0, torch.ones(8, dtype=torch.long))
+        refused = ""
+    except PlanMismatchError as error:
+        refused = str(error)
+    return {**compared(losses, wanted, model, reference), "refused": refused, "reads": len(plan.program.reads)}
+
+
+def squares(y):
+    return y.square().mean()
+
+
 class Scanned(torch.nn.Module):
     """Equal layers under torch_xla's `scan_layers`."""
 
@@ -317,6 +370,7 @@ def layers_scanned():
 
 SCENARIOS = {
     "layers_scanned": layers_scanned,
+    "values_read": values_read,
     "checkpoint_between_plans": checkpoint_between_plans,
     "fsdpv2_beside": fsdpv2_beside,
     "gradient_accumulation": gradient_accumulation,
