@@ -93,6 +93,9 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
         raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(_HANDLERS)}")
     handlers = {function: handler for name in names for function, handler in _HANDLERS[name].items()}
     with contextlib.ExitStack() as stack:
+        # Of nodes that are ready, autograd takes the one that was made last, and each thread counts for itself: were
+        # gradients of gradients made on a thread of the device's, their order would depend on what ran there before.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if "transformers" in names:
             stack.enter_context(transformers_traced(model))
         if "checkpoint" in names:
