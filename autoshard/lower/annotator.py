@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.known import described
-from autoshard.capture.sequence import TRANSFERS, WRITES_BACK, AtenSequence, Call, Producer
+from autoshard.capture.sequence import WRITES_BACK, AtenSequence, Call, Producer
 from autoshard.capture.tracing import takes_values, tensor_type
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, describe
@@ -108,7 +108,11 @@ class Annotator(AtenSequence):
         arguments = {tensor_id(t): name for name, t in self._arguments().items()}
         reads = tuple(arguments.get(tensor_id(t)) if is_xla(t) else None for t in tensors)
         made_here = any(isinstance(self.producer(t), tuple) and r is None for t, r in zip(tensors, reads, strict=True))
-        wanted = tuple(None if p in self._schedule.inputs else p for p in self._schedule.ops[0].inputs)
+        of_inputs = (
+            p in self._schedule.inputs or p not in self._schedule.arguments for p in self._schedule.ops[0].inputs
+        )
+        planned = zip(self._schedule.ops[0].inputs, of_inputs, strict=True)
+        wanted = tuple(None if of_input and isinstance(p, str) else p for p, of_input in planned)
         if reads == wanted and not made_here:
             self._begin()
 
@@ -139,7 +143,7 @@ class Annotator(AtenSequence):
         """Write-backs keep the tie of arguments, and are left out for other values; batches arrive functionalized."""
         if takes_values(func, args, kwargs):
             return self._looked_at(func, func(*args, **kwargs))
-        if str(func) in TRANSFERS:
+        if str(func) == "aten._to_copy.default":
             return _functional(func(*args, **kwargs))
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
             return func(*args, **kwargs)
