@@ -210,8 +210,8 @@ def _tensor_parallel(graph: Graph, mesh: Mesh) -> tuple[dict[str, Spec], dict[Va
             specs[layer.name] = split(2, {dim: (model,)})
             if kind in ("column", "row"):
                 output = graph.type_of(layer.output).shape
-                dims = {0: tuple(data)} if output[0] % mesh.ways(data) == 0 else {}
-                if kind == "column":
+                dims = {0: tuple(data)} if output and output[0] % mesh.ways(data) == 0 else {}
+                if kind == "column" and output:
                     dims[len(output) - 1] = (model,)
                 pins[layer.output] = split(len(output), dims)
             else:
