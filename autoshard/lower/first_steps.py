@@ -30,27 +30,20 @@ class FirstSteps:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find out what a later step runs."""
+        """Nothing is tried yet."""
         self.over = not _can_be_tried(optimizer)
-        self._later: list[str] = []
-        if self.over:
-            return
-        try:
-            later = small_twin(optimizer, fresh=True)
-            ops_of_a_step(later)
-            for state in later.state.values():
-                counted(state, STEADY_STEP)
-            self._later = ops_of_a_step(later)[0]
-        except Exception:  # whatever a user's optimizer wants that a twin has not: its first step is taken for planned
-            self.over = True
 
     def has_one_to_take(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step that the optimizer is about to take is another program than its later ones."""
         if self.over:
             return False
         try:
-            self.over = ops_of_a_step(small_twin(optimizer, begun=False))[0] == self._later
-        except Exception:
+            twin = small_twin(optimizer, begun=False)
+            now, _ = ops_of_a_step(twin)
+            for state in twin.state.values():
+                counted(state, STEADY_STEP)
+            self.over = ops_of_a_step(twin)[0] == now
+        except Exception:  # whatever a user's optimizer wants that a twin has not: its steps are taken for planned
             self.over = True
         return not self.over
 

@@ -102,7 +102,8 @@ def _same(number: float, value: torch.Tensor) -> bool:
 def small_twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False, begun: bool = True) -> torch.optim.Optimizer:
     """The same optimizer over parameters of one element, one for each that it would treat differently.
 
-    Its state is that of `optimizer`, begun where there is none yet if `begun`; with `fresh` there is none.
+    Its state is that of `optimizer`, begun where there is none yet; with `fresh` there is none. Where it is not to be
+    `begun`, parameters without gradients are left out.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -114,7 +115,7 @@ def small_twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False, begun: 
     for group in optimizer.param_groups:
         made: dict[Any, torch.nn.Parameter] = {}
         for parameter in group["params"]:
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or (not begun and parameter.grad is None):
                 continue
             own = {} if fresh else optimizer.state.get(parameter, {})
             kind = (parameter.dim(), parameter.dtype, _counter(own))

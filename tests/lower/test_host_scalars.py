@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autoshard
 from autoshard.api import captured_graph
@@ -102,11 +103,24 @@ def test_a_first_step_that_is_another_program_is_refused():
 
 def test_hooks_on_the_steps_of_all_optimizers_do_not_hear_of_a_twins():
     """Such hooks end a planned step (`auto.py`): a twin's would have ended it before the optimizer's own."""
-    optimizer = torch.optim.RAdam([torch.nn.Parameter(torch.zeros(3))])
+    used, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    used.grad = torch.ones(3)
+    optimizer = torch.optim.RAdam([used, unused])
     heard = []
-    hook = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: heard.append(True))
+    hook = register_optimizer_step_post_hook(lambda *_: heard.append(True))
     try:
         assert FirstSteps(optimizer).has_one_to_take(optimizer)
         assert heard == []
     finally:
         hook.remove()
+    for step in range(7):
+        assert FirstSteps(optimizer).has_one_to_take(optimizer) == (step < 5)
+        optimizer.step()
+
+
+def test_an_optimizer_with_parameters_that_are_not_used_has_no_first_steps():
+    used, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    used.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([used, unused])
+    optimizer.step()
+    assert not FirstSteps(optimizer).has_one_to_take(optimizer)
