@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PREDICTED_OPS = 10_000
 """Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""
-_UNPROVED = 0.01
+_UNPROVED = 0.05
 """A choice whose gap is above this is held against one plan by hand, however large the program is."""
 
 _FASTER = 1e-4
