@@ -185,10 +185,15 @@ def plan_program(
     backend: str = "auto",
     annotations: Literal["all", "least"] = "all",
     refine: str | None = None,
+    rivals: bool = True,
     dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`."""
+    """Plan a captured program; of several meshes the one whose predicted step is shortest. See `plan`.
+
+    Args:
+        rivals: also predict the plans by hand that are estimated best, and take one that is faster (`rivals.py`).
+    """
     check_options(time_limit, seed)
     wanted = _hints(hints)
     (progress or (lambda stage: None))("graph")
@@ -204,6 +209,7 @@ def plan_program(
         backend=backend,
         annotations=annotations,
         refine=refine,
+        rivals=rivals,
         dump_problem=dump_problem,
         progress=progress,
     )
@@ -222,6 +228,7 @@ def plan_captured(
     backend: str = "auto",
     annotations: Literal["all", "least"] = "all",
     refine: str | None = None,
+    rivals: bool = True,
     dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -286,9 +293,11 @@ def plan_captured(
     def written(chosen: Annotations) -> Annotations:
         return chosen if annotations == "all" else least(graph, chosen, found.mesh)
 
-    if refine is None:
+    if refine is None and rivals:
         say("plans by hand")
         return or_by_hand(found, graph, written)
+    if refine is None:
+        return found
     from autoshard.refine import check_refine, refined
 
     target = check_refine(refine, found.mesh)

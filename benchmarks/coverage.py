@@ -6,6 +6,7 @@ Every entry of the `zoo_*.py` beside this file is a training step with SGD, smal
 its own, which may crash or take too long, it is captured, planned on mesh 2x4 for the device of `zoo_device.toml`, and
 trained two steps under the plan on 8 virtual CPU devices, against two steps on one: losses to 1e-5 relative, gradients
 of the first step to 1e-5 of each tensor's largest, parameters to 1e-5 (bf16: 2e-2), as `autoshard verify --run` judges.
+The plan is the solver's, without plans by hand beside it, so that programs are split.
 The one-device reference is PyTorch's own CPU kernels; where numbers are not equal, or are drawn at random, a second
 process trains the same steps through torch_xla alone on one device, which also says whether it can.
 
@@ -106,7 +107,7 @@ def plan_and_run(name: str, folder: Path) -> None:
         with collector_paused():
             program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
             said(stage="plan", ops=len(program.ops))
-            plan = plan_program(program, Mesh.parse(MESH, device=DEVICE), time_limit=120)
+            plan = plan_program(program, Mesh.parse(MESH, device=DEVICE), time_limit=120, rivals=False)
     except AutoshardError as error:
         said(cause=str(error), kind=type(error).__name__)
         return

@@ -23,7 +23,7 @@ from models import program
 from tabulate import tabulate
 
 from autoshard import manual
-from autoshard.api import captured_graph, plan_graph, predict_annotations
+from autoshard.api import captured_graph, plan_captured, predict_annotations
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
@@ -48,7 +48,7 @@ def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annota
     for name in wanted:
         try:
             if name == AUTO:
-                found[name] = plan_graph(graph, mesh).annotations
+                found[name] = plan_captured(graph, mesh, rivals=False).annotations(graph)
             else:
                 found[name] = manual.PLANS[name](graph, mesh)
         except ManualPlanError as error:
