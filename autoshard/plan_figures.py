@@ -101,7 +101,7 @@ class SolverInfo(_Figures):
         bound: proven lower bound on the objective, in seconds; None when none is known.
         gap: (objective - bound) / objective; None when no bound is known.
         backend: what produced the choice.
-        overruled: the plan by hand that was taken instead of the solver's choice, because its predicted step is shorter
+        overruled: the plan by hand that was taken instead of the solver's choice, because it is predicted no slower
             (`rivals.py`); the other figures are the choice's.
     """
 

@@ -304,7 +304,7 @@ def solver_line(solver: SolverInfo) -> str:
         text += f", gap {100 * solver.gap:.3g} %"
     text += f" ({solver.backend})"
     if solver.overruled is not None:
-        text += f"; taken instead: the plan by hand `{solver.overruled}`, whose predicted step is shorter"
+        text += f"; taken instead: the plan by hand `{solver.overruled}`, predicted no slower"
     return text
 
 

@@ -57,6 +57,21 @@ def test_the_choice_stays_where_none_is_faster(graph):
     assert rivals.or_by_hand(again, graph, lambda annotations: annotations) == again
 
 
+def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypatch):
+    """With fewer annotations: compilers combine more where less is pinned."""
+    monkeypatch.setattr(rivals, "PREDICTED_OPS", 0)
+    made = PLANS["dp"](graph, MESH)
+    specs = predicted(graph, "dp").specs
+    every = {value: specs[value] for value in graph.aten_outputs.values() if value in specs}
+    pinned = replace(made, pins={**every, **made.pins})
+    before = api.written_plan(graph, MESH, pinned, options=Options(), solver=SOLVER)
+    found = rivals.or_by_hand(before, graph, lambda annotations: annotations)
+    assert found == replace(chosen(graph, "dp"), solver=replace(SOLVER, overruled="dp"))
+    assert len(found.activations) < len(before.activations)
+    monkeypatch.setattr(rivals, "_alike", lambda one, other: False)
+    assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
+
+
 def test_memory_limit_and_hints_hold(graph):
     least = min(predicted(graph, name).peak_memory_bytes for name in ("fsdp", "hsdp", "megatron", "fsdp-tp"))
     before = chosen(graph, "dp", memory=least - 1)
