@@ -198,7 +198,7 @@ def test_losses_that_are_none() -> None:
     refused("loss_fn is a callable from the model's output to a number, not str", mlp(), loss_fn="mse")
     refused("No parameter of the model requires a gradient", mlp().requires_grad_(False), **TRAIN)
     refused("The model has no parameters to train", nn.Sequential(), loss_fn=mean_square)
-    refused("loss_fn reads the value", mlp(), loss_fn=lambda out: out.sum() * out.max().item())
+    refused("loss_fn reads the value", mlp().to("meta"), loss_fn=lambda out: out.sum() * out.max().item())
 
 
 # --- what works --------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Program:
             parameter, its numbers written as `*`, -> style; empty where it carries none.
         reads: the values that the step took to the host, in order, but for those that are the same in every step. With
             other values it may be another program: lowering looks at them again.
+        inputs: names of the arguments that are inputs, in the order in which the model and then the loss take them.
     """
 
     kind: Literal["forward", "train"]
@@ -129,6 +130,7 @@ class Program:
     annotated: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     reads: tuple[ValueRead, ...] = field(default=(), repr=False, compare=False)
+    inputs: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def fingerprint(self) -> str:

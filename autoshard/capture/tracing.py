@@ -406,6 +406,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             annotated={known.name: known.annotated for known in self.known.values() if known.annotated},
             tp_plan=tensor_parallel_plan(self.model),
             reads=tuple(self.labels.reads),
+            inputs=tuple(known.name for known in self.known.values() if known.role == "input"),
         )
 
     def _results(self, loss_or_output: Any, train: bool) -> list[Result]:

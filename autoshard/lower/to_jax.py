@@ -219,7 +219,9 @@ class JaxStep:
         self._specs = {name: tensor for name, tensor in specs.items() if tensor is not None}
         updated = {program.arguments[o.updates].name for o in program.outputs if o.updates is not None}
         own = [name for name in self._types if name not in program.values and name not in updated]
-        self._inputs = [name for name in own if name in plan.inputs or name not in self._specs]
+        taken = {name: place for place, name in enumerate(program.inputs)}
+        inputs = [name for name in own if name in plan.inputs or name not in self._specs]
+        self._inputs = sorted(inputs, key=lambda name: taken.get(name, len(taken)))
         self._state = [name for name in self._types if name not in program.values and name not in self._inputs]
         none = jax.sharding.NamedSharding(shardings.mesh, jax.sharding.PartitionSpec())
         self._shardings = dict.fromkeys((*self._state, *self._inputs), none) | shardings.arguments()
@@ -290,7 +292,8 @@ class JaxStep:
         Args:
             state: what `place` or the step before gave; it is donated.
             inputs: torch tensors, arrays, or jax arrays: a mapping by name (`plan.inputs`, and what scalars a
-                StableHLO file takes), a sequence in that order, or the only one.
+                StableHLO file takes), a sequence in the order in which the model and the loss (or the file) take
+                them, or the only one.
         """
         with self._settings():
             return self.jitted(dict(state), {**self.place_inputs(inputs), **self._next_scalars()})  # type: ignore[no-any-return]

@@ -122,6 +122,26 @@ def test_inputs_that_do_not_fit_are_named(made, inputs, message):
         step.place_inputs(inputs)
 
 
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+def test_inputs_in_a_row_are_in_the_order_of_the_call(frontend):
+    import torch
+
+    pytest.importorskip(frontend)
+
+    trained = torch.nn.Linear(3, 5)
+    program = autoshard.capture(
+        trained, (torch.zeros(4, 3), torch.zeros(4, 5)), loss_fn=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD(trained.parameters(), lr=0.1), frontend=frontend,
+    )  # fmt: skip
+    step = (
+        autoshard.plan_program(program, Mesh((1,))).to_jax().step(program, torch.optim.SGD(trained.parameters(), 0.1))
+    )
+    placed = step.place_inputs((torch.zeros(4, 3), torch.zeros(4, 5)))
+    assert {name: value.shape for name, value in placed.items()} == {"input": (4, 3), "target": (4, 5)}
+    with pytest.raises(LoweringError, match="input is float32"):
+        step.place_inputs((torch.zeros(4, 5), torch.zeros(4, 3)))
+
+
 def test_placing_leaves_the_optimizer_as_it_was(made):
     model, optimizer, program, plan = made
     step = plan.to_jax().step(program, optimizer)
