@@ -139,6 +139,7 @@ class TpuFusion(Fusion):
         """Bytes of the arrays that a step reads with what runs again for it."""
         sizes: dict[int, int] = {}
         todo = [step]
+        seen: set[int] = set()  # makers: there are as many ways to one as halves in a chain of sums
         while todo:
             one = todo.pop()
             made = self.arrays[one.writes[0]].bytes
@@ -146,7 +147,9 @@ class TpuFusion(Fusion):
                 found = self.arrays[array]
                 maker = None if found.maker < 0 else self.steps[found.maker]
                 if maker is not None and self._runs_again(array, maker):
-                    todo.append(maker)
+                    if found.maker not in seen:
+                        seen.add(found.maker)
+                        todo.append(maker)
                 else:
                     taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
                     sizes[array] = max(sizes.get(array, 0), taken)

@@ -88,3 +88,21 @@ def test_a_scatter_of_what_is_made_in_its_kernel_moves_no_more_than_its_target(m
         assert sum(found.values()) == pytest.approx(3 * 512 * 64 * 64 * 4, rel=0.01)
     else:
         assert sum(found.values()) - read == moved
+
+
+def test_a_chain_of_sums_of_the_two_before_is_read_once():
+    """As many ways lead from its end to its start as the 60th Fibonacci number."""
+    x = "tensor<512x256xf32>"
+    lines = [f"%{n} = stablehlo.add %{n - 1}, %{n - 2} : {x}" for n in range(2, 62)]
+    dot = f"contracting_dims = [1] x [0] : ({x}, tensor<256x256xf32>) -> {x}"
+    text = f"""func.func @main(%a: {x}, %b: {x}, %v: tensor<256x256xf32>, %w: tensor<256x256xf32>) -> ({x}, {x}) {{
+      %0 = stablehlo.negate %a : {x}
+      %1 = stablehlo.negate %b : {x}
+      {chr(10).join(lines)}
+      %y = stablehlo.dot_general %61, %v, {dot}
+      %z = stablehlo.dot_general %61, %w, {dot}
+      return %y, %z : {x}, {x}
+    }}"""
+    mesh, device = Mesh((8,), ("x",), "tpu-v5e"), load_device("tpu-v5e")
+    kernels = backend_of(device).compile(replicated_program(graph_from_text(text), mesh, device)).kernels
+    assert sum(bool(kernel.flops) for kernel in kernels) >= 2
