@@ -80,6 +80,7 @@ class TpuFusion(Fusion):
         """For one device's program."""
         super().__init__(program)
         self.ends: set[int] = set()  # roots of products' kernels
+        self.again_of: dict[int, bool] = {}  # array -> `_runs_again`
         self.around = convolved(program)  # arrays that convolutions read or make, and what is elementwise around them
 
     def cluster(self) -> None:
@@ -132,12 +133,12 @@ class TpuFusion(Fusion):
         not in three; of four not in two; of one array, and what is smaller than that, in any number.
         """
         made = self.arrays[step.writes[0]].bytes
-        read = self._read(step)
-        return kernels * read > read + made + kernels * made
+        return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
 
-    def _read(self, step: Step) -> int:
-        """Bytes of the arrays that a step reads with what runs again for it."""
+    def _reads(self, step: Step, bytes: float) -> bool:
+        """Whether a step reads more than so many bytes, with what runs again for it."""
         sizes: dict[int, int] = {}
+        read = 0
         todo = [step]
         seen: set[int] = set()  # makers: there are as many ways to one as halves in a chain of sums
         while todo:
@@ -145,23 +146,31 @@ class TpuFusion(Fusion):
             made = self.arrays[one.writes[0]].bytes
             for array in dict.fromkeys(one.reads):
                 found = self.arrays[array]
-                maker = None if found.maker < 0 else self.steps[found.maker]
-                if maker is not None and self._runs_again(array, maker):
+                if found.maker >= 0 and self._runs_again(array):
                     if found.maker not in seen:
                         seen.add(found.maker)
-                        todo.append(maker)
-                else:
-                    taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
-                    sizes[array] = max(sizes.get(array, 0), taken)
-        return sum(sizes.values())
+                        todo.append(self.steps[found.maker])
+                    continue
+                taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
+                read += max(0, taken - sizes.get(array, 0))
+                sizes[array] = max(sizes.get(array, 0), taken)
+                if read > bytes:
+                    return True
+        return False
 
-    def _runs_again(self, number: int, maker: Step) -> bool:
+    def _runs_again(self, number: int) -> bool:
         """Whether all that reads an array takes its maker in: what it is made from is read then, not the array.
 
         As seen: the gradient of BERT's logits, read by two products and a sum, is made from the logits in each. Not so
         between convolutions: ResNet and U-Net keep what normalisations make.
         """
+        if number not in self.again_of:
+            self.again_of[number] = self._taken_by_all(number)
+        return self.again_of[number]
+
+    def _taken_by_all(self, number: int) -> bool:
         array = self.arrays[number]
+        maker = self.steps[array.maker]
         if len(maker.writes) > 1 or array.returned or not self.inlined(maker):
             return False
         if len(array.readers) == 1:
