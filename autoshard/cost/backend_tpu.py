@@ -73,6 +73,12 @@ TAKING = INDEXED | {SLICE}
 """Kinds that read of an operand what they make."""
 
 
+MOST_AGAIN = 64
+"""Makers of what a step reads that are followed; what lies behind them counts as read. Chains of elementwise steps may
+be thousands long, and be asked after at every step.
+"""
+
+
 class TpuFusion(Fusion):
     """Products with what is elementwise around them, loops into everything."""
 
@@ -146,7 +152,7 @@ class TpuFusion(Fusion):
             made = self.arrays[one.writes[0]].bytes
             for array in dict.fromkeys(one.reads):
                 found = self.arrays[array]
-                if found.maker >= 0 and self._runs_again(array):
+                if found.maker >= 0 and len(seen) < MOST_AGAIN and self._runs_again(array):
                     if found.maker not in seen:
                         seen.add(found.maker)
                         todo.append(self.steps[found.maker])
