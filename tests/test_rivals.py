@@ -59,7 +59,8 @@ def test_the_choice_stays_where_none_is_faster(graph):
 
 def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypatch):
     """With fewer annotations: compilers combine more where less is pinned."""
-    monkeypatch.setattr(rivals, "PREDICTED_OPS", 0)
+    monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops))
+    monkeypatch.setattr(rivals, "_FASTER", 1.0)
     made = PLANS["dp"](graph, MESH)
     specs = predicted(graph, "dp").specs
     every = {value: specs[value] for value in graph.aten_outputs.values() if value in specs}
