@@ -203,7 +203,9 @@ class _Key(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], charge: float) -> None:
+    def __init__(
+        self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], charge: float = 0.0
+    ) -> None:
         self.graph, self.mesh, self.device, self.hints, self.charge = graph, mesh, device, hints, charge
         self.images = batch_dims(graph) if device.target == "tpu" else {}
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)

@@ -157,8 +157,8 @@ def test_the_process_captures_on_after_a_refusal() -> None:
     assert capture(Mlp(), sample()[0]).ops
 
 
-def test_a_backward_pass_before_torch_xla_was_loaded_is_named() -> None:
-    """Autograd counts devices at its first backward pass: after one without XLA, none can run there."""
+def test_a_backward_pass_before_torch_xla_was_loaded_does_no_harm() -> None:
+    """Autograd counts devices at its first backward pass; at capture it runs on the thread that asks."""
     code = """
 import torch, autoshard
 layer = torch.nn.Linear(8, 8)
@@ -169,7 +169,7 @@ except autoshard.CaptureError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.startswith("this process ran a backward pass before torch_xla was loaded")
+    assert done.stdout == ""
 
 
 def test_nothing_of_a_capture_is_left_for_the_next_sync() -> None:
