@@ -10,7 +10,9 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from autoshard.errors import SourceError
@@ -278,18 +280,27 @@ def _typed(text: str, old: Any) -> Any:
 # file.py:function
 
 
+class _AsWritten(SourceFileLoader):
+    """Compiles the file as it is: bytecode on disk counts as fresh where it changed within a second, not in size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The file's code."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _file(
     path: Path, function: str, batch: int | None, seq: int | None, settings: Mapping[str, str], train: str | None
 ) -> Source:
     if not path.is_file():
         raise SourceError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_AsWritten(path.stem, str(path)))
+    if spec is None:
         raise SourceError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        module.__spec__.loader.exec_module(module)  # type: ignore[union-attr]
     except (Exception, SystemExit) as error:
         raise SourceError(f"{path} cannot be imported: {_said(error)}") from error
     finally:

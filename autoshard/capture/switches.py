@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +35,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture import exact, interpolation, losses, ops, pools
+from autoshard.capture import exact, images, losses, ops, pools  # noqa: F401  (images registers its handlers)
 from autoshard.capture.checkpoints import recomputed
-from autoshard.capture.device import is_xla
-from autoshard.capture.grouped import grouped_convolution, grouped_transposed
+from autoshard.capture.dots import conv1d
+from autoshard.capture.handlers import HANDLERS, UNTOUCHED, Handler, on_xla, replaces
 from autoshard.capture.loops import unrolled
 from autoshard.capture.transformers_library import transformers_traced
 
@@ -61,21 +60,6 @@ DEFAULT: tuple[str, ...] = (
     "transformers",
 )
 
-Handler = Callable[..., Any]
-_HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in DEFAULT}
-_UNTOUCHED = NotImplemented
-"""What a handler returns when the call is none that it can do better."""
-
-
-def replaces(switch: str, *functions: Any) -> Callable[[Handler], Handler]:
-    """Register a handler for calls of `functions` under `switch`; it may return `_UNTOUCHED`."""
-
-    def register(handler: Handler) -> Handler:
-        _HANDLERS[switch].update(dict.fromkeys(functions, handler))
-        return handler
-
-    return register
-
 
 @contextlib.contextmanager
 def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -88,10 +72,10 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
     Raises:
         ValueError: a name is no switch.
     """
-    unknown = [name for name in names if name not in _HANDLERS]
+    unknown = [name for name in names if name not in DEFAULT]
     if unknown:
-        raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(_HANDLERS)}")
-    handlers = {function: handler for name in names for function, handler in _HANDLERS[name].items()}
+        raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(DEFAULT)}")
+    handlers = {function: handler for name in names for function, handler in HANDLERS[name].items()}
     with contextlib.ExitStack() as stack:
         # Of nodes that are ready, autograd takes the one that was made last, and each thread counts for itself: were
         # gradients of gradients made on a thread of the device's, their order would depend on what ran there before.
@@ -105,7 +89,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
         if "scan" in names:
             stack.enter_context(unrolled())
         if "linear" in names:
-            stack.enter_context(_conv1d())
+            stack.enter_context(conv1d())
         stack.enter_context(_Replace(handlers))
         yield
 
@@ -128,9 +112,9 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
             with self, body_of_functional():
                 return func(*args, **kwargs)
         handler = self.handlers.get(func)
-        if handler is not None and any(_on_xla(a) for a in (*args, *kwargs.values())):
+        if handler is not None and any(on_xla(a) for a in (*args, *kwargs.values())):
             result = handler(*args, **kwargs)
-            if result is not _UNTOUCHED:
+            if result is not UNTOUCHED:
                 return result
         return func(*args, **kwargs)
 
@@ -154,10 +138,6 @@ def _unchecked() -> Iterator[None]:
         distribution.set_default_validate_args(default)
 
 
-def _on_xla(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_xla(value)
-
-
 @contextlib.contextmanager
 def body_of_functional() -> Iterator[None]:
     """Let a Python function of torch.nn.functional run its body under a function mode, instead of asking it again."""
@@ -170,155 +150,6 @@ def body_of_functional() -> Iterator[None]:
     finally:
         for name, function in saved.items():
             setattr(F, name, function)
-
-
-# Dots.
-
-
-def _autocast() -> bool:
-    return bool(torch.is_autocast_enabled("xla"))  # without torch_xla too, see `autocast.py`
-
-
-def _same_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What autocast would do to the operands of a dot."""
-    if _autocast():
-        dtype = torch.get_autocast_dtype("xla")
-        return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
-    return list(tensors)
-
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@replaces("linear", F.linear)
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    if weight.dim() != 2 or input.dim() < 1:
-        return _UNTOUCHED
-    if input.shape[-1] != weight.shape[1]:
-        raise RuntimeError(
-            f"linear of {weight.shape[1]} input features was given a tensor of shape {tuple(input.shape)}, "
-            f"whose last dim is {input.shape[-1]}"
-        )
-    return _project(input, weight, bias, "oi")
-
-
-def _project(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_dims: str) -> torch.Tensor:
-    free = _LETTERS[15 : 15 + input.dim() - 1]
-    input, weight = _same_dtype(input, weight)
-    out = ops.einsum(f"{free}i,{weight_dims}->{free}o", input, weight)
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-@contextlib.contextmanager
-def _conv1d() -> Iterator[None]:
-    """transformers' Conv1D flattens its input before `addmm`: replace the class's forward meanwhile."""
-    utilities = sys.modules.get("transformers.pytorch_utils")
-    if utilities is None:
-        yield
-        return
-    native = utilities.Conv1D.forward
-
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        if not _on_xla(x) or x.shape[-1] != self.weight.shape[0]:
-            return native(self, x)
-        return _project(x, self.weight, self.bias, "io")
-
-    utilities.Conv1D.forward = forward
-    try:
-        yield
-    finally:
-        utilities.Conv1D.forward = native
-
-
-@replaces("matmul", torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-def _matmul(input: torch.Tensor, other: torch.Tensor) -> Any:
-    a, b = input, other
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return _UNTOUCHED
-    if a.dim() < 2 or b.dim() < 2 or max(a.dim(), b.dim()) < 3:
-        return _UNTOUCHED
-    if a.shape[-1] != b.shape[-2] or (a.dtype != b.dtype and not _autocast()):
-        return _UNTOUCHED
-    rank = max(a.dim(), b.dim()) - 2
-    batch = _LETTERS[:rank]
-    a, a_batch = _drop_broadcast(a, b, batch)
-    b, b_batch = _drop_broadcast(b, input, batch)
-    if any(input.shape[-3 - n] == 1 == other.shape[-3 - n] for n in range(min(input.dim(), other.dim()) - 2)):
-        a, b, a_batch, b_batch = input, other, batch[rank - input.dim() + 2 :], batch[rank - other.dim() + 2 :]
-    sizes: dict[str, int] = {}
-    for letter, size in (*zip(a_batch, a.shape[:-2], strict=True), *zip(b_batch, b.shape[:-2], strict=True)):
-        if sizes.setdefault(letter, size) != size:
-            return _UNTOUCHED
-    a, b = _same_dtype(a, b)
-    return ops.einsum(f"{a_batch}mk,{b_batch}kn->{batch}mn".translate(_MATRIX), a, b)
-
-
-_MATRIX = str.maketrans({"m": "M", "k": "K", "n": "N"})
-
-
-def _drop_broadcast(x: torch.Tensor, other: torch.Tensor, batch: str) -> tuple[torch.Tensor, str]:
-    """Drop the batch dims of size 1 that `other` has larger: the dot broadcasts over what one operand lacks."""
-    kept = batch[len(batch) - (x.dim() - 2) :]
-    for position in reversed(range(x.dim() - 2)):
-        from_right = x.dim() - position
-        if x.shape[position] == 1 and other.dim() >= from_right and other.shape[-from_right] != 1:
-            x, kept = x.squeeze(position), kept[:position] + kept[position + 1 :]
-    return x, kept
-
-
-@replaces("matmul", torch.einsum)
-def _einsum(equation: Any, *operands: Any) -> Any:
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation:
-        return _UNTOUCHED
-    left, arrow, out = equation.replace(" ", "").partition("->")
-    parts = left.split(",")
-    if len(parts) != 2:
-        return _UNTOUCHED
-    if not arrow:
-        out = "".join(sorted(i for i in set(left) - {","} if left.count(i) == 1))
-    a, b = parts
-    if any(len(set(part)) != len(part) for part in (a, b, out)) or len(a) != operands[0].dim():
-        return _UNTOUCHED
-    if len(b) != operands[1].dim() or any((i in a) + (i in b) + (i in out) < 2 for i in set(a + b + out)):
-        return _UNTOUCHED
-    sizes = dict(zip(a, operands[0].shape, strict=True))
-    if any(sizes.get(i, size) != size for i, size in zip(b, operands[1].shape, strict=True)):
-        return _UNTOUCHED
-    x, y = _same_dtype(*operands)
-    return ops.einsum(f"{a},{b}->{out}", x, y)
-
-
-@replaces("matmul", F.scaled_dot_product_attention)
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if query.dim() < 3 or key.shape[:-3] != query.shape[:-3]:
-        return _UNTOUCHED
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _matmul(query * scale, key.transpose(-2, -1))
-    if scores is _UNTOUCHED:
-        return _UNTOUCHED
-    if is_causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = torch.softmax(scores, -1)
-    if dropout_p > 0:
-        weights = torch.dropout(weights, dropout_p, True)
-    return _matmul(weights.to(value.dtype), value)
 
 
 # Norms.
@@ -350,7 +181,7 @@ def _layer_norm(
 ) -> Any:
     dims = list(range(-len(normalized_shape), 0))
     if tuple(input.shape[dims[0] :]) != tuple(normalized_shape):
-        return _UNTOUCHED
+        return UNTOUCHED
     return _scaled(_standardized(_wide(input), dims, eps), weight, bias).to(input.dtype)
 
 
@@ -378,7 +209,7 @@ def _group_norm(
     *_: Any,
 ) -> Any:
     if input.dim() < 2 or input.shape[1] % num_groups:
-        return _UNTOUCHED
+        return UNTOUCHED
     x = _wide(input).reshape(input.shape[0], num_groups, input.shape[1] // num_groups, *input.shape[2:])
     x = _standardized(x, list(range(2, x.dim())), eps).reshape(input.shape)
     return _scaled(x, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
@@ -396,7 +227,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     if input.dim() < 3:
-        return _UNTOUCHED
+        return UNTOUCHED
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x, dims = _wide(input), list(range(2, input.dim()))
@@ -444,7 +275,7 @@ def _batch_norm(
         variance = (centered * centered).mean(dims, keepdim=True)
         _average_statistics(running_mean, running_var, mean, variance, input.numel() // input.shape[1], momentum)
     elif running_mean is None or running_var is None:
-        return _UNTOUCHED
+        return UNTOUCHED
     else:
         shape = (1, -1, *[1] * (rank - 2))
         centered, variance = x - running_mean.view(shape), running_var.view(shape)
@@ -453,7 +284,7 @@ def _batch_norm(
 
 
 def _adaptive_largest(rank: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:
-    return _UNTOUCHED if return_indices else pools.adaptive_largest(input, output_size, rank)
+    return UNTOUCHED if return_indices else pools.adaptive_largest(input, output_size, rank)
 
 
 replaces("norm", torch._weight_norm)(exact.weight_norm)
@@ -483,7 +314,7 @@ _FLATTENS = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.reshape, t
 def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a view; if it merges leading dims of an XLA tensor, the result knows what it was made of."""
     out, source = func(*args, **kwargs), args[0] if args else None
-    if isinstance(source, torch.Tensor) and _on_xla(out) and out.dim() in (1, 2) and out.dim() < source.dim():
+    if isinstance(source, torch.Tensor) and on_xla(out) and out.dim() in (1, 2) and out.dim() < source.dim():
         kept = source.shape[-1:] if out.dim() == 2 else ()
         if out.shape[1:] == kept and out.shape[0] == math.prod(source.shape[: source.dim() - len(kept)]):
             out._autoshard_unflattened = source
@@ -507,9 +338,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     if weight is not None or label_smoothing or size_average is not None or reduce is not None:
-        return _UNTOUCHED
+        return UNTOUCHED
     if target.is_floating_point() or input.dim() != 2 or target.dim() != 1 or input.shape[0] != target.shape[0]:
-        return _UNTOUCHED
+        return UNTOUCHED
     logits, labels = _unflattened(input), _unflattened(target)
     if logits.shape[:-1] != labels.shape:
         logits, labels = input, target
@@ -537,8 +368,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or scale_grad_by_freq or sparse or input.dim() == 0 or not _on_xla(input):
-        return _UNTOUCHED
+    if max_norm is not None or scale_grad_by_freq or sparse or input.dim() == 0 or not on_xla(input):
+        return UNTOUCHED
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     return ops.embedding(weight, input, padding_idx)
@@ -559,10 +390,10 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
-        return _UNTOUCHED
+        return UNTOUCHED
     rows = _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if rows is _UNTOUCHED or (input.dim() == 2) == (offsets is not None):
-        return _UNTOUCHED
+    if rows is UNTOUCHED or (input.dim() == 2) == (offsets is not None):
+        return UNTOUCHED
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     if mode == "max":
@@ -588,141 +419,8 @@ def _bags(input: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 def _largest_in_bags(rows: torch.Tensor, input: torch.Tensor, offsets: torch.Tensor | None, padding: int | None) -> Any:
     """Per feature the largest of each bag's rows, 0 where there are none; equal rows share the gradient."""
     if offsets is not None:
-        return _UNTOUCHED
+        return UNTOUCHED
     if padding is not None:
         rows = torch.where((input == padding).unsqueeze(-1), -math.inf, rows)
     largest = rows.amax(1)
     return largest if padding is None else torch.where(largest == -math.inf, 0.0, largest)
-
-
-# Convolutions.
-
-
-def _convolves(*functions: Any) -> None:
-    for rank, function in enumerate(functions, 1):
-        replaces("groups", function)(partial(_convolution, function, rank))
-
-
-def _convolution(
-    convolve: Any,
-    rank: int,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    if groups == 1 or weight.shape[1] == 1 or input.dim() != rank + 2 or isinstance(padding, str):
-        return _UNTOUCHED
-    if input.shape[1] != groups * weight.shape[1] or weight.shape[0] % groups:
-        return _UNTOUCHED  # torch says what is wrong
-    stride, padding, dilation = (
-        list(value) * (rank // len(value)) if isinstance(value, tuple | list) else [value] * rank
-        for value in (stride, padding, dilation)
-    )
-    input, weight = _same_dtype(input, weight)
-    out = grouped_convolution(input, weight, stride, padding, dilation, groups, convolve)
-    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * rank)
-
-
-_convolves(F.conv1d, F.conv2d, F.conv3d)
-
-
-def _transposed(
-    convolve: Any,
-    rank: int,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    if groups == 1 or input.dim() != rank + 2 or input.shape[1] != weight.shape[0] or weight.shape[0] % groups:
-        return _UNTOUCHED
-    stride, padding, output_padding, dilation = (
-        list(value) * (rank // len(value)) if isinstance(value, tuple | list) else [value] * rank
-        for value in (stride, padding, output_padding, dilation)
-    )
-    input, weight = _same_dtype(input, weight)
-    out = grouped_transposed(input, weight, stride, padding, output_padding, dilation, groups, convolve)
-    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * rank)
-
-
-for _rank, _function in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1):
-    replaces("groups", _function)(partial(_transposed, _function, _rank))
-
-
-# Interpolation.
-
-_AVERAGES = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-
-
-@replaces("interpolate", F.interpolate)
-def _interpolate(
-    input: torch.Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Any:
-    rank = input.dim() - 2
-    sizes = _per_dim(size, rank)
-    factors = _per_dim(scale_factor, rank)
-    if mode == "area" and rank in (1, 2, 3) and sizes is not None and factors is not None:
-        into = [
-            new or math.floor(old * factor) for new, old, factor in zip(sizes, input.shape[2:], factors, strict=True)
-        ]
-        pooled = pools.adaptive_average(input, into, rank)
-        return (_AVERAGES[rank - 1](input, into)) if pooled is _UNTOUCHED else pooled
-    if antialias or rank < 1 or sizes is None or factors is None:
-        return _UNTOUCHED
-    extents = input.shape[2:]
-    into = [new or math.floor(old * (factor or 1)) for new, old, factor in zip(sizes, extents, factors, strict=True)]
-    exact = [None if recompute_scale_factor else factor for factor in factors]
-    for dim, (new, old, factor) in enumerate(zip(into, extents, exact, strict=True), 2):
-        if mode in ("nearest", "nearest-exact"):
-            input = interpolation.nearest(input, dim, new, factor, mode == "nearest-exact")
-        elif new != old:
-            weights = interpolation.weights_of(mode, old, new, factor, bool(align_corners), input)
-            if weights is None:
-                return _UNTOUCHED
-            input = _matmul(input.transpose(dim, -1), weights).transpose(dim, -1)
-    return input
-
-
-replaces("interpolate", F.affine_grid)(interpolation.affine_grid)
-
-
-@replaces("interpolate", F.grid_sample)
-def _grid_sample(
-    input: torch.Tensor,
-    grid: torch.Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = None,
-) -> Any:
-    modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
-    if mode not in modes or padding_mode not in paddings:
-        return _UNTOUCHED  # torch says what is wrong
-    return _grid_sampler(input, grid, modes.index(mode), paddings.index(padding_mode), bool(align_corners))
-
-
-@replaces("interpolate", torch.grid_sampler)
-def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, corners: bool) -> Any:
-    if input.dim() != 4:
-        return _UNTOUCHED
-    from torch._decomp.decompositions import _grid_sampler_2d
-
-    return _grid_sampler_2d(input, grid, mode, padding, corners)
-
-
-def _per_dim(value: Any, rank: int) -> list[Any] | None:
-    values = list(value) if isinstance(value, list | tuple) else [value] * rank
-    return values if len(values) == rank else None

@@ -156,16 +156,6 @@ class _XlaTracing(Tracing):
     def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
         if first.startswith("Expected XLA tensor. Got: XLA"):
             return refusals.apart(where, refusals.line_of(error))
-        if "device_ready_queues_" in first:  # autograd counts devices once, at its first backward pass
-            return CaptureError(
-                "this process ran a backward pass before torch_xla was loaded, and autograd has no queue for XLA "
-                "devices now: import torch_xla before the first backward pass, or plan in a new process"
-            )
-        if first == "module 'torch' has no attribute 'xla'":  # torch.utils.checkpoint looks for torch.<device>
-            return CaptureError(
-                f"{where} failed with {type(error).__name__}: {first}; for gradient checkpointing, XLA devices have "
-                "torch_xla.utils.checkpoint.checkpoint"
-            )
         return None
 
     def lower(self, results: Sequence[Result]) -> Lowered:

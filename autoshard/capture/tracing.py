@@ -35,7 +35,7 @@ from autoshard.capture.program import (
     TensorType,
     ValueRead,
 )
-from autoshard.capture.sequence import ALIASES, TRANSFERS, AtenSequence, Call, name_of, on_cpu, tensors_in
+from autoshard.capture.sequence import ALIASES, TRANSFERS, AtenSequence, Call, Producer, name_of, on_cpu, tensors_in
 from autoshard.errors import CaptureError
 
 DTYPES: Mapping[torch.dtype, str] = {
@@ -441,6 +441,19 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return known.tensor
 
 
+class _Followed:
+    """Values of tensors by what is known, and the kinds of what those followed from that were asked for."""
+
+    def __init__(self, values: KnownValues, producer: Callable[[torch.Tensor], Producer]) -> None:
+        self.values, self.producer = values, producer
+        self.kinds: Kinds = frozenset()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        value, kinds = self.values.of(self.producer(tensor), tensor)
+        self.kinds |= kinds
+        return value
+
+
 class Labels(AtenSequence, ABC):
     """Runs each aten op under its label, marks its outputs, records it; refuses what cannot be captured.
 
@@ -468,22 +481,15 @@ class Labels(AtenSequence, ABC):
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the host gives, from values that are known."""
-        found: Kinds = frozenset()
-
-        def value_of(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal found
-            value, kinds = self.values.of(self.producer(tensor), tensor)
-            found |= kinds
-            return value
-
+        values = _Followed(self.values, self.producer)
         try:
-            placed, named = on_cpu(args, value_of), on_cpu(dict(kwargs), value_of)
-            if not found <= SHAPING:
-                raise UnknownValueError(_in_words(found - SHAPING))
+            placed, named = on_cpu(args, values), on_cpu(dict(kwargs), values)
+            if not values.kinds <= SHAPING:
+                raise UnknownValueError(_in_words(values.kinds - SHAPING))
         except UnknownValueError as error:
             raise refusals.on_host(str(func), self.paths.describe(), str(error), self.indexing) from None
         result = func(*placed, **named)
-        self._note(func, result, found)
+        self._note(func, result, values.kinds)
         return result
 
     def unknown(self, tensor: torch.Tensor) -> str:
@@ -496,19 +502,12 @@ class Labels(AtenSequence, ABC):
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an op gives that takes values to the host."""
-        found: Kinds = frozenset()
-
-        def value_of(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal found
-            value, kinds = self.values.of(self.producer(tensor), tensor)
-            found |= kinds
-            return value
-
+        values = _Followed(self.values, self.producer)
         try:
-            result = func(*on_cpu(args, value_of), **on_cpu(dict(kwargs), value_of))
+            result = func(*on_cpu(args, values), **on_cpu(dict(kwargs), values))
         except UnknownValueError as error:
             raise refusals.reads_value(str(func), self.paths.describe(), str(error)) from None
-        self._note(func, result, found)
+        self._note(func, result, values.kinds)
         return result.clone() if isinstance(result, torch.Tensor) else result
 
     def _note(self, func: Any, result: Any, found: Kinds) -> None:

@@ -163,13 +163,10 @@ def test_a_backward_pass_before_torch_xla_was_loaded_does_no_harm() -> None:
 import torch, autoshard
 layer = torch.nn.Linear(8, 8)
 layer(torch.ones(4, 8)).sum().backward()
-try:
-    autoshard.capture(layer, torch.empty(4, 8), loss_fn=torch.sum, optimizer=torch.optim.SGD)
-except autoshard.CaptureError as error:
-    print(error)
+print(autoshard.capture(layer, torch.empty(4, 8), loss_fn=torch.sum, optimizer=torch.optim.SGD).kind)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout == ""
+    assert done.stdout == "train\n"
 
 
 def test_nothing_of_a_capture_is_left_for_the_next_sync() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_a_function_returns_a_training_step(file: str) -> None:
     assert source.loss_fn is not None
     assert isinstance(source.optimizer(source.model.parameters()), torch.optim.SGD)
     assert source.train
+
+
+def test_a_file_that_was_edited_is_read_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit of one size within the second of the first reading, as scripts make them."""
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    before = Path(file).stat()
+    assert load_source(f"{file}:mlp").model.weight.shape == (8, 8)
+    Path(file).write_text(FILE.replace("width=8", "width=6"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert load_source(f"{file}:mlp").model.weight.shape == (6, 6)
 
 
 @pytest.mark.parametrize(
