@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import gc
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.mesh import Mesh, Spec, as_spec, format_spec, parse_spec
+from autoshard.decision import Decision, Progress, plan_graph, within_limit
+from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
+from autoshard.written import captured_graph, predict_annotations, written_plan
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
-    from autoshard.cost.collectives import Collective
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.meshes import Watch
-    from autoshard.plan import CollectiveTotal, Keep, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.plan import Keep, Plan
     from autoshard.solver.carry import Carried
-    from autoshard.solver.formulate import Formulation
-    from autoshard.solver.problem import Problem, Solution
+    from autoshard.solver.problem import Problem
 
-Progress = Callable[[str], None]
 Hint = Spec | Sequence[Sequence[str] | str | None] | str
 DEVICE_MEMORY: Literal["device"] = "device"
 """Default of `memory`: what the device kind has."""
@@ -304,242 +301,6 @@ def plan_captured(
     return refined(found, graph, target, time_limit=time_limit, written=written, progress=progress)
 
 
-MEMORY_TRIES = 5
-"""How often a plan is sought whose predicted memory is within the limit."""
-
-
-def within_limit(
-    limit: float | None, decide: Callable[[float | None], tuple[Decision, Annotations, Prediction]]
-) -> tuple[Decision, Annotations, Prediction]:
-    """A plan whose *predicted* memory keeps the limit.
-
-    The solver counts memory in program order, group by group; the prediction counts it as the target's compiler runs
-    the program. Where the second is above the limit, the solver is asked again with a lower one.
-
-    Raises:
-        NoPlanError: no plan was found that keeps it; says the least predicted.
-    """
-    from autoshard.plan import NoPlanError
-
-    asked, least = limit, math.inf
-    refused: NoPlanError | None = None
-    first: float | None = None  # the limit that the solver refused
-    for _ in range(MEMORY_TRIES):
-        try:
-            found = decide(asked)
-        except NoPlanError as error:
-            if refused is not None or not math.isfinite(error.least):
-                if least == math.inf:
-                    raise
-                break
-            refused, first, asked = (
-                error,
-                asked,
-                error.least * (1 + 1e-6),
-            )  # what uses least memory as the solver counts it
-            continue
-        predicted = found[2].peak_memory_bytes
-        if limit is None or asked is None or predicted <= limit:
-            return found
-        least = min(least, predicted)
-        if refused is not None:
-            break
-        # As much less than what the solver counts for this plan as the prediction is above the limit.
-        asked = TIGHTER * min(found[0].counted_bytes, asked) * limit / predicted
-    assert limit is not None
-    said = f"{refused}; " if refused is not None and first == limit else ""
-    raise NoPlanError(
-        f"{said}no plan was found whose predicted memory is within {limit:,.0f} bytes per device: "
-        f"the least predicted of those tried is {least:,.0f}",
-        least,
-    )
-
-
-LEAST_TIME_S = 1.0
-"""Seconds that a problem solved again has, whatever time its first solution took."""
-
-TIGHTER = 0.99
-"""Part of the proportional limit that the solver is asked for next, so that it comes nearer from above."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the solver chose for a graph: the annotations, and how good they are proved to be.
-
-    Attributes:
-        solution: of the problem; not called optimal where the annotations had to be changed after it (`guard.py`).
-        counted_bytes: the peak per device that the solver counts; infinite where memory was not limited.
-        carried: what was chosen, for finer meshes to begin with.
-    """
-
-    annotations: Annotations = field(repr=False)
-    solution: Solution
-    problem: Problem = field(repr=False)
-    counted_bytes: float = math.inf
-    carried: Carried | None = field(default=None, repr=False)
-
-
-def captured_graph(program: Program) -> Graph:
-    """The op graph of a captured program."""
-    from autoshard.graph.stablehlo import build_graph
-
-    return build_graph(program)
-
-
-def plan_graph(
-    graph: Graph,
-    mesh: Mesh,
-    *,
-    memory: float | None = None,
-    hints: Mapping[str, Spec] | None = None,
-    fold: bool = True,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    backend: str = "auto",
-    progress: Progress | None = None,
-    watch: Watch | None = None,
-    others: Sequence[Carried] = (),
-) -> Decision:
-    """Choose a strategy for every op of a graph.
-
-    Args:
-        watch: told what the solver has found after each of its stages.
-        others: what was chosen on other meshes, to begin with where this one is a finer one.
-    """
-    ends = time.perf_counter() + time_limit
-
-    def decided(charge: float) -> Decision:
-        return decide(
-            formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None), charge),
-            mesh,
-            hints=hints,
-            fold=fold,
-            time_limit=max(LEAST_TIME_S, ends - time.perf_counter()),
-            seed=seed,
-            backend=backend,
-            progress=progress,
-            watch=watch,
-            others=others,
-        )
-
-    return with_few_gathers(graph, mesh, decided)
-
-
-def with_few_gathers(graph: Graph, mesh: Mesh, decided: Callable[[float], Decision]) -> Decision:
-    """What is decided, or what is where each gather is charged what the first of them brings about, if that is faster.
-
-    On a TPU, copies of activations run early beside gathers (`cost/strips_tpu.py`): all of them, as soon as there is
-    one gather, which no price of that gather alone says. Which of both plans is faster, the prediction knows.
-    """
-    from autoshard.cost.device import load_device
-    from autoshard.cost.strips_tpu import early_seconds
-
-    found = decided(0.0)
-    device = load_device(mesh.device)
-    if device.target != "tpu" or all(op.kind != "convolution" for op in graph.ops):
-        return found
-    first = predict_annotations(graph, found.annotations, mesh)
-    charge = early_seconds(first.compiled, device)
-    if not charge:
-        return found
-    other = decided(charge)
-    second = predict_annotations(graph, other.annotations, mesh)
-    return other if second.step_time_s < first.step_time_s else found
-
-
-def formulated(
-    graph: Graph,
-    mesh: Mesh,
-    memory: float | None,
-    hints: Mapping[str, Spec],
-    progress: Progress,
-    charge: float = 0.0,
-) -> Formulation:
-    """The problem of a graph on `mesh`, in which what is hinted can only be as it is hinted.
-
-    Args:
-        charge: seconds that every reshard takes beside its own.
-    """
-    from autoshard.cost.device import load_device
-    from autoshard.hints import split
-    from autoshard.solver.formulate import formulate
-
-    arguments, inside = split(graph, hints)
-    for value, spec in inside.items():
-        mesh.check(spec, graph.type_of(value).shape, "a hint")
-    progress("strategies")
-    device = load_device(mesh.device)
-    return formulate(graph, mesh, device, memory=memory, hints=arguments, charge=charge).fixed(inside)
-
-
-def decide(
-    formulation: Formulation,
-    mesh: Mesh,
-    *,
-    hints: Mapping[str, Spec] | None = None,
-    fold: bool = True,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    backend: str = "auto",
-    progress: Progress | None = None,
-    watch: Watch | None = None,
-    others: Sequence[Carried] = (),
-) -> Decision:
-    """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
-    from autoshard.cost.device import load_device
-    from autoshard.plan import NoPlanError
-    from autoshard.solver.carry import carried_from, choices_from
-    from autoshard.solver.evaluate import evaluate as evaluate_choice
-    from autoshard.solver.guard import guarded
-    from autoshard.solver.problem import Status
-    from autoshard.solver.shared import solved_together
-    from autoshard.solver.solve import solve
-
-    (progress or (lambda stage: None))("solve")
-    device = load_device(mesh.device)
-    ends = time.perf_counter() + time_limit
-
-    def solved(problem: Problem, starts: Sequence[list[int]] = ()) -> Solution:
-        left = max(LEAST_TIME_S, ends - time.perf_counter())
-        return solve(problem, time_limit=left, seed=seed, backend=backend, fold=fold, progress=watch, starts=starts)
-
-    starts = [choice for other in others for choice in choices_from(other, formulation, mesh)]
-    solution = solved(formulation.problem, starts)
-    plain = formulation
-    if device.target == "tpu" and solution.choice:
-        formulation, solution = solved_together(formulation, solution, mesh, device, solved)
-    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        shape = "x".join(str(size) for size in mesh.shape)
-        least = solution.least_usage
-        if (
-            solution.status is Status.INFEASIBLE and least is None and hints
-        ):  # without hints there is always a plan: everything replicated
-            given = "; ".join(f"{name}={format_spec(spec)}" for name, spec in hints.items())
-            raise NoPlanError(
-                f"no plan exists on mesh {shape}: the hints contradict each other, or what the program allows "
-                f"(a state has its parameter's sharding, an updated tensor the one it had): {given}"
-            )
-        found = "exists" if solution.status is Status.INFEASIBLE else "was found"
-        raise NoPlanError(
-            f"no plan {found} on mesh {shape}: {solution.message}", least.reached if least is not None else math.inf
-        )
-    limited = formulation.problem.limit is not None
-    counted = evaluate_choice(formulation.problem, solution.choice).peak if limited else math.inf
-    chosen = formulation.annotations(solution.choice)
-    written = guarded(formulation.graph, chosen, mesh)
-    if written != chosen and solution.status is Status.OPTIMAL:
-        solution = replace(solution, status=Status.FEASIBLE)
-    return Decision(written, solution, formulation.problem, counted, carried_from(plain, mesh, solution.choice))
-
-
-def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:
-    """The cost model's figures for a graph with these annotations; the rest follows from propagation."""
-    from autoshard.cost.device import load_device
-    from autoshard.cost.predict import predict
-
-    return predict(graph, annotations, mesh, load_device(mesh.device))
-
-
 def evaluate(program: Program, plan: Plan) -> Prediction:
     """The cost model's figures for any plan of a program, full or partial, made by whomever.
 
@@ -577,76 +338,6 @@ def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
     by_hand = plan_named(name)
     graph = captured_graph(program)
     return written_plan(graph, mesh, by_hand(graph, mesh))
-
-
-def written_plan(
-    graph: Graph,
-    mesh: Mesh,
-    annotations: Annotations,
-    prediction: Prediction | None = None,
-    *,
-    options: Options | None = None,
-    solver: SolverInfo | None = None,
-) -> Plan:
-    """The plan that annotations make, whoever wrote them, with what is predicted of it.
-
-    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under annotations that no solver chose.
-    """
-    from autoshard.plan import plan_of
-    from autoshard.solver.guard import warn_of_wrong_sums
-
-    if solver is None:
-        warn_of_wrong_sums(graph, annotations, mesh)
-    predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction
-    return plan_of(
-        graph,
-        mesh,
-        annotations,
-        options=options,
-        predicted=totals(predicted, graph),
-        solver=solver,
-        replicated_ops=replicated_ops(predicted),
-        outputs=predicted.specs,
-    )
-
-
-def totals(prediction: Prediction, graph: Graph | None = None) -> Predicted:
-    """What a plan records of a prediction: collectives summed per kind and axes; with its graph, also per module."""
-    from autoshard.cost.breakdown import by_module
-    from autoshard.plan import ModuleCost, Predicted
-
-    shares = {} if graph is None else by_module(graph, prediction)
-    return Predicted(
-        step_time_s=prediction.step_time_s,
-        compute_s=prediction.compute_s,
-        communication_s=prediction.communication_s,
-        overlapped_s=prediction.overlapped_s,
-        mfu=prediction.mfu,
-        collectives=_summed(prediction.collectives),
-        peak_memory_bytes=prediction.peak_memory_bytes,
-        modules=tuple(
-            ModuleCost(*place, share.compute_s, share.communication_s, _summed(share.collectives))
-            for place, share in shares.items()
-        ),
-    )
-
-
-def _summed(collectives: Iterable[Collective]) -> tuple[CollectiveTotal, ...]:
-    from autoshard.plan import CollectiveTotal
-
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for one in collectives:
-        entry = found.setdefault((one.kind, one.axes), [0, 0])
-        entry[0] += one.count
-        entry[1] += one.count * one.bytes
-    return tuple(CollectiveTotal(*key, *entry) for key, entry in sorted(found.items()))
-
-
-def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
-    """What a plan records of the ops that have no rule."""
-    from autoshard.plan import ReplicatedOp
-
-    return tuple(ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops)
 
 
 def check_options(time_limit: float, seed: int) -> None:

@@ -9,11 +9,12 @@ from typing import Literal
 import click
 
 from autoshard import files
-from autoshard.api import captured_graph, collector_paused
+from autoshard.api import collector_paused
 from autoshard.cli_options import pairs, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
 from autoshard.plan import Plan
+from autoshard.written import captured_graph
 
 
 @click.command()

@@ -11,22 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.api import (
-    DEVICE_MEMORY,
-    Hint,
-    Progress,
-    capture,
-    captured_graph,
-    collector_paused,
-    memory_limit,
-    plan_captured,
-    written_plan,
-)
+from autoshard.api import DEVICE_MEMORY, Hint, capture, collector_paused, memory_limit, plan_captured
+from autoshard.decision import Progress
 from autoshard.errors import ManualPlanError
 from autoshard.mesh import Mesh
 from autoshard.meshes import candidate_meshes
 from autoshard.plan import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
 from autoshard.report import columns, duration, size
+from autoshard.written import captured_graph, written_plan
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program

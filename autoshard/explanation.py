@@ -14,21 +14,14 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoshard.api import (
-    Decision,
-    Progress,
-    captured_graph,
-    collector_paused,
-    decide,
-    formulated,
-    predict_annotations,
-    within_limit,
-)
+from autoshard.api import collector_paused
 from autoshard.capture.program import TensorType
+from autoshard.decision import Decision, Progress, decide, formulated, within_limit
 from autoshard.hints import value_named
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import NoPlanError, Plan, PlanError
 from autoshard.report import columns, duration, layout, size
+from autoshard.written import captured_graph, predict_annotations
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program

@@ -19,8 +19,8 @@ from autoshard.mesh import Mesh, spec_axes
 from autoshard.plan import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
 
 if TYPE_CHECKING:
-    from autoshard.api import Progress
     from autoshard.cost.predict import Prediction
+    from autoshard.decision import Progress
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
     from autoshard.solver.formulate import Formulation
@@ -100,10 +100,10 @@ def refined(
     Raises:
         CompileError: the target's compiler compiles none of the candidates.
     """
-    from autoshard.api import predict_annotations, written_plan
     from autoshard.lower.stablehlo import annotate
     from autoshard.verify.check import compare_compiled
     from autoshard.verify.compile import CompileError
+    from autoshard.written import predict_annotations, written_plan
 
     say = progress or (lambda stage: None)
     own = plan.annotations(graph)
@@ -163,7 +163,8 @@ def _rivals(
     written: Callable[[Annotations], Annotations],
     say: Progress,
 ) -> Iterator[_Candidate]:
-    from autoshard.api import decide, formulated, predict_annotations
+    from autoshard.decision import decide, formulated
+    from autoshard.written import predict_annotations
 
     options, mesh = plan.options, plan.mesh
     formulation = formulated(graph, mesh, options.memory, options.hints, say)
@@ -236,8 +237,8 @@ def _overlapped(graph: Graph, plan: Plan) -> Formulation:
 
 def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
     """Plans by hand that hold the hints."""
-    from autoshard.api import predict_annotations
     from autoshard.rivals import by_hand
+    from autoshard.written import predict_annotations
 
     for name, chosen in by_hand(graph, plan.mesh, plan.options.hints):
         yield _Candidate(name, chosen, predict_annotations(graph, chosen, plan.mesh), kind="by hand")

@@ -56,7 +56,7 @@ def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annota
     Args:
         written: what of a plan's annotations is written (all, or the least that are needed).
     """
-    from autoshard.api import predict_annotations, totals, written_plan
+    from autoshard.written import predict_annotations, totals, written_plan
 
     assert plan.predicted is not None
     assert plan.solver is not None

@@ -25,7 +25,7 @@ from models import MODELS, program
 
 import autoshard
 from autoshard import manual
-from autoshard.api import captured_graph, plan_graph
+from autoshard.decision import plan_graph
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
@@ -35,6 +35,7 @@ from autoshard.mesh import Mesh
 from autoshard.solver.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
+from autoshard.written import captured_graph
 
 RANDOM_PLANS = 5
 PLANS = ["auto", *manual.PLANS, *(f"random{seed}" for seed in range(RANDOM_PLANS))]

@@ -19,8 +19,8 @@ from typing import Any
 from compiled import measured_plan
 from models import MODELS, built, hf, program
 
-from autoshard.api import captured_graph, plan_graph, predict_annotations, within_limit
 from autoshard.cost.device import load_device
+from autoshard.decision import plan_graph, within_limit
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan import NoPlanError
@@ -28,6 +28,7 @@ from autoshard.solver.evaluate import evaluate
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.formulate import formulate
 from autoshard.solver.solve import solve
+from autoshard.written import captured_graph, predict_annotations
 
 MODELS |= {
     "gpt2-12": partial(hf, "gpt2"),

@@ -23,12 +23,13 @@ from models import program
 from tabulate import tabulate
 
 from autoshard import manual
-from autoshard.api import captured_graph, plan_captured, predict_annotations
+from autoshard.api import plan_captured
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.verify.targets import on_target, parse_target
+from autoshard.written import captured_graph, predict_annotations
 
 MODELS = [
     *("mlp", "gpt2", "llama", "bert", "moe", "dlrm", "vit", "resnet"),

@@ -17,9 +17,9 @@ import jax.export
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.api import captured_graph
 from autoshard.capture.stablehlo_file import read_program
 from autoshard.lower.stablehlo import annotate
+from autoshard.written import captured_graph
 
 
 def step(state, batch):

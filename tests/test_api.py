@@ -11,13 +11,8 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.api import (
-    captured_graph,
-    plan_graph,
-    predict_annotations,
-    within_limit,
-)
 from autoshard.capture.program import Program
+from autoshard.decision import plan_graph, within_limit
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.meshes import candidate_meshes, factorisations
 from autoshard.plan import NoPlanError
@@ -25,6 +20,7 @@ from autoshard.solver import guard
 from autoshard.solver.evaluate import evaluate as evaluate_choice
 from autoshard.solver.formulate import formulate
 from autoshard.solver.random_plans import random_annotations
+from autoshard.written import captured_graph, predict_annotations
 
 MESH = Mesh((2, 4), device="tpu-v5e")
 

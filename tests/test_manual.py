@@ -7,11 +7,11 @@ import torch
 
 import autoshard
 from autoshard import manual
-from autoshard.api import captured_graph, predict_annotations
 from autoshard.capture.sources import load_source
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
+from autoshard.written import captured_graph, predict_annotations
 
 pytest.importorskip("transformers")
 

@@ -6,10 +6,11 @@ import pytest
 
 import autoshard
 from autoshard import refine
-from autoshard.api import captured_graph, plan_captured
+from autoshard.api import plan_captured
 from autoshard.mesh import spec_axes
 from autoshard.plan import Plan, RefineCandidate, Refinement
 from autoshard.report import refined_lines
+from autoshard.written import captured_graph
 from tests import plans as made
 
 torch = pytest.importorskip("torch")

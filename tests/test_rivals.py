@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard import api, rivals
+import autoshard
+from autoshard import rivals, written
 from autoshard.cost.device import load_device
 from autoshard.manual import PLANS
 from autoshard.manual.rank import estimate, ranked
@@ -24,18 +25,18 @@ HALF = {"4.weight": (("x",), ())}
 def graph():
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) if i % 2 == 0 else torch.nn.ReLU() for i in range(7)))
     batch = (torch.zeros(64, 1024), torch.zeros(64, 1024))
-    program = api.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
-    return api.captured_graph(program)
+    program = autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    return written.captured_graph(program)
 
 
 def chosen(graph, name, **options):
     """A plan by hand in place of the solver's choice."""
     found = PLANS[name](graph, MESH)
-    return api.written_plan(graph, MESH, found, options=Options(**options), solver=SOLVER)
+    return written.written_plan(graph, MESH, found, options=Options(**options), solver=SOLVER)
 
 
 def predicted(graph, name):
-    return api.predict_annotations(graph, PLANS[name](graph, MESH), MESH)
+    return written.predict_annotations(graph, PLANS[name](graph, MESH), MESH)
 
 
 def test_the_plan_by_hand_that_is_predicted_fastest_is_taken(graph):
@@ -65,7 +66,7 @@ def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypat
     specs = predicted(graph, "dp").specs
     every = {value: specs[value] for value in graph.aten_outputs.values() if value in specs}
     pinned = replace(made, pins={**every, **made.pins})
-    before = api.written_plan(graph, MESH, pinned, options=Options(), solver=SOLVER)
+    before = written.written_plan(graph, MESH, pinned, options=Options(), solver=SOLVER)
     found = rivals.or_by_hand(before, graph, lambda annotations: annotations)
     assert found == replace(chosen(graph, "dp"), solver=replace(SOLVER, overruled="dp"))
     assert len(found.activations) < len(before.activations)
@@ -98,7 +99,7 @@ def test_a_large_program_has_no_rival_predicted_unless_its_gap_is_open(graph, mo
 def test_the_best_predicted_is_among_the_best_estimated(graph, device):
     mesh = Mesh((2, 4), device=device)
     order = list(ranked(graph, mesh, load_device(device), PLANS))
-    times = {name: api.predict_annotations(graph, found, mesh).step_time_s for name, found in order}
+    times = {name: written.predict_annotations(graph, found, mesh).step_time_s for name, found in order}
     best = min(times, key=times.__getitem__)
     assert best in [name for name, _ in order[:3]]
     estimates = [estimate(graph, found, mesh, load_device(device)) for _, found in order]

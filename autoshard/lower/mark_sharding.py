@@ -81,8 +81,8 @@ def _warn_of_wrong_sums(plan: Plan) -> None:
     program = plan.captured
     if program is None or not any("convolution" in op.name for op in program.ops):
         return
-    from autoshard.api import captured_graph
     from autoshard.solver.guard import warn_of_wrong_sums
+    from autoshard.written import captured_graph
 
     graph = captured_graph(program)
     warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)

@@ -197,8 +197,8 @@ class JaxStep:
         """Annotate the program's module and make it callable; nothing is compiled yet."""
         import jax
 
-        from autoshard.api import captured_graph
         from autoshard.solver.guard import warn_of_wrong_sums
+        from autoshard.written import captured_graph
 
         if partitioner not in ("shardy", "gspmd"):
             raise ValueError(f"partitioner {partitioner!r}: jax has shardy and gspmd")

@@ -114,9 +114,9 @@ def compare_compiled(
     module: bytes,
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
-    from autoshard.api import predict_annotations
     from autoshard.lower.stablehlo import donated
     from autoshard.solver.guard import wrong_sums
+    from autoshard.written import predict_annotations
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
@@ -167,9 +167,9 @@ def verify_plan(
         TargetError, CompileError: the target's compiler is missing, or refuses the program.
     """
     from autoshard import api
-    from autoshard.api import captured_graph
     from autoshard.capture.program import Program
     from autoshard.lower.stablehlo import annotate
+    from autoshard.written import captured_graph
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
@@ -203,9 +203,9 @@ def verify_plan(
 
 def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module as training under the plan would trace it."""
-    from autoshard.api import captured_graph
     from autoshard.capture.torch_xla import capture
     from autoshard.lower.mark_sharding import annotated_program
+    from autoshard.written import captured_graph
 
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.api import predict_annotations
 from autoshard.cost.backend import Compiled
 from autoshard.cost.kernels import Kernel
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
+from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_of
 
 jax = pytest.importorskip("jax")

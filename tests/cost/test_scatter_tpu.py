@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.api import predict_annotations
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
 from autoshard.verify.check import VerifyReport, compare_compiled
 from autoshard.verify.targets import parse_target
+from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_of
 
 pytest.importorskip("libtpu")

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.api import Decision, plan_graph, predict_annotations, with_few_gathers
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import Prediction
 from autoshard.cost.strips_tpu import COPIES, EARLY, PARTS, batch_dims, copied_seconds, early_seconds
+from autoshard.decision import Decision, plan_graph, with_few_gathers
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
 BOTH = ("data", "model")

@@ -5,12 +5,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autoshard
-from autoshard.api import captured_graph
 from autoshard.capture import optimizer as capturing
 from autoshard.errors import LoweringError
 from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.host_scalars import HostScalars
 from autoshard.lower.to_jax import optimizer_scalars
+from autoshard.written import captured_graph
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),

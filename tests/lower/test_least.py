@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoshard.api import captured_graph, plan_program
+from autoshard.api import plan_program
 from autoshard.capture.torch_xla import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
@@ -13,6 +13,7 @@ from autoshard.graph.propagate import propagate
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
 from autoshard.solver.random_plans import random_annotations
+from autoshard.written import captured_graph
 from tests.capture.models import Mlp, mean_square, sample
 
 MESH = Mesh((2, 4), ("data", "model"))

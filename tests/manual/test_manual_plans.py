@@ -14,13 +14,13 @@ import torch
 
 import autoshard
 from autoshard import manual
-from autoshard.api import captured_graph
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Value
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
+from autoshard.written import captured_graph
 from tests.manual import models
 
 ROOT = Path(__file__).resolve().parents[2]

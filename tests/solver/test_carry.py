@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.api import decide, formulated
+from autoshard.decision import decide, formulated
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.solver.carry import carried_from, choices_from, cuts

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from autoshard.api import written_plan
 from autoshard.capture.program import AtenOp
 from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
@@ -16,6 +15,7 @@ from autoshard.solver.formulate import formulate
 from autoshard.solver.guard import WrongNumbersError, WrongSumsWarning, guarded, overcounted, padded_indices
 from autoshard.solver.strategies import plain
 from autoshard.verify.compile import compile_module
+from autoshard.written import written_plan
 from tests.cost.zoo import WINDOWS, program
 from tests.graph.helpers import program_from_text
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.api import predict_annotations
 from autoshard.cost.device import load_device
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
@@ -15,6 +14,7 @@ from autoshard.solver.formulate import formulate, one_copy
 from autoshard.solver.problem import Problem
 from autoshard.solver.solve import solve
 from autoshard.solver.strategies import plain
+from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
 WHOLE, ROWS = ((), ()), (("data",), ())

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.api import plan_graph, predict_annotations
 from autoshard.cost.device import load_device
+from autoshard.decision import plan_graph
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.solver.formulate import formulate
 from autoshard.solver.shared import disagreeing, joined, shared_values
 from autoshard.solver.solve import solve
+from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
 ALL = ("data", "model")
