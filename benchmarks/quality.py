@@ -1,10 +1,11 @@
 """The quality table: the automatic plan's compiled step time over that of the best plan written by hand.
 
-Every model of `models.py` below, on each target: the solver's automatic plan (no plan by hand and no target compiler in
-its loop), and every plan by hand that has a form for the model, are compiled by the target's own
-compiler and judged under the device model (`verify/judge.py`). Rows are written as they are found and compiled
-programs are cached, so a run that was stopped goes on where it was; rows that other sources of autoshard made are kept
-unless `--again`. Batches of models with 8 rows have a row per device.
+Every model of `models.py` below, on each target: the solver's automatic plan (`solver`: no plan by hand and no target
+compiler in its loop), what `plan()` returns (`plan()`: the solver's, or a plan by hand that is predicted faster), and
+every plan by hand that has a form for the model, are compiled by the target's own compiler and judged under the device
+model (`verify/judge.py`). Rows are written as they are found and compiled programs are cached, so a run that was
+stopped goes on where it was, and `plan()` costs no compilation where it is one of the others; rows that other sources
+of autoshard made are kept unless `--again`. Batches of models with 8 rows have a row per device.
 
     python benchmarks/quality.py --models gpt2,mlp --targets h100:8,h100:2x8 --out out/quality.jsonl
     python benchmarks/quality.py --tables --out out/quality.jsonl
@@ -28,6 +29,7 @@ from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
+from autoshard.rivals import or_by_hand
 from autoshard.verify.targets import on_target, parse_target
 from autoshard.written import captured_graph, predict_annotations
 
@@ -37,25 +39,32 @@ MODELS = [
 ]
 TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8", "tpu-v5e:2x4": "2x4", "tpu-v5e:4x4": "4x4"}
 """Target -> the mesh that plans for it are made on."""
-AUTO = "auto"
+SOLVER, PLAN = "solver", "plan()"
+"""The automatic plans: the solver's alone, and what `plan()` returns."""
+TIME_LIMIT_S = 240.0
+"""Of wall time, for the solver: enough for its proof where other work shares the machine."""
 
 Row = dict[str, Any]
 
 
 def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annotations], dict[str, str]]:
-    """What each plan annotates, best predicted first after `auto`; and why there is no plan of a name."""
+    """What each plan annotates, best predicted first after the automatic ones; and why there is no plan of a name."""
     found: dict[str, Annotations] = {}
     left_out: dict[str, str] = {}
+    if {SOLVER, PLAN} & {*wanted}:
+        alone = plan_captured(graph, mesh, rivals=False, time_limit=TIME_LIMIT_S)
+        found[SOLVER] = alone.annotations(graph)
+        found[PLAN] = or_by_hand(alone, graph, lambda annotations: annotations).annotations(graph)
     for name in wanted:
+        if name in found:
+            continue
         try:
-            if name == AUTO:
-                found[name] = plan_captured(graph, mesh, rivals=False).annotations(graph)
-            else:
-                found[name] = manual.PLANS[name](graph, mesh)
+            found[name] = manual.PLANS[name](graph, mesh)
         except ManualPlanError as error:
             left_out[name] = str(error)
     times = {name: predict_annotations(graph, each, mesh).step_time_s for name, each in found.items()}
-    return {name: found[name] for name in sorted(found, key=lambda each: (each != AUTO, times[each]))}, left_out
+    order = sorted(found, key=lambda each: (each in manual.PLANS, each != SOLVER, times[each]))
+    return {name: found[name] for name in order if name in wanted}, left_out
 
 
 def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, again: bool) -> None:
@@ -98,39 +107,47 @@ def _outcome(row: Row) -> str:
 
 
 def table(rows: list[Row], style: str) -> str:
-    """One line per model and target: times of all plans in ms, and auto / best by hand, serial and overlapped."""
+    """One line per model and target: times of all plans in ms, and the automatic ones over the best by hand.
+
+    Both ratios serial; that of `plan()` also where collectives overlap.
+    """
     cells: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         if "compiled" in row:
             cells.setdefault((row["model"], f"{row['target']}, {row['mesh']}"), {})[row["plan"]] = row
     lines = []
     for place, found in cells.items():
-        line = [*place, *(_ms(found.get(name)) for name in (AUTO, *manual.PLANS))]
-        for figure in ("step_time_s", "overlapped_s"):
-            by_hand = [
-                (row["compiled"][figure], name)
-                for name, row in found.items()
-                if name != AUTO and row["compiled"][figure] is not None
-            ]
-            best = min(by_hand, default=None)
-            if figure == "step_time_s":
-                line.append(best[1] if best else "")
-            both = best is not None and AUTO in found
-            line.append(f"{found[AUTO]['compiled'][figure] / best[0]:.3f}" if both and best else "")
-        lines.append(line)
-    headers = ["model", "target, mesh", AUTO, *manual.PLANS, "best by hand", "auto / best", "overlapped"]
+        times = (_ms(found.get(name)) for name in (SOLVER, PLAN, *manual.PLANS))
+        by_hand = [(_seconds(row), name) for name, row in found.items() if name in manual.PLANS]
+        best = min(by_hand, default=(0.0, ""))[1]
+        ratios = [(SOLVER, "step_time_s"), (PLAN, "step_time_s"), (PLAN, "overlapped_s")]
+        lines.append([*place, *times, best, *(_over_best(found, *each) for each in ratios)])
+    over = [f"{SOLVER} / best", f"{PLAN} / best", "overlapped"]
+    headers = ["model", "target, mesh", SOLVER, PLAN, *manual.PLANS, "best by hand", *over]
     return tabulate(lines, headers, style, disable_numparse=True)
 
 
+def _over_best(found: dict[str, Row], name: str, figure: str) -> str:
+    by_hand = [row["compiled"][figure] for each, row in found.items() if each in manual.PLANS]
+    best = min((each for each in by_hand if each is not None), default=None)
+    if name not in found or best is None:
+        return ""
+    return f"{found[name]['compiled'][figure] / best:.3f}"
+
+
+def _seconds(row: Row) -> float:
+    return float(row["compiled"]["step_time_s"])
+
+
 def _ms(row: Row | None) -> str:
-    return "" if row is None else f"{1e3 * row['compiled']['step_time_s']:.3f}"
+    return "" if row is None else f"{1e3 * _seconds(row):.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--plans", default=",".join([AUTO, *manual.PLANS]))
+    parser.add_argument("--plans", default=",".join([SOLVER, PLAN, *manual.PLANS]))
     parser.add_argument("--out", type=Path, default=Path("out/quality.jsonl"))
     parser.add_argument("--again", action="store_true", help="also make rows anew that other sources made")
     parser.add_argument("--tables", action="store_true", help="only print what the file holds")
