@@ -31,12 +31,12 @@ JOBS: dict[str, list[str]] = {
 """Name -> arguments of `autoshard plan`; `--train adamw` is added to all."""
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Search for one job."""
+def measure(name: str, time_limit: float) -> dict[str, Any]:
+    """Search for one job, with so many seconds of wall time for the solver."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "plan.json"
-        command = ["plan", *JOBS[name], "--train", "adamw", "--json", "-o", str(path)]
+        command = ["plan", *JOBS[name], "--train", "adamw", "--time-limit", str(time_limit), "--json", "-o", str(path)]
         begun = time.perf_counter()
         cpu, said = spent([sys.executable, "-m", "autoshard", *command], environment)
         wall = time.perf_counter() - begun
@@ -94,10 +94,11 @@ def main() -> None:
     """Print a table for each job as it ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of wall time for each job's solver")
     parser.add_argument("--out", type=Path, help="append every job, as JSON, to this file")
     options = parser.parse_args()
     for name in options.jobs.split(","):
-        row = measure(name)
+        row = measure(name, options.time_limit)
         print(table(row), flush=True)
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
