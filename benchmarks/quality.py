@@ -5,7 +5,9 @@ compiler in its loop), what `plan()` returns (`plan()`: the solver's, or a plan 
 every plan by hand that has a form for the model, are compiled by the target's own compiler and judged under the device
 model (`verify/judge.py`). Rows are written as they are found and compiled programs are cached, so a run that was
 stopped goes on where it was, and `plan()` costs no compilation where it is one of the others; rows that other sources
-of autoshard made are kept unless `--again`. Batches of models with 8 rows have a row per device.
+of autoshard made are kept unless `--again`. With `--best 3` only the three plans by hand that are predicted best are
+compiled; of the others the table has what is predicted, in parentheses. Batches of models with 8 rows have a row per
+device.
 
     python benchmarks/quality.py --models gpt2,mlp --targets h100:8,h100:2x8 --out out/quality.jsonl
     python benchmarks/quality.py --tables --out out/quality.jsonl
@@ -48,7 +50,7 @@ Row = dict[str, Any]
 
 
 def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annotations], dict[str, str]]:
-    """What each plan annotates, best predicted first after the automatic ones; and why there is no plan of a name."""
+    """What each plan annotates; and why there is no plan of a name."""
     found: dict[str, Annotations] = {}
     left_out: dict[str, str] = {}
     if {SOLVER, PLAN} & {*wanted}:
@@ -62,13 +64,15 @@ def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annota
             found[name] = manual.PLANS[name](graph, mesh)
         except ManualPlanError as error:
             left_out[name] = str(error)
-    times = {name: predict_annotations(graph, each, mesh).step_time_s for name, each in found.items()}
-    order = sorted(found, key=lambda each: (each in manual.PLANS, each != SOLVER, times[each]))
-    return {name: found[name] for name in order if name in wanted}, left_out
+    return {name: made for name, made in found.items() if name in wanted}, left_out
 
 
-def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, again: bool) -> None:
-    """Make the rows that are missing or failed; with `again`, also those that other sources made."""
+def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, again: bool, best: int | None) -> None:
+    """Make the rows that are missing or failed; with `again`, also those that other sources made.
+
+    Args:
+        best: how many plans by hand are compiled, those that are predicted fastest; None for all.
+    """
     known = read(out)
     for target in targets:
         shape = TARGETS[target]
@@ -76,18 +80,27 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
         mesh = on_target(Mesh.parse(shape, device=target.partition(":")[0]), parse_target(target, mesh.size))
         for model in models:
             row: Row = {"model": model, "target": target, "mesh": shape}
-            missing = [name for name in wanted if _missing(known.get(key(row | {"plan": name})), again)]
+            rows = {name: known.get(key(row | {"plan": name})) for name in wanted}
+            missing = {name for name in wanted if _missing(rows[name], again, best)}
             if not missing:
                 continue
             graph = captured_graph(program(model, mesh.size))
-            made, left_out = plans(graph, mesh, missing)
-            for name in [*made, *left_out]:
+            made, left_out = plans(graph, mesh, wanted if best is not None else [*missing])
+            times = {name: predict_annotations(graph, each, mesh).step_time_s for name, each in made.items()}
+            order = sorted(made, key=lambda each: (each in manual.PLANS, each != SOLVER, times[each]))
+            compiled = [name for name in order if name not in manual.PLANS]
+            compiled += [name for name in order if name in manual.PLANS][:best]
+            for name in [*order, *left_out]:
+                if name not in missing and not (name in compiled and "compiled" not in (rows[name] or {})):
+                    continue
                 found: Row = {**row, "plan": name, "sources": sources()}
                 try:
                     if name in left_out:
                         found["left_out"] = left_out[name]
-                    else:
+                    elif name in compiled:
                         found = {**measured_plan(graph, made[name], mesh, target), **found}
+                    else:
+                        found["predicted_step_time_s"] = times[name]
                 except Exception as error:  # a sweep goes on past one failure, and shows it in the table
                     found["error"] = f"{type(error).__name__}: {error}"
                 with out.open("a") as lines:
@@ -95,29 +108,35 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
                 print(target, model, name, _outcome(found), file=sys.stderr, flush=True)
 
 
-def _missing(row: Row | None, again: bool) -> bool:
-    return row is None or "error" in row or (again and row["sources"] != sources())
+def _missing(row: Row | None, again: bool, best: int | None) -> bool:
+    if row is None or "error" in row or (again and row["sources"] != sources()):
+        return True
+    return best is None and not {"compiled", "left_out"} & {*row}
 
 
 def _outcome(row: Row) -> str:
-    if "compiled" not in row:
+    if "error" in row or "left_out" in row:
         return str(row.get("error", row.get("left_out")))
-    predicted, compiled = row["predicted_step_time_s"], row["compiled"]["step_time_s"]
+    predicted = row["predicted_step_time_s"]
+    if "compiled" not in row:
+        return f"{1e3 * predicted:.3f} ms predicted, not compiled"
+    compiled = row["compiled"]["step_time_s"]
     return f"{1e3 * compiled:.3f} ms compiled, {1e3 * predicted:.3f} predicted, fidelity {row['fidelity']}"
 
 
 def table(rows: list[Row], style: str) -> str:
     """One line per model and target: times of all plans in ms, and the automatic ones over the best by hand.
 
-    Both ratios serial; that of `plan()` also where collectives overlap.
+    Both ratios serial; that of `plan()` also where collectives overlap. In parentheses: predicted, not compiled.
     """
     cells: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        if "compiled" in row:
+        if "predicted_step_time_s" in row:
             cells.setdefault((row["model"], f"{row['target']}, {row['mesh']}"), {})[row["plan"]] = row
     lines = []
-    for place, found in cells.items():
-        times = (_ms(found.get(name)) for name in (SOLVER, PLAN, *manual.PLANS))
+    for place, shown in cells.items():
+        times = (_ms(shown.get(name)) for name in (SOLVER, PLAN, *manual.PLANS))
+        found = {name: row for name, row in shown.items() if "compiled" in row}
         by_hand = [(_seconds(row), name) for name, row in found.items() if name in manual.PLANS]
         best = min(by_hand, default=(0.0, ""))[1]
         ratios = [(SOLVER, "step_time_s"), (PLAN, "step_time_s"), (PLAN, "overlapped_s")]
@@ -140,7 +159,9 @@ def _seconds(row: Row) -> float:
 
 
 def _ms(row: Row | None) -> str:
-    return "" if row is None else f"{1e3 * _seconds(row):.3f}"
+    if row is None:
+        return ""
+    return f"{1e3 * _seconds(row):.3f}" if "compiled" in row else f"({1e3 * row['predicted_step_time_s']:.3f})"
 
 
 def main() -> None:
@@ -149,15 +170,15 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--plans", default=",".join([SOLVER, PLAN, *manual.PLANS]))
     parser.add_argument("--out", type=Path, default=Path("out/quality.jsonl"))
+    parser.add_argument("--best", type=int, help="compile only so many plans by hand, those predicted fastest")
     parser.add_argument("--again", action="store_true", help="also make rows anew that other sources made")
     parser.add_argument("--tables", action="store_true", help="only print what the file holds")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if not options.tables:
-        sweep(
-            *(each.split(",") for each in (options.models, options.targets, options.plans)), options.out, options.again
-        )
+        asked = (each.split(",") for each in (options.models, options.targets, options.plans))
+        sweep(*asked, options.out, options.again, options.best)
     print(table(list(read(options.out).values()), "pipe" if options.markdown else "simple"))
 
 
