@@ -7,10 +7,11 @@ numbers differ but whose contents do not (`layers.0` to `layers.30`) are shown o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard import __version__
 from autoshard.cost.compute import dtype_bytes
@@ -28,6 +29,9 @@ from autoshard.report import (
     size,
     states_of,
 )
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 OPTIMIZER = "(optimizer step)"
 PHASES = (("", "weights"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
@@ -124,7 +128,7 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
         lstrip_blocks=True,
     )
     drawings = Drawings(plan.mesh)
-    environment.filters.update(duration=duration, size=size, layout=layout, percent=_percent)
+    environment.filters.update(duration=duration, size=size, layout=layout, percent=_percent, at_dots=_at_dots)
     environment.globals.update(draw=drawings.symbol)
     predicted = plan.predicted
     step = predicted.step_time_s if predicted is not None else 0.0
@@ -461,6 +465,13 @@ def _unruled(plan: Plan) -> list[tuple[str, int, str, float, str]]:
         for (op, reason), (count, seconds, where) in found.items()
     ]
     return sorted(rows, key=lambda row: -row[3])
+
+
+def _at_dots(text: str) -> Markup:
+    """Names may go on in a new line after their dots; numbers may not."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(text))))
 
 
 def _percent(part: float, whole: float) -> str:

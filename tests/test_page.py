@@ -10,11 +10,11 @@ from autoshard.capture.program import TensorType
 from autoshard.explanation import Alternative, Explanation
 from autoshard.mesh import Mesh
 from autoshard.page import page, tree, undivided
-from autoshard.plan import CollectiveTotal, ModuleCost, Options
+from autoshard.plan import CollectiveTotal, ModuleCost, Options, RefineCandidate, Refinement
 from autoshard.report import size
 from tests import plans
 
-VOID = {"meta", "input", "use", "rect", "br"}
+VOID = {"meta", "input", "use", "rect", "br", "wbr"}
 
 
 class Reader(HTMLParser):
@@ -23,10 +23,12 @@ class Reader(HTMLParser):
     def __init__(self):
         super().__init__()
         self.open, self.text, self.references, self.ids = [], [], [], []
+        self.broken = False  # the word goes on
 
     def handle_starttag(self, tag, attributes):
         if tag not in VOID:
             self.open.append(tag)
+        self.broken = tag == "wbr"
         for name, value in attributes:
             if name in ("href", "src", "xlink:href"):
                 self.references.append(value)
@@ -42,7 +44,11 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text.append(data)
+        if self.broken:
+            self.text[-1] += data
+        else:
+            self.text.append(data)
+        self.broken = False
 
 
 def read(plan, *explanations):
@@ -148,6 +154,27 @@ def test_explanations_are_tables():
     assert "needs at least 5 GB per device" in text
     row = next(row for row in undivided(made, [found]) if row.name == "h.0.weight")
     assert row.why == "the best plan that splits it so, [data, model], takes 10 ms more"
+
+
+def test_what_a_plan_was_refined_from_is_a_table():
+    rows = (
+        RefineCandidate("optimum", 0.010, 0.009, 0.0125, 0.0115, 2_000_000),
+        RefineCandidate("another h.*.weight", 0.011, 0.0105, 0.012, 0.0111, 1_000_000),
+        RefineCandidate("fsdp", 0.013, 0.012, note="does not compile"),
+    )
+    _, before, _ = read(plans.plan())
+    assert "Refined" not in before
+    _, text, _ = read(replace(plans.plan(), refined=Refinement("h100:8", "another h.*.weight", rows)))
+    assert "Refined for h100:8" in text
+    assert "optimum 10 ms 9 ms 12.5 ms 11.5 ms 2 MB another h.*.weight 11 ms 10.5 ms 12 ms 11.1 ms 1 MB taken" in text
+    assert "fsdp 13 ms 12 ms – – – does not compile" in text
+
+
+def test_the_memory_bar_is_that_of_the_limit_where_it_is_near():
+    peak = plans.plan().predicted.peak_memory_bytes
+    for limit, said in ((2 * peak, "The bar's length is the limit"), (100 * peak, "The bar's length is the peak")):
+        _, text, _ = read(plans.plan(options=Options(memory=limit)))
+        assert said in text
 
 
 def test_a_model_of_many_layers_that_are_all_alike_stays_small():
