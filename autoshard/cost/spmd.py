@@ -20,7 +20,7 @@ from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
 from autoshard.cost.spmd_chained import chained_scatters
-from autoshard.cost.spmd_contraction import contraction, may_loop
+from autoshard.cost.spmd_contraction import contraction, is_transposed, may_loop
 from autoshard.cost.spmd_emission import Emission
 from autoshard.cost.spmd_gather import KeptGathers
 from autoshard.cost.spmd_halo import Moved
@@ -189,15 +189,21 @@ class Partitioner:
         results = set(self.graph.outputs)
 
         def reduced(op: Op, place: int) -> tuple[int, Collective] | None:
-            """(op, reduction) of an operand that only this op reads."""
-            *scaled, value = unscaled(self.graph, op.operands[place])
+            """(op, reduction) of an operand that only this op reads; a product may be transposed in between."""
+            split = runs[op.id].reads[place]
+            on_the_way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
+            *_, value = on_the_way
+            turn = self.graph.ops[value.op]
+            if turn.kind == "transpose" and is_transposed(self, self.graph.ops[turn.operands[0].op]):
+                value = turn.operands[0]
+                on_the_way[value] = split[::-1]
             last = runs[value.op].collectives[-1:]
-            if not last or any(uses[each] != 1 or each in results for each in (*scaled, value)):
+            if not last or any(uses[each] != 1 or each in results for each in on_the_way):
                 return None
             if self.graph.ops[value.op].kind == "scatter":  # it scatters onto the other term: see `spmd_chained`
                 return None
             scattered = last[0].kind == "reduce-scatter"
-            as_made = {self.shardings.made[each] for each in (*scaled, value)} == {runs[op.id].reads[place]}
+            as_made = all(self.shardings.made[each] == read for each, read in on_the_way.items())
             return (value.op, last[0]) if scattered or (last[0].kind == "all-reduce" and as_made) else None
 
         for op in self.graph.ops:
@@ -262,7 +268,7 @@ class Partitioner:
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         if self.target == "tpu" and op.kind in ("dot_general", "convolution"):
-            key = (key, may_loop(self, op), spmd_rounded.rounds(self, Value(op.id), None))
+            key = (key, may_loop(self, op), spmd_rounded.rounds(self, Value(op.id), None), is_transposed(self, op))
         if self.target == "tpu" and op.kind == "gather":
             key = (key, is_summed(self, op))
         emission = self.memo.get(key)
@@ -494,7 +500,8 @@ class Partitioner:
         dim = next(dim for dim, factor in enumerate(cut.factors) if factor > 1)
         unit = tiles_tpu.scatter_unit(names, self.subaxes.mesh)
         ways = cut.factors[dim]
-        found = tiles_tpu.scattered(cut.shape, dim, ways, unit=unit, row_major=row_major, summed=summed)
+        buffer = tiles_tpu.scatter_buffer(self.subaxes.mesh)
+        found = tiles_tpu.scattered(cut.shape, dim, ways, unit=unit, row_major=row_major, summed=summed, buffer=buffer)
         if found is None:
             return None
         steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]

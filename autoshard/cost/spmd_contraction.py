@@ -57,6 +57,8 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
                 cut = None if cut is None else replace(cut, shape=step.made)
             elif isinstance(then, Resharded) and then.place == 2:
                 cut = owner.cuts.cut(then.shape, then.source, then.target, then.outer)
+            if cut is not None and owner.target == "tpu" and is_transposed(owner, op):
+                cut = replace(cut, factors=cut.factors[::-1], places=cut.places[:, ::-1], shape=cut.shape[::-1])
             own.extend(owner.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
             order = owner.order_of(step.axes)
         elif step.place == 2:
@@ -72,6 +74,21 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
 def may_loop(owner: Partitioner, op: Op) -> tuple[bool, ...]:
     """Per operand whether it may go round a ring while it is multiplied."""
     return (False,) * len(op.operands) if owner.gathering is None else owner.gathering.alone(op)
+
+
+def is_transposed(owner: Partitioner, op: Op) -> bool:
+    """Whether nothing but a transpose reads a product of matrices: compilers make the transposed product at once.
+
+    Not where an annotation stands between them.
+    """
+    value = Value(op.id)
+    readers = owner.readers.get(value, ())
+    return (
+        op.kind == "dot_general"
+        and len(op.results[0].shape) == 2
+        and not {value} & (owner.results | owner.shardings.pins.keys() | owner.copies_of.keys())
+        and [(reader.kind, tuple(reader.attrs.get("permutation", ()))) for reader in readers] == [("transpose", (1, 0))]
+    )
 
 
 def _partitioner(owner: Partitioner, op: Op) -> DotPartitioner:

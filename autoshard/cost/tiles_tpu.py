@@ -4,6 +4,7 @@ All measured by compiling single collectives (libtpu 0.0.51, v5e and v5p); `test
 
 - An all-reduce of which each device goes on with a slice is a reduce-scatter only if the slices are whole tiles, after
   padding that makes the array at most half as large again. Slices that were padded are moved into place by permutes.
+- It is scattered in equal pieces that fit a buffer: slices are padded to as many rows of tiles as make such pieces.
 - An all-gather of a vector whose parts are no multiples of 128 is an all-reduce of zeros with each part in its place.
   So is one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims of four or
   more.
@@ -25,6 +26,10 @@ MOST_PADDING = 1.5
 """Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
 LONGEST = 150
 """Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
+BUFFER = {"tpu-v6e": 7560}
+"""Tiles, 3,650 elsewhere, that `ways` + 4 pieces of a reduce-scatter fit: a piece has at most 304 tiles over 8 chips of
+a v5e, 456 over 4, 608 over 2, and 626 to 633 over 8 of a v6e.
+"""
 LINK_SHARE = {"tpu-v5p": 1.1}
 """Of a link's datasheet bandwidth, 0.95 elsewhere: windowed einsums are chosen on v5e for 8,448 contracted elements,
 not for 8,192; on v5p for convolutions of 1,056 positions per chip and not for 8,192 contracted elements (1,024).
@@ -62,7 +67,14 @@ def minor_dims(shape: Shape) -> tuple[int, int]:
 
 
 def scattered(
-    shape: Shape, dim: int, ways: int, *, unit: int = 2, row_major: bool = False, summed: bool = False
+    shape: Shape,
+    dim: int,
+    ways: int,
+    *,
+    unit: int = 2,
+    row_major: bool = False,
+    summed: bool = False,
+    buffer: int = 3650,
 ) -> Scattered | None:
     """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
 
@@ -71,6 +83,7 @@ def scattered(
         row_major: whether the array's maker lays it out so, as gathers do, where whole lanes are sliced; else it lies
             as the slices do.
         summed: whether sums read the slices: they take whole lanes, and the array lies as its maker lays it out.
+        buffer: tiles that hold the pieces it is scattered in (`BUFFER`).
 
     Returns:
         None where it stays an all-reduce.
@@ -85,24 +98,49 @@ def scattered(
         lane, row = minor_dims(part)
     if shape[row] <= ROWS // 2:
         return None
-    if dim == lane:
-        return Scattered() if part[lane] % LANES == 0 else None
-    across = -(-part[lane] // LANES)
+    across, down = -(-part[lane] // LANES), -(-part[row] // ROWS)
     major = math.prod(size for at, size in enumerate(part) if at not in (lane, row))
+    piece = buffer // (ways + 4)
+    if dim == lane:
+        cut = major > 1 or across > piece or _cuts(down, piece // across)
+        return Scattered() if part[lane] % LANES == 0 and cut else None
     if dim != row:
-        tiles = major * -(-part[row] // ROWS) * across
-        return _padded(tiles, _up(tiles, unit), ways)
+        tiles = major * down * across
+        return _padded(tiles, _in_pieces(tiles, unit, piece), ways)
     if _largest_prime(across) > LONGEST:
         return None
     if major > 1:
-        return _padded(part[row], _up(part[row], ROWS), ways)
-    rows = unit // math.gcd(unit, across)
-    return _padded(part[row], _up(part[row], ROWS * max(rows, unit // 2)), ways)
+        return _padded(part[row], down * ROWS, ways)
+    rows = max(unit // math.gcd(unit, across), unit // 2)
+    fits = piece // across
+    padded = _in_pieces(down, rows, fits) if fits >= rows else _up(down, rows)
+    return _padded(part[row], padded * ROWS, ways)
+
+
+def _in_pieces(size: int, unit: int, most: int) -> int:
+    """`size` padded to equal pieces that are multiples of `unit` and at most `most`; 0 where the one piece is not."""
+    pieces = -(-size // most)
+    while (piece := _up(-(-size // pieces), unit)) > most:
+        if pieces == 1:
+            return 0
+        pieces += 1
+    return pieces * piece
+
+
+def _cuts(size: int, most: int) -> bool:
+    """Whether `size` is a few equal pieces of at most `most`: twice as many as need be, or fewer."""
+    least = -(-size // most)
+    return any(size % pieces == 0 for pieces in range(least, 2 * least + 1))
+
+
+def scatter_buffer(mesh: Mesh) -> int:
+    """Tiles that hold the pieces of a reduce-scatter."""
+    return BUFFER.get(load_device(mesh.device).kind, 3650)
 
 
 def _padded(size: int, padded: int, ways: int) -> Scattered | None:
     padding = padded / size
-    return Scattered(padding, (padding - 1) * (ways - 1) / ways) if padding <= MOST_PADDING else None
+    return Scattered(padding, (padding - 1) * (ways - 1) / ways) if 1 <= padding <= MOST_PADDING else None
 
 
 def scatter_unit(axes: tuple[str, ...], mesh: Mesh) -> int:

@@ -99,3 +99,41 @@ def test_a_tpu_rounds_a_copy_that_only_products_read_before_it_gathers_it():
     weights = 2 * 1024 * 1024
     assert predicted(graph, wanted, "tpu") == {("all-gather", ("model",)): 2 * weights}
     assert predicted(graph, wanted, "gpu") == {("all-gather", ("model",)): 4 * weights}
+
+
+def gradients_over_time() -> Graph:
+    """One weight's gradients of three steps, each transposed as autograd does, summed one after the other."""
+    sizes = {
+        "t": "tensor<512x64xf32>",
+        "g": "tensor<512x128xf32>",
+        "m": "tensor<64x128xf32>",
+        "w": "tensor<128x64xf32>",
+    }
+    t, g, m, w = sizes.values()
+    lines = []
+    for step in range(3):
+        product = f"stablehlo.dot_general %a{step}, %b{step}, contracting_dims = [0] x [0] : ({t}, {g}) -> {m}"
+        lines.append(f'%p{step} = {product} loc("op{step}")')
+        lines.append(f'%q{step} = stablehlo.transpose %p{step}, dims = [1, 0] : ({m}) -> {w} loc("op{step}")')
+    lines.append(f'%s1 = stablehlo.add %q0, %q1 : {w} loc("op3")')
+    lines.append(f'%s2 = stablehlo.add %s1, %q2 : {w} loc("op4")')
+    arguments = ", ".join(f"%a{step}: {t}, %b{step}: {g}" for step in range(3))
+    body = "\n".join(lines)
+    text = f"module {{ func.func public @main({arguments}) -> {w} {{\n{body}\nreturn %s2 : {w} }} }}"
+    ops = [AtenOp(k, "add", "", "backward", (TensorType((128, 64), "f32"),)) for k in range(5)]
+    return graph_from_text(text, ops=ops)
+
+
+@pytest.mark.parametrize(("family", "times"), [("cpu", 3), ("gpu", 1), ("tpu", 1)])
+def test_products_that_are_transposed_before_they_are_added_are_summed_once(family: str, times: int):
+    # An LSTM under data parallelism on 8 H100: 1,337 MB of all-reduces were predicted, 329 compiled.
+    graph = gradients_over_time()
+    wanted = Annotations({Value(at): (("data", "model"), ()) for at in graph.arguments})
+    assert predicted(graph, wanted, family) == {("all-reduce", ("data", "model")): times * 128 * 64 * 4}
+    target = parse_target(FAMILIES[family], 8)
+    try:
+        target.packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
+    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
