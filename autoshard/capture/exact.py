@@ -44,6 +44,14 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return v * (g / v.square().sum(dims, keepdim=True).sqrt())
 
 
+def of_truth(reduce: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`all` or `any` of numbers: of whether each is not zero."""
+    if input.dtype == torch.bool or "out" in kwargs:
+        return NotImplemented
+    found = reduce(input != 0, *args, **kwargs)
+    return found.to(torch.uint8) if input.dtype == torch.uint8 else found  # as torch has it
+
+
 def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
     """`x[mask] = value` as a choice between the two, where the value is one for all places, or one per trailing dim.
 

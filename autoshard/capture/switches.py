@@ -16,6 +16,7 @@ tensors on an XLA device.
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
 | `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
+| `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` | torch_xla has no lowering of them, or of their gradients; one looks at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, which XLA needs to compute again |
@@ -53,6 +54,7 @@ DEFAULT: tuple[str, ...] = (
     "scan",
     "activation",
     "index",
+    "truth",
     "losses",
     "pools",
     "checkpoint",
@@ -293,6 +295,8 @@ replaces("activation", F.selu, torch.selu)(exact.selu)
 replaces("activation", F.celu, torch.celu)(exact.celu)
 replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
+for _truth in (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any):
+    replaces("truth", _truth)(partial(exact.of_truth, _truth))
 replaces("losses", F.multi_margin_loss)(losses.multi_margin)
 replaces("losses", F.gaussian_nll_loss)(losses.gaussian_nll)
 replaces("losses", torch.cdist)(losses.cdist)
