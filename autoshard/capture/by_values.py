@@ -57,6 +57,11 @@ def _on_host(func: Any, device: str) -> bool:
     return not seeded and current().falls_back(func.name()) and decomposition_of(func) is None
 
 
+def may_index(func: Any) -> bool:
+    """Whether a boolean mask may index an op (`by_positions`)."""
+    return func is torch.ops.aten.masked_select.default or _indexes(func)
+
+
 def by_positions(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What computes an op that a boolean mask indexes, by the positions of the true elements; None for other ops."""
     if func is torch.ops.aten.masked_select.default:
@@ -99,4 +104,4 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-__all__ = ["SHAPED_BY_VALUES", "by_positions", "on_host"]
+__all__ = ["SHAPED_BY_VALUES", "by_positions", "may_index", "on_host"]

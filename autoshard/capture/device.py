@@ -7,8 +7,9 @@ without torch_xla it is `meta`; at any other time it is `xla`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -21,6 +22,9 @@ class Device(Protocol):
     def type(self) -> str:
         """The name that torch has for it."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on it."""
+
     def tensor_id(self, tensor: torch.Tensor) -> int:
         """Tells the value that a tensor now holds from every other of the same step."""
 
@@ -31,13 +35,17 @@ class Device(Protocol):
         """Whether nothing lowers an op, by its name in the dispatcher (`aten::nonzero`)."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class _Xla:
     type = "xla"
+    holds = staticmethod(attrgetter("is_xla"))
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
-        import torch_xla
-
-        return int(torch_xla._XLAC._xla_get_tensor_id(getattr(tensor, "global_tensor", tensor)))
+        if type(tensor) not in _PLAIN:
+            tensor = getattr(tensor, "global_tensor", tensor)
+        return int(_tensor_id()(tensor))
 
     def reads_data(self, tensor: torch.Tensor) -> bool:
         import torch_xla
@@ -49,6 +57,14 @@ class _Xla:
     def falls_back(self, op: str) -> bool:
         table = torch._C._dispatch_dump_table(op)
         return any(line.startswith("XLA:") and "[backend fallback]" in line for line in table.splitlines())
+
+
+@cache
+def _tensor_id() -> Callable[[torch.Tensor], int]:
+    import torch_xla
+
+    found: Callable[[torch.Tensor], int] = torch_xla._XLAC._xla_get_tensor_id
+    return found
 
 
 _now: Device = _Xla()
@@ -72,7 +88,7 @@ def captured_on(device: Device) -> Iterator[None]:
 
 def is_xla(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on the device that programs are captured on."""
-    return bool(tensor.device.type == _now.type)
+    return _now.holds(tensor)
 
 
 def names_it(device: object) -> bool:

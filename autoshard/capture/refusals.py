@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -30,9 +31,15 @@ _ONE_DTYPE = frozenset(
 _TAKES_CLASSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 
 
+@cache
+def may_take_values(name: str) -> bool:
+    """Whether an op takes values of some tensors to the host."""
+    return name in READS_VALUE or name in TRANSFERS or name.startswith(("aten._copy_from", "aten._to_cpu"))
+
+
 def takes_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op takes values of an XLA tensor to the host."""
-    if not any(is_xla(t) for t in tensors):
+    if not may_take_values(name) or not any(is_xla(t) for t in tensors):
         return False
     asked = kwargs.get("device")
     to_host = name in TRANSFERS and asked is not None and not names_it(asked)

@@ -41,14 +41,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from autoshard.capture.by_values import by_positions, on_host
+from autoshard.capture.by_values import by_positions, may_index, on_host
 from autoshard.capture.decompositions import decomposition_of, functional_form
 from autoshard.capture.device import current, is_xla, names_it, tensor_id
 
@@ -191,17 +191,16 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Number the op, or run it uncounted."""
         kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs)) if kwargs else tensors_in(args)
         if not _on_xla(tensors, kwargs):
             return self.uncounted(func, args, kwargs)
-        name = name_of(func)
-        instead = decomposition_of(func)
-        if instead is not None:
+        kind = _kind(func)
+        if kind.instead is not None:
             with self._once_more():
-                return instead(*args, **kwargs)
-        indexed = by_positions(func, args)
+                return kind.instead(*args, **kwargs)
+        indexed = by_positions(func, args) if kind.indexes else None
         if indexed is not None:
-            self.indexing = name
+            self.indexing = kind.name
             with self._once_more():
                 result = indexed(*args, **kwargs)
             self.indexing = ""
@@ -209,18 +208,23 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if self._inside and (functional := functional_form(func)) is not None:
             with self._once_more():
                 return functional(*args, **kwargs)
-        if on_host(func):
+        if kind.on_host:
             made = self.host(func, args, kwargs)
             with self._once_more():
                 return tree_map(_to_device, made)
-        if not counts(name, tensors, kwargs) or self._only_clears(func, name, tensors):
+        name = kind.name
+        if (
+            kind.uncounted
+            or (kind.transfers and not _stays(tensors, kwargs))
+            or ((self._cleared or self._cleared_before or self._accumulated) and self._only_clears(func, name, tensors))
+        ):
             result = self.uncounted(func, args, kwargs)
             if name == "aten._to_copy.default":
                 result = _functionalized(result)
             self._follow(name, tensors, result)
             return result
-        view = self._view_key(func, args, kwargs)
-        if view in self._views:
+        view = self._view_key(func, args, kwargs) if kind.views else None
+        if view is not None and view in self._views:
             again = self._views[view].again()
             if again is not None:
                 return again
@@ -250,12 +254,9 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
             self._inside -= 1
             TorchDispatchMode.__exit__(self, None, None, None)
 
-    def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Tells a view of a tensor from every other, or None if the op is no view."""
-        if torch.Tag.view_copy not in func.tags and str(func) not in _VIEWS:
-            return None
-        what = tree_map(lambda a: f"%{tensor_id(a)}" if isinstance(a, torch.Tensor) else a, (args, dict(kwargs)))
-        return f"{func}{what!r}"
+    def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Tells a view of a tensor from every other."""
+        return f"{name_of(func)}{_by_id(args)!r}{_by_id(kwargs)!r}" if kwargs else f"{name_of(func)}{_by_id(args)!r}"
 
     def _is_cleared(self, tensor: torch.Tensor) -> bool:
         if not (self._cleared or self._cleared_before) or not is_xla(tensor):
@@ -289,6 +290,16 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
             producer = self.producer(tensors[-1] if accumulates else tensors[0])
             if producer is not None:
                 self._producers.setdefault(tensor_id(made[0]), producer)
+
+
+def _by_id(part: Any) -> Any:
+    """What an op is called with, tensors by their ids."""
+    kind = type(part)
+    if isinstance(part, torch.Tensor):
+        return f"%{tensor_id(part)}"
+    if kind is tuple or kind is list:
+        return kind(map(_by_id, part))
+    return {key: _by_id(each) for key, each in part.items()} if isinstance(part, Mapping) else part
 
 
 class _Made:
@@ -355,17 +366,57 @@ def _on_xla(tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> boo
     return any(is_xla(t) for t in tensors) or names_it(kwargs.get("device"))
 
 
-def counts(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the op is counted, by the rule in this module's docstring (clearing and accumulation apart)."""
+def _stays(tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op that may transfer tensors has all of them on one device."""
     asked = kwargs.get("device")
-    if not names_it(asked) and not any(is_xla(t) for t in tensors):
-        return False
-    if name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE:
-        return False
-    if name in TRANSFERS:
-        ends = {t.device.type for t in tensors} | ({torch.device(asked).type} if asked is not None else set())
-        return len(ends) == 1
-    return True
+    return len({t.device.type for t in tensors} | ({torch.device(asked).type} if asked is not None else set())) == 1
+
+
+class _Kind(NamedTuple):
+    """What an overload is on a device, whatever it is called with.
+
+    Attributes:
+        func: the overload, which is not to be freed while it is known by its id.
+        name: such as `aten.addmm.default`.
+        instead: what computes it in other ops.
+        indexes: whether it may be indexed by a mask.
+        on_host: whether the host computes it.
+        uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
+        transfers: whether it is counted only where all is on one device.
+        views: whether it makes a view.
+    """
+
+    func: Any
+    name: str
+    instead: Callable[..., Any] | None
+    indexes: bool
+    on_host: bool
+    uncounted: bool
+    transfers: bool
+    views: bool
+
+
+_KINDS: dict[str, dict[int, _Kind]] = {}
+
+
+def _kind(func: Any) -> _Kind:
+    """What an overload is on the device that programs are captured on now. (Hashing it takes longer than its id.)"""
+    kinds = _KINDS.setdefault(current().type, {})
+    found = kinds.get(id(func))
+    if found is None:
+        name = name_of(func)
+        instead = decomposition_of(func)
+        found = kinds[id(func)] = _Kind(
+            func,
+            name,
+            instead,
+            indexes=may_index(func),
+            on_host=instead is None and on_host(func),
+            uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,
+            transfers=name in TRANSFERS,
+            views=torch.Tag.view_copy in func.tags or name in _VIEWS,
+        )
+    return found
 
 
 def outputs_of(call: Call, result: Any) -> tuple[torch.Tensor, ...]:

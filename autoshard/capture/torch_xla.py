@@ -8,8 +8,9 @@ annotate is one value of the module.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -231,12 +232,28 @@ class XlaLabels(Labels):
         super().name(tensor, name)
         self.data_ids[name] = self.xla._unique_id_for_ir_and_data(tensor)
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Number the op; in a backward pass, without asking switches whenever something is asked of a tensor."""
+        if not torch._C._len_torch_function_stack():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextlib.contextmanager
+    def _once_more(self) -> Iterator[None]:
+        """Under the switches again."""
+        with torch._C._EnableTorchFunction(), super()._once_more():
+            yield
+
     def labelled(self, call: Call) -> Any:
         """Run the op in a scope of its label."""
         self._try(call)
         scope = self.xla.profiler.scope_pusher(f"op{call.index}")
         try:
-            return call.func(*call.args, **call.kwargs)
+            with torch._C._EnableTorchFunction():
+                return call.func(*call.args, **call.kwargs)
         finally:
             del scope
 

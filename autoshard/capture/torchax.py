@@ -12,6 +12,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class _Meta:
     """The device that placeholders are on."""
 
     type = "meta"
+    holds = staticmethod(attrgetter("is_meta"))
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
         found = inner(tensor)

@@ -525,10 +525,12 @@ class Labels(AtenSequence, ABC):
 
     def marked(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """(j, the tensor) of each output that is to be marked."""
-        inputs = {tensor_id(t) for t in call.tensors if is_xla(t)}
+        inputs: set[int] | None = None
         for j, tensor in enumerate(outputs):
-            if is_xla(tensor) and tensor.is_floating_point() and tensor_id(tensor) not in inputs:
-                yield j, tensor
+            if is_xla(tensor) and tensor.is_floating_point():
+                inputs = {tensor_id(t) for t in call.tensors if is_xla(t)} if inputs is None else inputs
+                if tensor_id(tensor) not in inputs:
+                    yield j, tensor
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Record the op."""
@@ -556,7 +558,8 @@ class Labels(AtenSequence, ABC):
 
 def takes_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op takes values of the device's tensors to the host."""
-    return refusals.takes_values(name_of(func), tensors_in((args, kwargs)), kwargs)
+    name = name_of(func)
+    return refusals.may_take_values(name) and refusals.takes_values(name, tensors_in((args, kwargs)), kwargs)
 
 
 def _in_words(kinds: Kinds) -> str:
