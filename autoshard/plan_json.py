@@ -229,13 +229,15 @@ def _entry(value: Any, indent: str, spread: bool) -> Iterator[str]:
     items = list(value.items()) if isinstance(value, dict) else [(None, each) for each in value]
     yield "{" if isinstance(value, dict) else "["
     for i, (key, each) in enumerate(items):
-        yield f"{',' if i else ''}\n{inner}" + ("" if key is None else f"{json.dumps(key, ensure_ascii=False)}: ")
-        yield from _entry(each, inner, key in _ONE_LINE_EACH)
+        yield f"{',' if i else ''}\n{inner}" if key is None else f"{',' if i else ''}\n{inner}{_compact(key)}: "
+        if key in _ONE_LINE_EACH:
+            yield from _entry(each, inner, True)
+        else:
+            yield _compact(each)
     yield f"\n{indent}" + ("}" if isinstance(value, dict) else "]")
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+_compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

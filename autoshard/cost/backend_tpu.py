@@ -389,6 +389,7 @@ class TpuBackend(Backend):
         read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
         written: list[Life] = []
         touched = [self._touched(kernel, program) for kernel in kernels]
+        reads = [frozenset(kernel.reads) for kernel in kernels]  # of which there may be thousands
         for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
             saved = self._bound_by_memory(kernel, sum(sizes.values()))
             for array, size in sizes.items():
@@ -398,7 +399,7 @@ class TpuBackend(Backend):
                     gains[held] = _and_gain(gains.get(held), gain)
                     if uses[held][-1] < position:
                         uses[held].append(position)
-                elif array in kernel.reads:
+                elif array in reads[position]:
                     gains[array] = _and_gain(gains.get(array), gain)
                     read.setdefault(array, [max(position - 1, 0)]).append(position)
                 else:
@@ -426,7 +427,7 @@ class TpuBackend(Backend):
             for array, size in sizes.items():
                 held = live.buffers.get(array, array)
                 known = held in uses or (held in read and position > read[held][1])
-                near = known and (held not in beside or (array in kernel.reads and position in beside[held].near))
+                near = known and (held not in beside or (array in reads[position] and position in beside[held].near))
                 if not near and kernel.kind not in STILL:
                     far_off[array] = size
             moved.append(far_off)

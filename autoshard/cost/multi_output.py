@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.schedule import ancestors, dependencies, in_order
+
+FEW = 64
+"""Kernels that wait for one are followed up to so many: that of an update are few, of tens of thousands in all."""
 
 
 def merged_outputs(
@@ -105,6 +109,8 @@ class _Ancestors:
         rows = b"".join(found.to_bytes(8 * width, "little") for found in ancestors(kernels))
         self.words = np.frombuffer(rows, dtype="<u8").reshape(len(kernels), width).T.copy()
         self.kept = np.ones(len(kernels), dtype=bool)
+        self.users = [list(users) for users in dependencies(kernels).users]  # of what has been joined, too
+        self.into = list(range(len(kernels)))
 
     def waits(self, one: int, other: int) -> bool:
         """Whether one kernel waits for another."""
@@ -117,12 +123,37 @@ class _Ancestors:
     def join(self, one: int, other: int) -> None:
         """From now on what waits for one of two kernels waits for all that either of them waits for."""
         self.kept[other] = False
-        first, second = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
+        first, second = self._waiting(one), self._waiting(other)
+        self.into[other] = one
+        self.users[one] += self.users[other]
+        after_one, after_other = self._rows(first, second, one, other), self._rows(second, first, other, one)
         before = self.words[:, one].copy(), self.words[:, other].copy()
-        for waiting, has, more in ((first & ~second, *before), (second & ~first, *reversed(before))):
-            rows = np.flatnonzero(waiting & self.kept)
-            new = np.flatnonzero(more & ~has)  # few words, where the two stand near each other
-            self.words[new[:, None], rows] |= more[new, None]
+        for rows, has, more in ((after_one, *before), (after_other, *reversed(before))):
+            if len(rows):
+                new = np.flatnonzero(more & ~has)  # few words, where the two stand near each other
+                self.words[new[:, None], rows] |= more[new, None]
+
+    def _waiting(self, number: int) -> set[int] | None:
+        """The kernels that wait for one, itself included, found among its readers; None where these are many."""
+        found, todo = {number}, [number]
+        while todo:
+            users = self.users[todo.pop()]
+            if len(users) > FEW or len(found) > FEW:
+                return None
+            for user in users:
+                while self.into[user] != user:
+                    user = self.into[user]
+                if user not in found:
+                    found.add(user)
+                    todo.append(user)
+        return found
+
+    def _rows(self, these: set[int] | None, others: set[int] | None, one: int, other: int) -> npt.NDArray[np.intp]:
+        """The kernels that are kept and wait for one, not for another; `these` and `others` wait for either."""
+        if these is not None and others is not None:
+            return np.array([number for number in these - others if self.kept[number]], np.intp)
+        waits, excluded = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
+        return np.flatnonzero(waits & ~excluded & self.kept)
 
 
 def _bit(number: int) -> np.uint64:

@@ -151,6 +151,7 @@ class _Attribution:
         self.products: list[dict[Value, float]] = [{} for _ in groups.groups]
         self.alone: list[dict[Value, float]] = [{} for _ in groups.groups]
         self.launches = [0.0] * len(groups.groups)
+        self.inputs: dict[int, frozenset[Value]] = {}  # by group
         self.origin: dict[int, Value] = {}
         for step in self.program.steps:
             results = graph.ops[step.op].results
@@ -217,6 +218,12 @@ class _Attribution:
                 if total:
                     into[value] = into.get(value, 0.0) + (1.0 if group == owner else scale) * size / total
 
+    def _inputs(self, group: int) -> frozenset[Value]:
+        """What a group reads; it may be thousands of values."""
+        if group not in self.inputs:
+            self.inputs[group] = frozenset(self.groups.groups[group].inputs)
+        return self.inputs[group]
+
     def _seconds(self, sizes: Counter[Value]) -> float:
         return roofline_seconds(0.0, sum(sizes.values()), "f32", self.device, kernels=0)
 
@@ -230,6 +237,5 @@ class _Attribution:
         group = self.groups.of.get(step.op)
         if group is None:
             return Value(step.op)
-        mine = self.groups.groups[group]
-        known = self.groups.of.get(value.op) == group or value in mine.inputs
+        known = self.groups.of.get(value.op) == group or value in self._inputs(group)
         return value if known else Value(step.op)

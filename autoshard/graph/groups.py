@@ -64,6 +64,7 @@ class Groups:
     free: frozenset[int]
 
 
+@per_graph
 def free_ops(graph: Graph) -> frozenset[int]:
     """Ops whose result follows from constants, iotas and scalar arguments alone, in any sharding, at no cost."""
     free: set[int] = set()

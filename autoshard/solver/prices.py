@@ -23,7 +23,7 @@ from autoshard.cost.tpu_layout import row_major
 from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
-from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.ops import DimFactors, Graph, Op, Value
 from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.solver.strategies import Specs, Strategies, plain, spec_of
 
@@ -131,6 +131,7 @@ class Prices:
         total = np.zeros(len(ways))
         if not any(weights.values()):
             return total
+        alike: dict[Hashable, Matrix] = {}  # a group may read thousands of values
         most = self.mesh.size
         for place, value in enumerate(self._locals(group)):
             split = weights[most].get(value, 0.0)
@@ -139,20 +140,30 @@ class Prices:
                 continue
             kind = self.graph.type_of(value)
             scattered = self.device.target == "tpu" and self.graph.ops[value.op].kind == "scatter"
-            size_of = row_major if scattered else math.prod  # rows of a narrow table take 128 numbers each
-            most_of_it = size_of(kind.shape)
-            sizes: dict[Spec, float] = {}
-            dims = ways.shape.value_dims[place]
-            for index, assignment in enumerate(ways.assignments):
-                spec = spec_of(dims, assignment)
-                if spec not in sizes:
-                    part = size_of(self.mesh.shard_shape(kind.shape, spec))
-                    near = math.log(most_of_it / part) / math.log(most) if most > 1 and part else 1.0
-                    weight = whole + (split - whole) * min(1.0, max(0.0, near))
-                    held = math.prod(kind.shape) * part / max(1, most_of_it)
-                    sizes[spec] = weight * held * dtype_bytes(kind.dtype)
-                total[index] += sizes[spec]
+            key = (kind, ways.shape.value_dims[place], whole, split, scattered)
+            if key not in alike:
+                alike[key] = self._bytes_of(kind, ways.shape.value_dims[place], ways, whole, split, scattered)
+            total += alike[key]
         return total
+
+    def _bytes_of(
+        self, kind: TensorType, dims: DimFactors, ways: Strategies, whole: float, split: float, scattered: bool
+    ) -> Matrix:
+        """Bytes of one device, per strategy, of a value of which so many parts are moved: whole, and all split."""
+        size_of = row_major if scattered else math.prod  # rows of a narrow table take 128 numbers each
+        most, most_of_it = self.mesh.size, size_of(kind.shape)
+        sizes: dict[Spec, float] = {}
+        found = np.zeros(len(ways))
+        for index, assignment in enumerate(ways.assignments):
+            spec = spec_of(dims, assignment)
+            if spec not in sizes:
+                part = size_of(self.mesh.shard_shape(kind.shape, spec))
+                near = math.log(most_of_it / part) / math.log(most) if most > 1 and part else 1.0
+                weight = whole + (split - whole) * min(1.0, max(0.0, near))
+                held = math.prod(kind.shape) * part / max(1, most_of_it)
+                sizes[spec] = weight * held * dtype_bytes(kind.dtype)
+            found[index] = sizes[spec]
+        return found
 
     def collective_seconds(self, each: Collective, group: Group) -> float:
         """Seconds of a sum of a group's partial results, as it is combined with others."""

@@ -365,7 +365,8 @@ def strategies(
     item = [dtype_bytes(graph.type_of(value).dtype) for value in local]
     rows: list[_Row] = []
     for assignment in assignments(shape, mesh):
-        specs = [spec_of(dims, assignment) for dims in shape.value_dims]
+        split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
+        specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
         partial: tuple[str, ...] = ()  # in the order of the devices in the all-reduce's groups
         value = len(group.inputs)
