@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OPTIMIZER = "(optimizer step)"
 PHASES = (("", "weights"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
 """Phase of a ModuleCost -> what the page calls it."""
-_WIDTH, _HEIGHT, _COLOURS, _LABELS = 120, 48, 8, 32
+_WIDTH, _HEIGHT, _COLOURS, _LABELS, _LEGIBLE = 120, 48, 8, 32, 4.0
 _LISTED = 12
 
 
@@ -182,7 +182,8 @@ class Drawings:
         grid = tiles(spec, self._mesh)
         rows, columns = grid.ways
         wide, high = _WIDTH / columns, _HEIGHT / rows
-        found, numbers = [], dict[tuple[int, ...], int]()
+        edge = min(1.0, 0.15 * min(wide, high))  # a line as wide as a part would hide it
+        found, numbers = [f'<g stroke-width="{edge:.3g}">'], dict[tuple[int, ...], int]()
         whole = not spec_axes(spec)
         for i, j in product(range(rows), range(columns)):
             devices = grid.devices[i][j]
@@ -193,9 +194,11 @@ class Drawings:
             if rows * columns <= _LABELS:
                 text = holders(devices, self._mesh.size)
                 points = min(16.0, 0.8 * high, 1.6 * wide / max(2, len(text)))
+                if points < _LEGIBLE:
+                    continue
                 place = f'x="{(j + 0.5) * wide:.4g}" y="{(i + 0.5) * high:.4g}"'
                 found.append(f'<text {place} font-size="{points:.3g}">{text}</text>')
-        return "".join(found)
+        return "".join([*found, "</g>"])
 
 
 # --- the module tree ---------------------------------------------------------------------------------------------

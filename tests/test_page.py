@@ -9,7 +9,7 @@ import pytest
 from autoshard.capture.program import TensorType
 from autoshard.explanation import Alternative, Explanation
 from autoshard.mesh import Mesh
-from autoshard.page import page, tree, undivided
+from autoshard.page import Drawings, page, tree, undivided
 from autoshard.plan import CollectiveTotal, ModuleCost, Options, RefineCandidate, Refinement
 from autoshard.report import size
 from tests import plans
@@ -154,6 +154,21 @@ def test_explanations_are_tables():
     assert "needs at least 5 GB per device" in text
     row = next(row for row in undivided(made, [found]) if row.name == "h.0.weight")
     assert row.why == "the best plan that splits it so, [data, model], takes 10 ms more"
+
+
+def test_lines_between_many_parts_leave_the_parts_to_be_seen():
+    drawings = Drawings(Mesh((64, 2)))
+    few, many = (drawings.symbol(spec) for spec in (((), ("model",)), (("data",), ())))
+    parts = dict(re.findall(r'<symbol id="(\w+)".*?<g stroke-width="([\d.]+)">', drawings.definitions()))
+    assert float(parts[few]) == 1
+    assert float(parts[many]) < 0.2 * 48 / 64
+
+
+def test_numbers_too_small_to_read_are_left_out():
+    for count, shown in ((4, 4), (32, 0)):
+        drawings = Drawings(Mesh((count, 2)))
+        drawings.symbol((("data",), ()))
+        assert drawings.definitions().count("<text") == shown
 
 
 def test_what_a_plan_was_refined_from_is_a_table():
