@@ -15,7 +15,7 @@ from autoshard.comparison import Comparison, bytes_by_kind
 from autoshard.drawing import holders, tiles
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import Plan, Predicted
-from autoshard.report import layout, size
+from autoshard.report import layout, shortest_first, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,6 +154,33 @@ def plot_sweep(
     axes.set_ylabel(ylabel)
     axes.legend(fontsize=8, frameon=False)
     _plain(axes)
+    return figure
+
+
+def plot_search(plan: Plan) -> Figure:
+    """The mesh shapes that were tried, shortest predicted step first: bars, the chosen one full, and the proven bounds.
+
+    Shapes without a bar were given up because of their bound; those with neither are left out.
+
+    Raises:
+        ValueError: the plan was made for one mesh, no others were tried.
+    """
+    if not plan.search:
+        raise ValueError("no mesh shapes were tried: plan with devices=, without a mesh")
+    tried = [each for each in shortest_first(plan.search) if each.step_time_s is not None or each.bound is not None]
+    names = ["×".join(map(str, each.shape)) for each in tried]
+    figure = _figure(max(5.0, 1 + 0.45 * len(tried)), 3.2)
+    axes = figure.subplots()
+    bars = axes.bar(names, [1e3 * (each.step_time_s or 0.0) for each in tried], color=COMPUTE, alpha=0.5)
+    for bar, each in zip(bars, tried, strict=True):
+        if each.shape == plan.mesh.shape:
+            bar.set_alpha(1.0)
+    bounds = [float("nan") if each.bound is None else 1e3 * each.bound for each in tried]
+    axes.plot(names, bounds, "_", color=COMMUNICATION, markersize=14, markeredgewidth=2, label="no plan is below")
+    axes.set_ylabel("step time, ms")
+    axes.legend(fontsize=8, frameon=False)
+    _plain(axes)
+    axes.tick_params(axis="x", labelrotation=45)
     return figure
 
 

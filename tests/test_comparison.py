@@ -1,13 +1,14 @@
 """Plans beside one another: in Python, on the command line, as text, JSON and figures."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import autoshard
 from autoshard.comparison import Comparison, Row
 from autoshard.mesh import Mesh
-from autoshard.plan import CollectiveTotal, PlanMismatchError, Predicted
+from autoshard.plan import CollectiveTotal, MeshTried, PlanMismatchError, Predicted
 from tests import plans as made
 
 torch = pytest.importorskip("torch")
@@ -161,3 +162,23 @@ def test_bytes_are_summed_over_axes():
 
     totals = tuple(CollectiveTotal("all-gather", (axis,), 1, 5) for axis in ("data", "model"))
     assert bytes_by_kind(Predicted(1.0, 1.0, 0.0, 1.0, 0.1, totals, 1)) == {"all-gather": 10}
+
+
+def test_mesh_shapes_are_drawn_with_their_bounds():
+    pytest.importorskip("matplotlib")
+    from autoshard import plots
+
+    with pytest.raises(ValueError, match="no mesh shapes were tried"):
+        plots.plot_search(made.plan())
+    shape = made.plan().mesh.shape
+    tried = (
+        MeshTried((8,), "planned", 0.020, 0.019, 0.018, 5),
+        MeshTried(shape, "planned", 0.010, 0.010, 0.010, 5),
+        MeshTried((2, 2, 2), "pruned", bound=0.012, note="no plan is better"),
+        MeshTried((4, 2), "same", note="as 2x4"),
+    )
+    (axes,) = plots.plot_search(replace(made.plan(), search=tried)).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["×".join(map(str, shape)), "8", "2×2×2"]
+    assert [bar.get_height() for bar in axes.patches] == [10, 20, 0]
+    assert [bar.get_alpha() for bar in axes.patches] == [1, 0.5, 0.5]
+    assert list(axes.lines[0].get_ydata()) == [10, 18, 12]
