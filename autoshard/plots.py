@@ -35,6 +35,8 @@ OTHER_KIND = "#BBBBBB"
 PARTS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#BBBBBB", "#EE8866")
 """Colours of a tensor's parts, in turn."""
 _LABELLED_PARTS = 64
+_BESIDE = 6
+"""Names of plans that have room beside one another."""
 _FAR = 6
 """A limit more than this many times the highest bar is not drawn."""
 
@@ -64,7 +66,7 @@ def plot_comparison(comparison: Comparison, *, compiled: bool = False) -> Figure
     rows = [(row.name, row.compiled if compiled else row.predicted) for row in comparison.rows]
     shown: list[tuple[str, Predicted]] = [(name, figures) for name, figures in rows if figures is not None]
     names = [name for name, _ in shown]
-    figure = _figure(9, 5.6)
+    figure = _figure(9, 6)
     times, mfu, moved, memory = figure.subplots(2, 2).flat
     _step_times(times, shown)
     mfu.bar(names, [100 * figures.mfu for _, figures in shown], color=COMPUTE)
@@ -76,6 +78,8 @@ def plot_comparison(comparison: Comparison, *, compiled: bool = False) -> Figure
         _limit(memory, comparison.memory, max(figures.peak_memory_bytes for _, figures in shown))
     for axes in (times, mfu, moved, memory):
         _plain(axes)
+        if len(names) > _BESIDE:
+            axes.tick_params(axis="x", labelrotation=45)
     what = f"compiled for {comparison.target}" if compiled else "predicted"
     figure.suptitle(f"{'x'.join(map(str, comparison.mesh.shape))} of {comparison.mesh.device}, {what}", fontsize=10)
     return figure
@@ -99,7 +103,7 @@ def _step_times(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
     overlapped = [1e3 * figures.overlapped_s for _, figures in shown]
     axes.plot(names, overlapped, "_", color=OVERLAPPED, markersize=18, markeredgewidth=1.5, label="with overlap")
     axes.set_ylabel("step time, ms")
-    axes.legend(fontsize=8, frameon=False)
+    _legend_above(axes)
 
 
 def _stacked_bytes(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
@@ -112,7 +116,12 @@ def _stacked_bytes(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     axes.set_ylabel("collectives, GB per device")
     if any(bottom):
-        axes.legend(fontsize=8, frameon=False)
+        _legend_above(axes)
+
+
+def _legend_above(axes: Axes) -> None:
+    """What the colours are, over the bars and not on them."""
+    axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.2)
 
 
 def plot_sweep(
@@ -178,7 +187,7 @@ def plot_search(plan: Plan) -> Figure:
     bounds = [float("nan") if each.bound is None else 1e3 * each.bound for each in tried]
     axes.plot(names, bounds, "_", color=COMMUNICATION, markersize=14, markeredgewidth=2, label="no plan is below")
     axes.set_ylabel("step time, ms")
-    axes.legend(fontsize=8, frameon=False)
+    _legend_above(axes)
     _plain(axes)
     axes.tick_params(axis="x", labelrotation=45)
     return figure
