@@ -20,13 +20,14 @@ class Carried:
 
     Attributes:
         arguments: shardings.
-        groups: assignments of axes to factors, and which of the strategies with that assignment it is.
+        groups: assignments of axes to factors, and how what goes in and comes out is split (several strategies have one
+            assignment: they differ in which sums are taken where).
         copies: shardings handed on, and whether it is the value itself.
     """
 
     mesh: Mesh
     arguments: tuple[Sharded, ...]
-    groups: tuple[tuple[Assignment, int], ...]
+    groups: tuple[tuple[Assignment, tuple[Sharded, ...]], ...]
     copies: tuple[tuple[Sharded, bool], ...]
 
 
@@ -37,7 +38,10 @@ def carried_from(formulation: Formulation, mesh: Mesh, choice: Sequence[int]) ->
     return Carried(
         mesh,
         tuple(specs[choice[node]] for node, specs in enumerate(formulation.argument_specs)),
-        tuple(_assigned(ways, choice[first + group]) for group, ways in enumerate(formulation.strategies)),
+        tuple(
+            (ways.assignments[choice[first + group]], _ends(ways, choice[first + group]))
+            for group, ways in enumerate(formulation.strategies)
+        ),
         tuple(
             (copy.specs[number], bool(copy.same[number]))
             for copy, number in zip(formulation.copies, copies, strict=False)
@@ -72,9 +76,9 @@ def _product(sizes: Iterator[int]) -> int:
     return total
 
 
-def _assigned(ways: Strategies, number: int) -> tuple[Assignment, int]:
-    assignment = ways.assignments[number]
-    return assignment, ways.assignments[:number].count(assignment)
+def _ends(ways: Strategies, number: int) -> tuple[Sharded, ...]:
+    """How a strategy's inputs, outputs and outputs as annotated are split."""
+    return tuple(specs[number] for specs in (*ways.inputs, *ways.outputs, *ways.pinned))
 
 
 def _choice(carried: Carried, formulation: Formulation, axes: Axes) -> list[int] | None:
@@ -89,14 +93,21 @@ def _choice(carried: Carried, formulation: Formulation, axes: Axes) -> list[int]
     choice: list[int | None] = [
         _place(specs, spec(wanted)) for specs, wanted in zip(formulation.argument_specs, carried.arguments, strict=True)
     ]
-    for ways, (assignment, rank) in zip(formulation.strategies, carried.groups, strict=True):
-        wanted = tuple(map(cut, assignment))
-        found = [number for number, other in enumerate(ways.assignments) if other == wanted]
-        choice.append(found[min(rank, len(found) - 1)] if found else None)
+    for ways, (assignment, ends) in zip(formulation.strategies, carried.groups, strict=True):
+        choice.append(_nearest(ways, tuple(map(cut, assignment)), tuple(map(spec, ends))))
     for copy, (handed, same) in zip(formulation.copies, carried.copies, strict=True):
         choice.append(_place(copy.specs, spec(handed), [bool(each) == same for each in copy.same]))
     known = [number for number in choice if number is not None]
     return known if len(known) == len(choice) == len(formulation.problem.node_costs) else None
+
+
+def _nearest(ways: Strategies, assignment: Assignment, ends: Sequence[Sharded]) -> int | None:
+    """The strategy with that assignment that splits most of what goes in and comes out as wanted."""
+
+    def equal(number: int) -> int:
+        return sum(one == other for one, other in zip(_ends(ways, number), ends, strict=True))
+
+    return max((n for n, other in enumerate(ways.assignments) if other == assignment), key=equal, default=None)
 
 
 def _place(specs: Specs, wanted: Sharded, fits: Sequence[bool] | None = None) -> int | None:
