@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 PREDICTED_OPS = 10_000
 """Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""
+_MISPRICED_OPS = 5 * PREDICTED_OPS
+"""Likewise where the prediction of the solver's own choice says that its prices are wrong for this program."""
+_MISPRICED = 0.05
+"""A choice is mispriced when its prediction is above the solver's objective by more than this part of it."""
 _UNPROVED = 0.05
 """A choice whose gap is above this is held against one plan by hand, however large the program is."""
 
@@ -61,7 +65,9 @@ def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annota
     assert plan.predicted is not None
     assert plan.solver is not None
     proved = plan.solver.gap is not None and plan.solver.gap <= _UNPROVED
-    count = max(PREDICTED_OPS // max(1, len(graph.ops)), 0 if proved else 1)
+    mispriced = plan.predicted.step_time_s > (1 + _MISPRICED) * plan.solver.objective
+    most = _MISPRICED_OPS if mispriced else PREDICTED_OPS
+    count = max(most // max(1, len(graph.ops)), 0 if proved else 1)
     if not count:  # making the plans by hand alone takes 40 CPU s at 200 layers
         return plan
     own = plan.annotations(graph)
