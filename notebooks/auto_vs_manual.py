@@ -20,6 +20,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import autoshard
 from autoshard import plots
 from autoshard.capture.sources import load_source
+from autoshard.report import search_lines
 
 SMALL = bool(os.environ.get("AUTOSHARD_NOTEBOOKS_SMALL"))  # as continuous integration runs it
 
@@ -127,6 +128,23 @@ plots.plot_sweep(by_devices, "devices")
 
 # %%
 plots.plot_sweep(by_devices, "devices", of=lambda figures: 100 * figures.mfu, ylabel="MFU, %")
+
+# %% [markdown]
+# ## Which shape of mesh
+#
+# With a number of devices and no mesh, every shape of up to three axes is planned for; a shape is given up once the
+# solver's bound (red) proves that no plan on it is better than the best so far. The objective is the solver's own count of
+# the step, which the prediction corrects.
+
+# %%
+source = gpt2(16)
+searched = autoshard.plan(
+    source.model, source.inputs, devices=8 if SMALL else 16, device="tpu-v5e", optimizer=source.optimizer, time_limit=240
+)
+print("\n".join(search_lines(searched.search, searched.mesh.shape)))
+
+# %%
+plots.plot_search(searched)
 
 # %% [markdown]
 # ## What the compiler makes of it
