@@ -259,10 +259,22 @@ class _Watch:
         if self.plan is not None or self.given_up or self.model is None or self.recorder is None:
             return
         mine = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in mine for p in theirs):
+            if self.loss is not None and all(p.grad is None for p in theirs):
+                self._give_up(
+                    "the optimizer holds no parameter of the model that was trained, and none with a gradient (was it "
+                    "made before the model was moved to the device?)"
+                )
             return
         if self.loss is None:
             self._give_up("no backward pass was seen before the optimizer's step")
+            return
+        if self.recorder.on_gradients:
+            self._give_up(
+                f"{self.recorder.on_gradients} runs on gradients between backward() and the optimizer's step "
+                "(clipping?)"
+            )
             return
         self.planning = True
         try:

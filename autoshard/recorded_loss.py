@@ -35,6 +35,9 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self.seen = seen
         self.done = False
+        self.on_gradients = ""
+        """The function that made something of a gradient after the backward pass, if one did (clipping, say)."""
+        self.tensors = list(parameters.values())
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.outputs = {id(leaf): i for i, leaf in enumerate(tree_leaves(output)) if isinstance(leaf, torch.Tensor)}
         self.parameters = {id(tensor): name for name, tensor in parameters.items()}
@@ -47,11 +50,16 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
             self.done = True
             self.seen(args[0])
         result = func(*args, **kwargs)
-        if not self.done and any(
-            isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" for leaf in tree_leaves(result)
-        ):
-            self.calls.append((func, args, kwargs, result))
+        if any(_on_device(leaf) for leaf in tree_leaves(result)):
+            if not self.done:
+                self.calls.append((func, args, kwargs, result))
+            elif not self.on_gradients and self._reads_gradients(args, kwargs):
+                self.on_gradients = getattr(func, "__name__", str(func))
         return result
+
+    def _reads_gradients(self, args: Any, kwargs: Any) -> bool:
+        gradients = {id(each.grad) for each in self.tensors if each.grad is not None}
+        return any(id(leaf) in gradients for leaf in tree_leaves((args, kwargs)))
 
     def loss_fn(self, loss: torch.Tensor) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
         """The loss as a function of the model's output and further inputs, and these by name."""

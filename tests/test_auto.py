@@ -35,7 +35,9 @@ def scenario(seen, name):
     return seen[name]
 
 
-@pytest.mark.parametrize("name", ["spmd", "policy", "module_loss", "every_mesh", "accumulation", "odd_batch", "cached"])
+@pytest.mark.parametrize(
+    "name", ["spmd", "policy", "module_loss", "every_mesh", "accumulation", "clipping", "odd_batch", "cached"]
+)
 def test_numbers_are_those_of_one_device(seen, name):
     found = scenario(seen, name)
     assert found["losses"] < EQUAL
@@ -66,12 +68,24 @@ def test_without_a_mesh_every_shape_is_tried(seen):
     assert scenario(seen, "every_mesh")["mesh"] is not None
 
 
-def test_what_cannot_be_planned_is_left_to_propagation_with_a_warning(seen):
-    found = scenario(seen, "accumulation")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("accumulation", "called more than once before the optimizer's step"),
+        ("clipping", "runs on gradients between backward() and the optimizer's step"),
+    ],
+)
+def test_what_cannot_be_planned_is_left_to_propagation_with_a_warning(seen, name, words):
+    found = scenario(seen, name)
     assert found["planned"] is None
     assert len(found["warnings"]) == 1
-    assert "called more than once before the optimizer's step" in found["warnings"][0]
+    assert words in found["warnings"][0]
     assert found["sharding"] == "{devices=[8,1]0,1,2,3,4,5,6,7}", "still split, so that no device holds the whole model"
+
+
+def test_an_optimizer_of_other_parameters_is_named(seen):
+    (said,) = scenario(seen, "stale")["warnings"]
+    assert "holds no parameter of the model that was trained" in said
 
 
 def test_a_second_start_finds_its_plan(seen):

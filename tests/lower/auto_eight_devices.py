@@ -67,7 +67,7 @@ def policy(model, **options):
     return distribute_module(model, mesh, autoshard.auto_policy)
 
 
-def trained(place, loss_of=mean_square, optimizer_of=sgd, accumulate=1, odd_batch=False, **options):
+def trained(place, loss_of=mean_square, optimizer_of=sgd, accumulate=1, odd_batch=False, clip=False, **options):
     torch.manual_seed(0)
     model = Net()
     reference = copy.deepcopy(model)
@@ -88,6 +88,9 @@ def trained(place, loss_of=mean_square, optimizer_of=sgd, accumulate=1, odd_batc
                 loss.backward()
                 wanted = loss_of(reference, reference(x, scale=0.5), y)
                 wanted.backward()
+            if clip:
+                for net in (model, reference):
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
             torch_xla.sync()
@@ -138,13 +141,31 @@ def cached():
     return {**runs[1], "made": len(made), "same": runs[0]["sharding"] == runs[1]["sharding"]}
 
 
+def stale():
+    """An optimizer of the parameters that the model had before it was moved."""
+    model = Net()
+    optimizer = sgd(model.parameters())
+    model = spmd(model)
+    auto._LAST = None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x = torch.randn(ROWS, 32).to("xla")
+            mean_square(model, model(x), x).backward()
+            optimizer.step()
+            torch_xla.sync()
+    return {"warnings": [str(each.message) for each in said if "autoshard" in str(each.message)]}
+
+
 SCENARIOS = {
     "spmd": lambda: trained(spmd, hints=HINTS),
     "policy": lambda: trained(policy),
     "module_loss": lambda: trained(spmd, loss_of=module_loss, hints=HINTS),
     "every_mesh": lambda: trained(spmd, mesh=None),
     "accumulation": lambda: trained(spmd, accumulate=2, hints=HINTS),
+    "clipping": lambda: trained(spmd, clip=True, hints=HINTS),
     "odd_batch": lambda: trained(spmd, odd_batch=True, hints=HINTS),
+    "stale": stale,
     "cached": cached,
 }
 
