@@ -158,22 +158,22 @@ def _wrapped(index: Any, size: int) -> Any:
     return lax.select(negative, lax.add(index, lax.full_like(index, size)), index)
 
 
-def _located(x: Any, indices: Sequence[Any]) -> tuple[list[int], Any, tuple[int, ...], int]:
+def _located(x: Any, indices: Sequence[Any], wrap: bool) -> tuple[list[int], Any, tuple[int, ...], int]:
     """Of an index with tensors for some dims: those dims, the tensors in one, their common shape, where it goes."""
     given = [(d, index) for d, index in enumerate(indices) if index is not None]
     dims = [d for d, _ in given]
     shape = np.broadcast_shapes(*(index.shape for _, index in given))
-    columns = [
-        lax.reshape(spread(_wrapped(cast(index, jnp.int64), x.shape[d]), shape), (*shape, 1)) for d, index in given
-    ]
+    whole = [(d, cast(index, jnp.int64)) for d, index in given]
+    counted = [_wrapped(index, x.shape[d]) if wrap else index for d, index in whole]
+    columns = [lax.reshape(spread(index, shape), (*shape, 1)) for index in counted]
     together = dims == list(range(dims[0], dims[0] + len(dims)))
     return dims, lax.concatenate(columns, len(shape)), shape, dims[0] if together else 0
 
 
 @lowers("index.Tensor")
-def index(out: Types, x: Any, indices: Sequence[Any]) -> Any:
-    """Elements, or slices, that tensors name."""
-    dims, where, shape, at = _located(x, indices)
+def index(out: Types, x: Any, indices: Sequence[Any], wrap: bool = True) -> Any:
+    """Elements, or slices, that tensors name; `wrap` counts negative indices from the end."""
+    dims, where, shape, at = _located(x, indices, wrap)
     rank = len(shape) + x.ndim - len(dims)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(rank) if not at <= d < at + len(shape)),
@@ -185,9 +185,13 @@ def index(out: Types, x: Any, indices: Sequence[Any]) -> Any:
 
 
 @lowers("index_put _unsafe_index_put _index_put_impl")
-def index_put(out: Types, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *_: Any) -> Any:
-    """Write, or add, to what tensors name."""
-    dims, where, shape, at = _located(x, indices)
+def _index_put(out: Types, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *_: Any) -> Any:
+    return index_put(x, indices, values, accumulate)
+
+
+def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, wrap: bool = True) -> Any:
+    """Write, or add, to what tensors name; `wrap` counts negative indices from the end."""
+    dims, where, shape, at = _located(x, indices, wrap)
     rest = [n for d, n in enumerate(x.shape) if d not in dims]
     target = [*rest[:at], *shape, *rest[at:]]
     numbers = lax.ScatterDimensionNumbers(
@@ -217,7 +221,7 @@ def _embedding_grad(out: Types, grad: Any, indices: Any, rows: int, padding_idx:
             lax.reshape(lax.eq(indices, lax.full_like(indices, padding_idx)), (*indices.shape, 1)), grad.shape
         )
         grad = lax.select(padded, lax.full_like(grad, 0), grad)
-    return index_put(out, full(0, out[0]), [indices], grad, True)
+    return index_put(full(0, out[0]), [indices], grad, True)
 
 
 @lowers("embedding_dense_backward")
@@ -233,23 +237,23 @@ def _index_select(out: Types, x: Any, dim: int, at: Any) -> Any:
 
 
 def _along(x: Any, dim: int, at: Any) -> list[Any]:
-    """The index of a gather along one dim: iotas for the others."""
+    """The index of a gather along one dim: iotas for the others. aten allows no negative ones here."""
     return [at if d == dim % x.ndim else lax.broadcasted_iota(jnp.int64, at.shape, d) for d in range(x.ndim)]
 
 
 @lowers("gather")
 def _gather(out: Types, x: Any, dim: int, at: Any, sparse_grad: bool = False) -> Any:
-    return index(out, x, _along(x, dim, at)) if x.ndim else x
+    return index(out, x, _along(x, dim, at), wrap=False) if x.ndim else x
 
 
 @lowers("scatter.src scatter.value")
 def _scatter(out: Types, x: Any, dim: int, at: Any, src: Any) -> Any:
-    return index_put(out, x, _along(x, dim, at), _cut(src, at, x.dtype))
+    return index_put(x, _along(x, dim, at), _cut(src, at, x.dtype), wrap=False)
 
 
 def scatter_add(x: Any, dim: int, at: Any, src: Any) -> Any:
     """Add to what an index names along one dim."""
-    return index_put((), x, _along(x, dim, at), _cut(src, at, x.dtype), True)
+    return index_put(x, _along(x, dim, at), _cut(src, at, x.dtype), True, wrap=False)
 
 
 lowers("scatter_add")(lambda out, x, dim, at, src: scatter_add(x, dim, at, src))
@@ -258,13 +262,13 @@ lowers("scatter_add")(lambda out, x, dim, at, src: scatter_add(x, dim, at, src))
 def _cut(src: Any, at: Any, dtype: Any) -> Any:
     """The part of what is written that indices are given for."""
     src = cast(src, dtype)
-    return lax.slice(src, [0] * src.ndim, at.shape) if src.ndim else src
+    return lax.slice(src, [0] * src.ndim, at.shape) if src.shape != at.shape and src.ndim else src
 
 
 @lowers("index_add", numbers=True)
 def _index_add(out: Types, x: Any, dim: int, at: Any, src: Any, alpha: Any = 1) -> Any:
     src = src if is_one(alpha) else lax.mul(src, spread(cast(alpha, src.dtype), src.shape))
-    return index_put(out, x, [None] * (dim % x.ndim) + [at], src, True)
+    return index_put(x, [None] * (dim % x.ndim) + [at], src, True)
 
 
 # Order.

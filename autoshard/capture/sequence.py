@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.weak import TensorWeakRef
 
 from autoshard.capture.by_values import by_positions, may_index, on_host
-from autoshard.capture.decompositions import decomposition_of, functional_form
+from autoshard.capture.decompositions import AVERAGES, decomposition_of, functional_form, kept_apart
 from autoshard.capture.device import current, is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
@@ -195,9 +195,10 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if not _on_xla(tensors, kwargs):
             return self.uncounted(func, args, kwargs)
         kind = _kind(func)
-        if kind.instead is not None:
+        instead = kept_apart(func, args, kwargs) if kind.averages else kind.instead
+        if instead is not None:
             with self._once_more():
-                return kind.instead(*args, **kwargs)
+                return instead(*args, **kwargs)
         indexed = by_positions(func, args) if kind.indexes else None
         if indexed is not None:
             self.indexing = kind.name
@@ -379,6 +380,7 @@ class _Kind(NamedTuple):
         func: the overload, which is not to be freed while it is known by its id.
         name: such as `aten.addmm.default`.
         instead: what computes it in other ops.
+        averages: whether it is computed in other ops if it keeps the dims that it reduces.
         indexes: whether it may be indexed by a mask.
         on_host: whether the host computes it.
         uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
@@ -389,6 +391,7 @@ class _Kind(NamedTuple):
     func: Any
     name: str
     instead: Callable[..., Any] | None
+    averages: bool
     indexes: bool
     on_host: bool
     uncounted: bool
@@ -410,6 +413,7 @@ def _kind(func: Any) -> _Kind:
             func,
             name,
             instead,
+            averages=func in AVERAGES,
             indexes=may_index(func),
             on_host=instead is None and on_host(func),
             uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,

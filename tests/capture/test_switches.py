@@ -202,6 +202,11 @@ CASES: dict[str, Case] = {
 
 
 DECOMPOSED: dict[str, Case] = {
+    "means with their dims": (lambda i: i * i.mean((-1, 1), keepdim=True) + i.mean([], True), (image,)),
+    "deviations with their dims": (
+        lambda i: i.var(2, keepdim=True) + i.std((0, 1), correction=0, keepdim=True),
+        (image,),
+    ),
     "glu": (lambda x: F.glu(x), (x,)),
     "unfold": (lambda i: F.unfold(i, 3, padding=1, stride=2), (image,)),
     "fold": (lambda x: F.fold(x.mT.reshape(B, D, S), (4, 3), (2, 2)), (x,)),
