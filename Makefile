@@ -53,7 +53,7 @@ test: $(STAMP) ## the tests
 # CPUs alone is configured, pip takes that one.
 CORE := .venv-core
 CORE_STAMP := $(CORE)/.installed
-CORE_TESTS ?= tests/core tests/capture/test_sources.py tests/graph tests/lower/test_dtensor.py tests/lower/test_host_scalars.py \
+CORE_TESTS ?= tests/core tests/capture/test_sources.py tests/capture/test_stablehlo_file.py tests/graph tests/lower/test_dtensor.py tests/lower/test_host_scalars.py \
 	tests/lower/test_stablehlo.py tests/lower/test_to_jax.py tests/lower/test_tp_plan.py tests/test_api.py \
 	tests/test_bad_input.py tests/test_cli_plan.py tests/test_comparison.py tests/test_explanation.py tests/test_hints.py \
 	tests/test_mesh.py tests/test_meshes.py tests/test_plan.py

@@ -203,6 +203,7 @@ class Plan:
         solver: None for a plan that no solver made.
         replicated_ops: what was replicated for want of a rule.
         search: every mesh shape that was tried, where the shape was left open.
+        wrong_sums: of a plan that no solver made, the convolutions of which XLA would compute wrong numbers, in words.
         refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
 
@@ -222,6 +223,7 @@ class Plan:
     predicted: Predicted | None = None
     solver: SolverInfo | None = None
     replicated_ops: tuple[ReplicatedOp, ...] = ()
+    wrong_sums: tuple[str, ...] = ()
     search: tuple[MeshTried, ...] = ()
     refined: Refinement | None = None
     captured: Program | None = field(default=None, repr=False, compare=False)
@@ -463,6 +465,7 @@ def plan_of(
     predicted: Predicted | None = None,
     solver: SolverInfo | None = None,
     replicated_ops: Iterable[ReplicatedOp] = (),
+    wrong_sums: Iterable[str] = (),
     outputs: Mapping[Value, Spec] | None = None,
 ) -> Plan:
     """The plan that writes these annotations: `plan_of(graph, mesh, a).annotations(graph)` says what `a` does.
@@ -474,7 +477,7 @@ def plan_of(
         graph: of the program.
         mesh: that the annotations are for.
         annotations: pins and copies on arguments and aten outputs.
-        options, predicted, solver, replicated_ops: recorded as they are.
+        options, predicted, solver, replicated_ops, wrong_sums: recorded as they are.
         outputs: value -> spec of the program's results, as propagation has it; a result that is pinned or in neither
             is recorded as pinned or replicated.
 
@@ -533,6 +536,7 @@ def plan_of(
         predicted=predicted,
         solver=solver,
         replicated_ops=tuple(replicated_ops),
+        wrong_sums=tuple(wrong_sums),
         captured=program,
     )
 

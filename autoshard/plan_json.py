@@ -100,6 +100,7 @@ def to_dict(plan: Plan) -> Json:
             {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}
             for each in plan.replicated_ops
         ],
+        **({"wrong_sums": list(plan.wrong_sums)} if plan.wrong_sums else {}),
         **({"search": [_tried_to(each) for each in plan.search]} if plan.search else {}),
         **({} if plan.refined is None else {"refined": refined_to(plan.refined)}),
     }
@@ -356,6 +357,7 @@ def from_dict(value: Json) -> Plan:
         predicted=None if value["predicted"] is None else _predicted_from(value["predicted"]),
         solver=None if solver is None else SolverInfo(**solver),
         replicated_ops=tuple(ReplicatedOp(**each) for each in value["replicated_ops"]),
+        wrong_sums=tuple(value.get("wrong_sums", ())),
         search=tuple(MeshTried(**(each | {"shape": tuple(each["shape"])})) for each in value.get("search", ())),
         refined=_refined_from(value["refined"]) if "refined" in value else None,
     )

@@ -45,10 +45,10 @@ def written_plan(
     Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under annotations that no solver chose.
     """
     from autoshard.plan import plan_of
-    from autoshard.solver.guard import warn_of_wrong_sums
+    from autoshard.solver.guard import warn_of, wrong_sums
 
-    if solver is None:
-        warn_of_wrong_sums(graph, annotations, mesh)
+    wrong = () if solver is not None else wrong_sums(graph, annotations, mesh)
+    warn_of(wrong)
     predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction
     return plan_of(
         graph,
@@ -58,6 +58,7 @@ def written_plan(
         predicted=totals(predicted, graph),
         solver=solver,
         replicated_ops=replicated_ops(predicted),
+        wrong_sums=wrong,
         outputs=predicted.specs,
     )
 

@@ -190,6 +190,8 @@ class Annotator(AtenSequence):
     def _check(self, call: Call) -> None:
         """Refuse an op that is not the planned one, or reads other values."""
         planned = self._schedule.ops[call.index]
+        if (left := self._on_host(call, planned.inputs)) is not None:
+            self._refuse(f"input {left} is on the host: move it to the device first, .to('xla')", call.index)
         if planned.name != call.name:
             self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, ())} seen", call.index)
         seen = tuple(self.producer(t) for t in call.tensors)
@@ -203,6 +205,16 @@ class Annotator(AtenSequence):
         if (options := call.options) != planned.options:
             what = f"{call.name} is called with {options or 'defaults'}, planned was {planned.options or 'defaults'}"
             self._refuse(what, call.index)
+
+    def _on_host(self, call: Call, planned: tuple[Producer, ...]) -> str | None:
+        """The input that an op should read, where a tensor like it was not moved to the device."""
+        left = {format_tensor(t) for t in call.tensors if not is_xla(t)}
+        for name in planned if left else ():
+            if name in self._schedule.inputs:
+                want = self._schedule.arguments[str(name)]
+                if f"{want.dtype}[{','.join(map(str, want.shape))}]" in left:
+                    return str(name)
+        return None
 
     def _same_input(self, found: Producer, wanted: Producer) -> bool:
         """Whether these are two inputs that may be one tensor (`labels=input_ids`): split alike."""

@@ -53,8 +53,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
     programs (RAdam, SGD with dampening): these run as they are, on what is sharded as planned. Gradients are dropped.
     Turns SPMD on.
 
-    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under the plan, if the plan was made in this
-    process: one from a file says nothing of the program's convolutions, ask `autoshard verify`.
+    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under the plan; of one from a file, where it was
+    found when the plan was made (`Plan.wrong_sums`): after edits by hand ask `autoshard verify`.
 
     Raises:
         LoweringError: a runtime with another number of devices than the plan's mesh, a model without weights (meta),
@@ -78,12 +78,13 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _warn_of_wrong_sums(plan: Plan) -> None:
-    program = plan.captured
-    if program is None or not any("convolution" in op.name for op in program.ops):
-        return
-    from autoshard.solver.guard import warn_of_wrong_sums
+    from autoshard.solver.guard import warn_of, warn_of_wrong_sums
     from autoshard.written import captured_graph
 
+    program = plan.captured
+    if program is None or not any("convolution" in op.name for op in program.ops):
+        warn_of(plan.wrong_sums)
+        return
     graph = captured_graph(program)
     warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
 

@@ -12,6 +12,7 @@ the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.cost.device import load_device
@@ -59,14 +60,18 @@ class WrongSumsWarning(UserWarning):
 
 def warn_of_wrong_sums(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
     """Warn if numbers would be wrong; programs without convolutions cost nothing."""
-    found = wrong_sums(graph, annotations, mesh)
+    warn_of(wrong_sums(graph, annotations, mesh), stacklevel=4)
+
+
+def warn_of(found: Sequence[str], stacklevel: int = 3) -> None:
+    """Warn of what `wrong_sums` found, by default where the function was called that calls this one."""
     if found:
         warnings.warn(
             f"XLA computes wrong numbers under this plan: it sums {found[0]}"
             f"{f' (and {len(found) - 1} more)' if len(found) > 1 else ''} over devices that hold the same part; split "
             "input or kernel by all mesh axes in space, or by none",
             WrongSumsWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -259,6 +259,10 @@ def other_programs():
         with plan.annotate():
             m(torch.ones(4, 16).to("xla"))
 
+    def on_the_host():
+        with plan.annotate():
+            loss_of(m(x), y.cpu()).backward()
+
     def swapped():
         with plan.annotate():
             o.zero_grad()
@@ -299,8 +303,8 @@ def other_programs():
 
     found = {}
     cases = (
-        extra_op, other_loss, stops_early, other_batch, swapped, other_optimizer, half_a_step, second_backward,
-        second_step,
+        extra_op, other_loss, stops_early, other_batch, on_the_host, swapped, other_optimizer, half_a_step,
+        second_backward, second_step,
     )  # fmt: skip
     for case in cases:
         start = compiles()

@@ -9,8 +9,10 @@ from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.stablehlo import build_graph
+from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.plan import Plan
 from autoshard.solver.formulate import formulate
 from autoshard.solver.guard import WrongNumbersError, WrongSumsWarning, guarded, overcounted, padded_indices
 from autoshard.solver.strategies import plain
@@ -35,10 +37,15 @@ def test_a_sum_over_idle_devices_is_found_and_avoided(name, first, second):
     _, graph = program([name], WINDOWS)
     annotations = Annotations({Value(0): first, Value(1): second})
     assert list(overcounted(graph, annotations, MESH).values()) == [(first, second)]
-    with pytest.warns(WrongSumsWarning, match=r"wrong numbers under this plan: it sums convolution op \d+ in"):
-        written_plan(graph, MESH, annotations)
+    said = r"wrong numbers under this plan: it sums convolution op \d+ in"
+    with pytest.warns(WrongSumsWarning, match=said):
+        plan = written_plan(graph, MESH, annotations)
+    loaded = Plan.from_json(plan.to_json())
+    assert loaded.wrong_sums == plan.wrong_sums != ()
+    with pytest.warns(WrongSumsWarning, match=said):
+        warn_of_wrong_sums(loaded)
     safe = guarded(graph, annotations, MESH)
-    written_plan(graph, MESH, safe)  # warnings are errors here
+    assert written_plan(graph, MESH, safe).wrong_sums == ()  # warnings are errors here
     assert overcounted(graph, safe, MESH) == {}
     assert safe.pins == annotations.pins
     assert safe.copies[Value(0), 0] == WHOLE
