@@ -28,6 +28,8 @@ from autoshard.lower.schedule import Schedule, describe
 from autoshard.lower.step import StepWriter
 from autoshard.plan import PlanMismatchError, format_type
 
+_ON_HOST = " It reads a tensor of the host: are all inputs moved to the device, .to('xla')?"
+
 
 class Annotator(AtenSequence):
     """Annotates one step after the other; a step begins when the mode is entered, or where op 0 follows the last op.
@@ -57,6 +59,7 @@ class Annotator(AtenSequence):
         self.left_alone = False
         """Whether ops are those of an optimizer in its first steps, which are not the planned ones."""
         self._other_value = ""
+        self._reads_host = False
         super().__init__()
 
     @property
@@ -87,7 +90,7 @@ class Annotator(AtenSequence):
         self._writer.restart()
 
     def _begin(self) -> None:
-        self._other_value = ""
+        self._other_value, self._reads_host = "", False
         self._writer.restart()
         self._restore = self._remember()
         self.restart(self._arguments())
@@ -190,8 +193,7 @@ class Annotator(AtenSequence):
     def _check(self, call: Call) -> None:
         """Refuse an op that is not the planned one, or reads other values."""
         planned = self._schedule.ops[call.index]
-        if (left := self._on_host(call, planned.inputs)) is not None:
-            self._refuse(f"input {left} is on the host: move it to the device first, .to('xla')", call.index)
+        self._reads_host = any(t.dim() and not is_xla(t) for t in call.tensors)
         if planned.name != call.name:
             self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, ())} seen", call.index)
         seen = tuple(self.producer(t) for t in call.tensors)
@@ -205,16 +207,6 @@ class Annotator(AtenSequence):
         if (options := call.options) != planned.options:
             what = f"{call.name} is called with {options or 'defaults'}, planned was {planned.options or 'defaults'}"
             self._refuse(what, call.index)
-
-    def _on_host(self, call: Call, planned: tuple[Producer, ...]) -> str | None:
-        """The input that an op should read, where a tensor like it was not moved to the device."""
-        left = {format_tensor(t) for t in call.tensors if not is_xla(t)}
-        for name in planned if left else ():
-            if name in self._schedule.inputs:
-                want = self._schedule.arguments[str(name)]
-                if f"{want.dtype}[{','.join(map(str, want.shape))}]" in left:
-                    return str(name)
-        return None
 
     def _same_input(self, found: Producer, wanted: Producer) -> bool:
         """Whether these are two inputs that may be one tensor (`labels=input_ids`): split alike."""
@@ -233,8 +225,9 @@ class Annotator(AtenSequence):
         self._restore(before)
         raise PlanMismatchError(
             f"this step is not the one the plan is for; first difference at op {index}: {difference}."
-            f"{self._other_value} Parameters and optimizer state are as before the step; plan the step as it is now, "
-            "or use zero_grad(set_to_none=True) and keep what is not part of it outside annotate()"
+            f"{_ON_HOST if self._reads_host else ''}{self._other_value} Parameters and optimizer state are as before "
+            "the step; plan the step as it is now, or use zero_grad(set_to_none=True) and keep what is not part of it "
+            "outside annotate()"
         )
 
 

@@ -261,7 +261,7 @@ def other_programs():
 
     def on_the_host():
         with plan.annotate():
-            loss_of(m(x), y.cpu()).backward()
+            loss_of(m(x), torch.zeros(8, dtype=torch.long)).backward()
 
     def swapped():
         with plan.annotate():

@@ -110,7 +110,7 @@ def test_a_running_loss_may_be_kept_in_the_context(seen):
         ("other_loss", "aten._log_softmax.default -> f32[8,10] expected"),
         ("stops_early", "the step ended there; aten.ones_like.default -> f32[] should follow"),
         ("other_batch", "input x is f32[4,16], the plan has f32[8,16]"),
-        ("on_the_host", "input target is on the host: move it to the device first, .to('xla')"),
+        ("on_the_host", "It reads a tensor of the host: are all inputs moved to the device, .to('xla')?"),
         ("swapped", "aten.lerp.Scalar reads output 0 of op"),
         ("other_optimizer", "aten.lerp.Scalar seen"),
         ("half_a_step", "the step ended there"),
