@@ -18,7 +18,7 @@ from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
-from autoshard.cost.on_chip import Life, off_chip
+from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.rewrite_tpu import (
     convolved,
     laid_out_for_convolutions,
@@ -28,42 +28,17 @@ from autoshard.cost.rewrite_tpu import (
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
 from autoshard.cost.strips_tpu import arguments_beside_gathers, beside_gathers, cut_into_strips
-from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
+from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
 """Bytes of results up to which collectives are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
-
-COPY_BYTES = 24 * 2**10
-"""Device memory that each asynchronous copy of a program takes beside what it copies; a slice of one `SLICE_BYTES`.
-Temporaries of 26 compiled steps for a v5e, less the arrays among them laid out as a heap, are this within 1 MB."""
-SLICE_BYTES = 30 * 2**10
-SLICES, SLICED = 4, 2**20
-"""Into how many slices a copy to on-chip memory is cut, and from how many bytes on (on a v5p it is not)."""
-
-SCOPED = 16 * 2**20
-"""Bytes of results beyond which a combined all-reduce writes to device memory: the on-chip memory of one kernel
-(libtpu's default `xla_tpu_scoped_vmem_limit_kib`). As seen: 8 MB on chip, 34, 52 and 126 MB not."""
-
-LONGEST = 8.0
-"""How many times on-chip memory could be copied while a value waits there between two uses (libtpu's
-`xla_msa_max_overlap_to_mem_size_async_copy_ratio`)."""
-
-COPY_SHARE = 0.8
-"""Of the bandwidth of device memory, what such a copy is taken to reach. As seen in compiled programs (by libtpu's
-estimated cycles): GPT-2 on a v5e keeps what waits 1449 µs, and not what waits 1477; this gives 1434."""
 
 PIECE = 2**20
 """Bytes of a row beyond which it is gathered in pieces. As seen (Mixtral on v5e): 1 MiB is not, 2 MiB are."""
 
 IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
 """Kinds that write into their operands' buffers."""
-
-STILL = COLLECTIVES | {BARRIER}
-"""Kinds of kernels whose traffic of device memory is not counted: a link is slower than that, or nothing moves."""
-
-LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
-"""Kinds of kernels that two cores run half each, their results in on-chip memory."""
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
 """Kinds that pass their operands' elements on."""
@@ -184,22 +159,6 @@ class TpuFusion(Fusion):
         return number not in self.around and all(self.absorbs(self.steps[reader]) for reader in array.readers)
 
 
-def _product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
-    """The product that a kernel runs as a loop: an outer product, or that of a matrix and a vector."""
-    for number in kernel.steps:
-        step = program.steps[number]
-        if step.kind in CONTRACTIONS:
-            return None if multiplies_matrices(program, step) else step
-    return None
-
-
-def _split_between_cores(kernel: Kernel, program: Lowered) -> bool:
-    """Whether a kernel is a loop or a sum over what it reads, products of matrices left out (libtpu on a v5p)."""
-    if kernel.flops and _product_with_vectors(kernel, program) is None:
-        return False
-    return kernel.kind in LOOPS_OF_CORES or bool(kernel.flops)
-
-
 def _put_together(program: Lowered, array: int) -> bool:
     """Whether an array is gathered in pieces, so that no result takes over its buffer."""
     found = program.arrays[array]
@@ -210,20 +169,6 @@ def _put_together(program: Lowered, array: int) -> bool:
         return False
     row = math.prod(found.shape[dim] for dim in window)
     return bool(found.bytes * row > PIECE * _elements(found))
-
-
-def multiplies_matrices(program: Lowered, step: Step) -> bool:
-    """Whether a product has dims of both operands: a TPU runs the others as loops, in f32, and sums them."""
-    op = program.graph.ops[step.op]
-    if op.kind != "dot_general":
-        return True
-    for value, side in zip(op.operands, ("lhs", "rhs"), strict=True):
-        taken = {*op.attrs[f"{side}_batch"], *op.attrs[f"{side}_contract"]}
-        shape = program.graph.type_of(value).shape
-        if all(size == 1 for dim, size in enumerate(shape) if dim not in taken):
-            return False
-    lhs = program.graph.type_of(op.operands[0]).shape
-    return any(lhs[dim] > 1 for dim in op.attrs["lhs_contract"])
 
 
 def _elements(array: Array) -> int:
@@ -254,7 +199,7 @@ class TpuBackend(Backend):
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Elementwise results of one shape made together; independent all-reduces over the same devices, to 120 MiB."""
         for kernel in kernels:
-            if _product_with_vectors(kernel, program) is not None:
+            if product_with_vectors(kernel, program) is not None:
                 kernel.shares = True
                 kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
         kernels = merged_outputs(kernels, lambda kernel: self._loop_over(kernel, program), lambda array: True)
@@ -268,7 +213,7 @@ class TpuBackend(Backend):
         for kernel in kernels:
             if kernel.kind in IN_PLACE:
                 kernel.shares = True
-            elif _product_with_vectors(kernel, program) is None:
+            elif product_with_vectors(kernel, program) is None:
                 kernel.shares = False
 
         def size(kernel: Kernel) -> int:
@@ -280,7 +225,7 @@ class TpuBackend(Backend):
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
         """The shape of all that an elementwise kernel writes; the dims that a product with vectors has; else None."""
         shapes = {program.arrays[array].shape for array in kernel.writes}
-        product = _product_with_vectors(kernel, program)
+        product = product_with_vectors(kernel, program)
         if product is not None:
             around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
             return "product", *sorted(max(around, key=math.prod))
@@ -355,6 +300,7 @@ class TpuBackend(Backend):
                 found = program.arrays[array]
                 if array in lying and found.shape is not None:
                     found.bytes = found.bytes * for_convolution(found.shape, lying[array]) // _elements(found)
+                    found.tiles = convolution_tiles(found.shape, lying[array])
                     if rounded.is_kept_narrow(array):
                         found.dtype, found.bytes = "bf16", found.bytes // 2
                     found.shape = None
@@ -384,141 +330,7 @@ class TpuBackend(Backend):
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
-        uses = {array: [start] for array, (start, _) in live.spans.items()}
-        gains: dict[int, float] = {}
-        read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
-        written: list[Life] = []
-        touched = [self._touched(kernel, program) for kernel in kernels]
-        reads = [frozenset(kernel.reads) for kernel in kernels]  # of which there may be thousands
-        for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
-            saved = self._bound_by_memory(kernel, sum(sizes.values()))
-            for array, size in sizes.items():
-                gain = min(size / self.device.memory_bandwidth, saved)
-                held = live.buffers.get(array)
-                if held is not None:
-                    gains[held] = _and_gain(gains.get(held), gain)
-                    if uses[held][-1] < position:
-                        uses[held].append(position)
-                elif array in reads[position]:
-                    gains[array] = _and_gain(gains.get(array), gain)
-                    read.setdefault(array, [max(position - 1, 0)]).append(position)
-                else:
-                    written.append(Life(size, (position, position + 1), gain - size / self.device.memory_bandwidth))
-        whole = {array: self.buffer_bytes(program.arrays[array]) for array in read}
-        far = {
-            live.buffers.get(array, array)
-            for kernel, sizes in zip(kernels, touched, strict=True)
-            if self._writes_far(kernel, sum(sizes[a] for a in kernel.writes), program)
-            for array in kernel.writes
-        }
-        lives = [
-            Life(live.sizes[array], tuple(at), self._worth(array, live.sizes, gains), array in far)
-            for array, at in uses.items()
-        ]
-        lives += [
-            Life(whole[array], tuple(dict.fromkeys(at)), self._worth(array, whole, gains), True)
-            for array, at in read.items()
-        ]
-        off = off_chip([*lives, *written], self.device.on_chip_bytes, self._clock(kernels, touched), self._longest())
-        beside = {array: off[place] for place, array in enumerate((*uses, *read)) if place in off}
-        moved = []
-        for position, (kernel, sizes) in enumerate(zip(kernels, touched, strict=True)):
-            far_off = {}
-            for array, size in sizes.items():
-                held = live.buffers.get(array, array)
-                known = held in uses or (held in read and position > read[held][1])
-                near = known and (held not in beside or (array in reads[position] and position in beside[held].near))
-                if not near and kernel.kind not in STILL:
-                    far_off[array] = size
-            moved.append(far_off)
-        spans = {array: (at[0], off[place].until) for place, (array, at) in enumerate(uses.items()) if place in off}
-        _reduce_in_place(spans, live, kernels, program)
-        blocks = tuple((*span, live.sizes[array]) for array, span in spans.items())
-        copied = sum(self._copies(life, off[place].copies) for place, life in enumerate(lives) if place in off)
-        kept = sum(place not in off for place in range(len(lives), len(lives) + len(written)))
-        return Placement(blocks, copied + kept * COPY_BYTES, tuple(moved))
-
-    def _copies(self, life: Life, count: int) -> int:
-        """Bytes that `count` copies of a value to on-chip memory take beside the value."""
-        sliced = life.bytes >= SLICED and self.device.cores == 1
-        return count * (SLICES * SLICE_BYTES if sliced else COPY_BYTES)
-
-    def _writes_far(self, kernel: Kernel, size: int, program: Lowered) -> bool:
-        """Whether a kernel writes its results, of `size` bytes, to device memory: `SCOPED`, and devices of two cores.
-
-        These split loops and sums between their cores; what other kernels make must be where both reach it.
-        """
-        if kernel.kind == "all-reduce" and len(kernel.writes) > 1 and size > SCOPED:
-            return True
-        return self.device.cores > 1 and not _split_between_cores(kernel, program)
-
-    def _worth(self, array: int, sizes: Mapping[int, int], gains: Mapping[int, float]) -> float:
-        """Seconds that a value saves on chip, less those in which copying it there keeps others waiting."""
-        return gains.get(array, 0.0) - sizes[array] / self.device.memory_bandwidth
-
-    def _clock(self, kernels: Sequence[Kernel], touched: Sequence[dict[int, int]]) -> list[float]:
-        """Seconds at which each kernel begins, and the end; everything in device memory, links left out."""
-        times = [0.0]
-        for kernel, sizes in zip(kernels, touched, strict=True):
-            moved = 0.0 if kernel.kind in STILL else sum(sizes.values()) / self.device.memory_bandwidth
-            times.append(times[-1] + max(moved, kernel.flops / self.device.peak_flops("bf16")))
-        return times
-
-    def _longest(self) -> float:
-        """Seconds that a value may wait on chip."""
-        return LONGEST * self.device.on_chip_bytes / (COPY_SHARE * self.device.memory_bandwidth)
-
-    def _touched(self, kernel: Kernel, program: Lowered) -> dict[int, int]:
-        """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
-        sizes = {array: self.buffer_bytes(program.arrays[array]) for array in kernel.writes}
-        most = sum(sizes.values()) if kernel.kind in INDEXED else None
-        sliced = self._sliced(kernel, program) if most is None else {}
-        for array in kernel.reads:
-            size = self.buffer_bytes(program.arrays[array])
-            taken = sliced.get(array) if most is None else most
-            sizes[array] = size if taken is None else min(size, taken)
-        return sizes
-
-    def _sliced(self, kernel: Kernel, program: Lowered) -> dict[int, int]:
-        """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
-        found: dict[int, int] = {}
-        whole: set[int] = set()
-        for number in kernel.steps:
-            step = program.steps[number]
-            if step.kind == SLICE:
-                made = sum(self.buffer_bytes(program.arrays[array]) for array in step.writes)
-                for array in dict.fromkeys(step.reads):
-                    found[array] = found.get(array, 0) + made
-            else:
-                whole.update(step.reads)
-        return {array: size for array, size in found.items() if array not in whole}
-
-    def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
-        """Seconds that a kernel takes longer than its products do; negative where they take longer."""
-        if kernel.kind in STILL:
-            return 0.0
-        return size / self.device.memory_bandwidth - kernel.flops / self.device.peak_flops("bf16")
-
-
-def _reduce_in_place(
-    spans: dict[int, tuple[int, int]], live: Liveness, kernels: Sequence[Kernel], program: Lowered
-) -> None:
-    """An all-reduce's result takes over its operand's buffer where both are in device memory: one span for the two."""
-    for kernel in kernels:
-        for number in kernel.steps if kernel.kind == "all-reduce" else ():
-            step = program.steps[number]
-            before, after = (live.buffers.get(array) for array in (step.reads[0], step.writes[0]))
-            if before is None or after is None or before not in spans or after not in spans:
-                continue
-            if spans[before][1] == spans[after][0] and live.sizes[before] == live.sizes[after]:
-                spans[after] = (spans.pop(before)[0], spans[after][1])
-
-
-def _and_gain(before: float | None, gain: float) -> float:
-    """The seconds that uses of one value save together: a kernel that is not bound by memory adds nothing."""
-    if before is None:
-        return gain
-    return before + gain if before > 0 and gain > 0 else max(before, gain)
+        return Placing(self.device, self.buffer_bytes, kernels, program, live).placement()
 
 
 def _phases(kernels: Sequence[Kernel], deps: Dependencies) -> list[int]:

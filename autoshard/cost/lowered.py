@@ -60,6 +60,7 @@ class Array:
         returned: it is a result of the program.
         donated: and takes over the buffer of the argument that it updates.
         strips: an activation of few images, which a TPU's compiler cuts into strips of space (`cost/strips_tpu.py`).
+        tiles: of an operand of a TPU's convolution, the tiles that it lies in; of all others 0.
     """
 
     shape: tuple[int, ...] | None
@@ -70,6 +71,7 @@ class Array:
     returned: bool = False
     donated: bool = False
     strips: bool = False
+    tiles: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -28,12 +28,14 @@ class Life:
         uses: positions at which it is made and then read, ascending.
         gain: seconds that it saves on chip.
         far: what makes it writes to device memory.
+        half: from where on half of it is on chip before its first use, where a copy comes in slices.
     """
 
     bytes: int
     uses: tuple[int, ...]
     gain: float = 1.0
     far: bool = False
+    half: int | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -103,6 +105,8 @@ def _buffered(life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, 
     for before, (start, end) in zip(life.uses, gaps, strict=False):
         kept = held and start == before
         held = fits(start, end, life.bytes)
+        if held and start == life.uses[0] and life.half is not None:
+            fits(life.half, start - 1, life.bytes // 2)
         if held:
             near.append(end)
             copies += not kept

@@ -33,15 +33,28 @@ def row_major(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-2]) * (-(-shape[-2] // 8) * 8) * (-(-shape[-1] // 128) * 128)
 
 
-@lru_cache(maxsize=1 << 12)
 def for_convolution(shape: tuple[int, ...], within: Collection[int]) -> int:
     """Elements of an operand of a convolution: the two dims `within`, which are no spatial ones, make its tiles.
 
     Either may be the inner one; tiles have as many rows as the other needs: 2, 4 or 8.
     """
+    return _for_convolution(shape, tuple(within))[0]
+
+
+def convolution_tiles(shape: tuple[int, ...], within: Collection[int]) -> int:
+    """Tiles of such an operand: of few rows there are as many as of 8."""
+    return _for_convolution(shape, tuple(within))[1]
+
+
+@lru_cache(maxsize=1 << 12)
+def _for_convolution(shape: tuple[int, ...], within: tuple[int, ...]) -> tuple[int, int]:
     sizes = [shape[dim] for dim in within]
     around = math.prod(shape) // max(1, math.prod(sizes))
-    return around * min(_rows(rows) * (-(-lanes // LANES) * LANES) for rows, lanes in (sizes, sizes[::-1]))
+    found = []
+    for rows, lanes in (sizes, sizes[::-1]):
+        across = -(-lanes // LANES)
+        found.append((around * _rows(rows) * across * LANES, around * -(-rows // ROWS) * across))
+    return min(found)
 
 
 def _rows(size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import reduce
 from types import SimpleNamespace
@@ -10,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.backend_tpu import TpuBackend, TpuFusion, _and_gain
+from autoshard.cost.backend_tpu import TpuBackend, TpuFusion
 from autoshard.cost.device import load_device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.on_chip import Buffered, Life, off_chip, packed
+from autoshard.cost.place_tpu import SLICES, TUPLE_BYTES, Placing, _and_gain
 from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
-from autoshard.cost.schedule import dependencies
-from autoshard.cost.tpu_layout import for_convolution, tiled
+from autoshard.cost.schedule import dependencies, liveness
+from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, tiled
 
 MATRICES = SimpleNamespace(ops=[SimpleNamespace(kind="convolution")])
 """A graph in which the op of every product has matrices for operands."""
@@ -55,6 +57,46 @@ def test_a_buffer_is_free_once_all_that_reads_it_later_finds_the_value_on_chip()
     assert off_chip([written, other], 100)[0] == Buffered(frozenset({4, 9}), copies=2, until=8)
 
 
+def test_half_of_what_is_copied_in_slices_is_there_one_kernel_earlier() -> None:
+    before = Life(60, (3, 4), 0.5)
+    assert sorted(off_chip([Life(100, (5, 6), far=True), before], 100)) == [0]
+    assert sorted(off_chip([Life(100, (5, 6), far=True, half=3), before], 100)) == [0, 1]
+
+
+@pytest.mark.parametrize(("rows", "far"), [(4096, {"sum": 2}), (1024, {})])
+def test_moments_come_before_sums_of_gradients_and_gradients_before_both(rows: int, far: dict[str, int]) -> None:
+    """Two gradients of 16 MiB (an MLP on v5e) and of 4: which lie in device memory when the sums are made."""
+    arrays = [Array((rows, 1024), "f32", 4096 * rows, -1) for _ in range(6)]
+    arrays += [Array((rows, 1024), "f32", 4096 * rows, number) for number in (0, 1, 2, 2, 3, 4)]
+    for array in arrays[-2:]:
+        array.returned = array.donated = True
+    kernels = [Kernel((), (0,), (6,), "negate", 0), Kernel((), (1,), (7,), "negate", 0)]
+    kernels.append(Kernel((), (6, 7), (8, 9), "all-reduce", 0))
+    kernels += [Kernel((), (8, 0, 2, 3), (10,), "add", 0), Kernel((), (9, 1, 4, 5), (11,), "add", 0)]
+    program = Lowered(arrays, [], [10, 11], MATRICES)  # type: ignore[arg-type]
+    backend = TpuBackend(load_device("tpu-v5e"))
+    live = liveness(kernels, range(5), arrays, backend.buffer_bytes)
+    names = {(0, 2): "gradient", (1, 2): "gradient", (2, 3): "sum", (2, 4): "sum"}
+    found = Counter(names[start, end] for start, end, _ in backend.place(kernels, program, live).blocks)
+    assert found == far
+
+
+def test_what_lies_between_convolutions_takes_its_tiles_time() -> None:
+    """Few images: 2 x 64 features in tiles of two rows, so that a sum takes longer than its bytes do."""
+    assert convolution_tiles((2, 64, 64, 64), (0, 1)) == 64 * 64
+    assert convolution_tiles((32, 64, 64, 64), (0, 1)) == 64 * 64 * 4
+    arrays = [Array(None, "f32", 2**22, -1, tiles=tiles) for tiles in (0, 4096)]
+    seconds = []
+    for array in range(2):
+        program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
+        kernels = [Kernel((), (array,), (), "reduce", 0)]
+        backend = TpuBackend(load_device("tpu-v5e"))
+        live = liveness(kernels, range(1), arrays, backend.buffer_bytes)
+        seconds.append(Placing(backend.device, backend.buffer_bytes, kernels, program, live).clock[-1])
+    assert seconds[0] == pytest.approx(2**22 / 819e9)
+    assert seconds[1] == pytest.approx(4096 * 16 / 1.5e9, rel=0.01)
+
+
 def test_two_cores_share_on_chip_what_loops_and_sums_make_and_nothing_else() -> None:
     """A product and what an all-reduce makes of it lie in device memory on a v5p, all of it on chip on a v5e."""
 
@@ -88,14 +130,14 @@ def test_loops_do_not_write_over_what_they_read() -> None:
 
 
 def test_copies_to_on_chip_memory_take_device_memory_of_their_own() -> None:
-    """24 KiB each, the result's too; from 1 MiB on four slices of 30, which on two cores there are none of."""
+    """16 KiB each, the result's too; from 1 MiB on four slices of two such, which on two cores there are none of."""
     steps: list[Step] = []
     arrays = [*arguments(1), *(Array((rows, 128), "f32", 512 * rows, -1) for rows in (1024, 4096))]
     first = step(steps, arrays, "reduce", (0,), 128)
     arrays[step(steps, arrays, "reduce", (1, 2, first), 128)].returned = True
-    for device, size in (("tpu-v5e", 24 + 4 * 30 + 24), ("tpu-v5p", 3 * 24)):
+    for device, tables in (("tpu-v5e", 2 + 2 * SLICES), ("tpu-v5p", 3)):
         compiled = TpuBackend(load_device(device)).compile(Lowered(arrays, steps, [], MATRICES))  # type: ignore[arg-type]
-        assert compiled.temporary_bytes == size * 1024
+        assert compiled.temporary_bytes == tables * TUPLE_BYTES
 
 
 def test_a_use_that_is_not_bound_by_memory_adds_nothing() -> None:

@@ -1,0 +1,268 @@
+"""Which values of a TPU's program lie in on-chip memory, and what device memory holds beside them.
+
+XLA's memory space assignment: `cost/on_chip.py` gives room to one value after the other; here is what each of them
+gains, when it is copied, and what is then left to device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoshard.cost.backend import Placement
+from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.device import Device
+from autoshard.cost.kernels import Kernel
+from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.on_chip import Life, off_chip
+from autoshard.cost.schedule import Liveness
+from autoshard.graph.groups import ELEMENTWISE, INDEXED
+
+TUPLE_BYTES = 16 * 2**10
+"""Device memory that a kernel of several results takes beside them, and each asynchronous copy; a slice of one takes
+two. It is a table of where the parts lie: blocks begin at multiples of this in libtpu's buffer assignment."""
+SLICES, SLICED = 4, 2**20
+"""Into how many slices a copy to on-chip memory is cut, and from how many bytes on (on a v5p it is not)."""
+
+LONGEST = 8.0
+"""How many times on-chip memory could be copied while a value waits there between two uses (libtpu's
+`xla_msa_max_overlap_to_mem_size_async_copy_ratio`)."""
+
+COPY_SHARE = 0.8
+"""Of the bandwidth of device memory, what such a copy is taken to reach. As seen in compiled programs (by libtpu's
+estimated cycles): GPT-2 on a v5e keeps what waits 1449 µs, and not what waits 1477; this gives 1434."""
+
+TILE_FLOPS = 16 * 4 * 2 * 128 * 128
+"""What a core could multiply (four units of 128 x 128) while it works on one tile between convolutions: 16 cycles. As
+seen: a sum over 1,024 tiles of 4 rows takes 16,147 cycles on a v5e, one over 640 of 8 rows 13,758 to 21,066."""
+
+STILL = COLLECTIVES | {BARRIER}
+"""Kinds of kernels whose traffic of device memory is not counted: a link is slower than that, or nothing moves."""
+
+LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
+"""Kinds of kernels that two cores run half each, their results in on-chip memory."""
+
+
+class Placing:
+    """Where the values of one program lie.
+
+    What a value gains is XLA's count (`CostAnalysis::GetMemoryBoundedness`): seconds that its maker and its readers are
+    faster by, less those in which copying it keeps others waiting, the more the later it is made. An argument loses
+    nothing by that, so moments are fetched for the updates before the sums of gradients find room. An all-reduce reads
+    faster on chip; what it writes counts only where it sums one value. As seen: two gradients of 16 MB are read on chip
+    and their sums written to device memory (an MLP), 45 gradients of 23 MB stay on chip (ELECTRA, 256 wide).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        buffer_bytes: Callable[[Array], int],
+        kernels: Sequence[Kernel],
+        program: Lowered,
+        live: Liveness,
+    ) -> None:
+        """`kernels` in the order in which they run; `live` what is in memory meanwhile."""
+        self.device, self.buffer_bytes = device, buffer_bytes
+        self.kernels, self.program, self.live = kernels, program, live
+        self.touched = [self._touched(kernel) for kernel in kernels]
+        self.reads = [frozenset(kernel.reads) for kernel in kernels]  # of which there may be thousands
+        self.clock = self._clock()
+        self.uses = {array: [start] for array, (start, _) in live.spans.items()}
+        self.read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
+        self.gains: dict[int, float] = {}
+        self.written: list[Life] = []
+        self._count()
+
+    def _count(self) -> None:
+        """What each value gains on chip, and where it is used."""
+        part = _parts(self.kernels, sum(array.maker < 0 for array in self.program.arrays))
+        for position, (kernel, sizes) in enumerate(zip(self.kernels, self.touched, strict=True)):
+            saved = self._bound_by_memory(kernel, sum(sizes.values()))
+            for array, size in sizes.items():
+                gain = min(size / self.device.memory_bandwidth, saved)
+                if kernel.kind == "all-reduce" and (array in self.reads[position] or len(kernel.writes) == 1):
+                    gain = size / self.device.memory_bandwidth
+                held = self.live.buffers.get(array)
+                if held is not None:
+                    self.gains[held] = _and_gain(self.gains.get(held), gain)
+                    if self.uses[held][-1] < position:
+                        self.uses[held].append(position)
+                elif array in self.reads[position]:
+                    self.gains[array] = _and_gain(self.gains.get(array), gain)
+                    self.read.setdefault(array, [self._fetched(position, size)]).append(position)
+                else:
+                    gain -= self._slowdown(size, part[position])
+                    self.written.append(Life(size, (position, position + 1), gain))
+        for array, at in self.uses.items():
+            gain = self.gains.get(array, 0.0)
+            self.gains[array] = gain - self._slowdown(self.live.sizes[array], part[at[0]])
+
+    def placement(self) -> Placement:
+        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
+        live, read, uses = self.live, self.read, self.uses
+        far = {
+            live.buffers.get(array, array)
+            for kernel in self.kernels
+            if self._writes_far(kernel)
+            for array in kernel.writes
+        }
+        lives = [self._argument(array, at) for array, at in read.items()]  # of equal gain first: they are there before
+        lives += [Life(live.sizes[array], tuple(at), self.gains[array], array in far) for array, at in uses.items()]
+        off = off_chip([*lives, *self.written], self.device.on_chip_bytes, self.clock, self._longest())
+        beside = {array: off[place] for place, array in enumerate((*read, *uses)) if place in off}
+        moved = []
+        for position, (kernel, sizes) in enumerate(zip(self.kernels, self.touched, strict=True)):
+            far_off = {}
+            for array, size in sizes.items():
+                held = live.buffers.get(array, array)
+                known = held in uses or (held in read and position > read[held][1])
+                near = known and (
+                    held not in beside or (array in self.reads[position] and position in beside[held].near)
+                )
+                if not near and kernel.kind not in STILL:
+                    far_off[array] = size
+            moved.append(far_off)
+        spans = {array: (at[0], beside[array].until) for array, at in uses.items() if array in beside}
+        _reduce_in_place(spans, live, self.kernels, self.program)
+        blocks = tuple((*span, live.sizes[array]) for array, span in spans.items())
+        tables = sum(self._tables(life, off[place].copies) for place, life in enumerate(lives) if place in off)
+        tables += sum(place not in off for place in range(len(lives), len(lives) + len(self.written)))
+        tables += sum(len(kernel.writes) > 1 for kernel in self.kernels)
+        return Placement(blocks, tables * TUPLE_BYTES, tuple(moved))
+
+    def _argument(self, array: int, at: Sequence[int]) -> Life:
+        size = self.buffer_bytes(self.program.arrays[array])
+        half = self._fetched(at[0], size) if at[0] and self._in_slices(size) else None
+        return Life(size, tuple(dict.fromkeys(at)), self.gains[array], far=True, half=half)
+
+    def _fetched(self, position: int, size: int) -> int:
+        """Where the copy of an argument to on-chip memory must begin, to be there at `position`."""
+        copied = size / (COPY_SHARE * self.device.memory_bandwidth)
+        start = max(position - 1, 0)
+        while start and self.clock[position] - self.clock[start] < copied and not self._moves(start):
+            start -= 1
+        return start
+
+    def _moves(self, position: int) -> bool:
+        return self.kernels[position].kind in COLLECTIVES
+
+    def _tables(self, life: Life, count: int) -> int:
+        """Tables of parts that `count` copies of a value to on-chip memory take."""
+        return count * (2 * SLICES if self._in_slices(life.bytes) else 1)
+
+    def _in_slices(self, size: int) -> bool:
+        return size >= SLICED and self.device.cores == 1
+
+    def _writes_far(self, kernel: Kernel) -> bool:
+        """Whether a kernel writes its results to device memory, as on devices of two cores.
+
+        These split loops and sums between their cores; what other kernels make must be where both reach it.
+        """
+        return self.device.cores > 1 and not _split_between_cores(kernel, self.program)
+
+    def _slowdown(self, size: int, part: float) -> float:
+        """Seconds in which copying a value that is made after this part of the step keeps others waiting."""
+        return part * size / self.device.memory_bandwidth
+
+    def _clock(self) -> list[float]:
+        """Seconds at which each kernel begins, and the end; everything in device memory, links left out."""
+        times = [0.0]
+        for kernel, sizes in zip(self.kernels, self.touched, strict=True):
+            moved = 0.0 if kernel.kind in STILL else sum(sizes.values()) / self.device.memory_bandwidth
+            tiles = max((self.program.arrays[array].tiles for array in sizes), default=0)
+            flops = max(kernel.flops, tiles * TILE_FLOPS)
+            times.append(times[-1] + max(moved, flops / self.device.peak_flops("bf16")))
+        return times
+
+    def _longest(self) -> float:
+        """Seconds that a value may wait on chip."""
+        return LONGEST * self.device.on_chip_bytes / (COPY_SHARE * self.device.memory_bandwidth)
+
+    def _touched(self, kernel: Kernel) -> dict[int, int]:
+        """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
+        sizes = {array: self.buffer_bytes(self.program.arrays[array]) for array in kernel.writes}
+        most = sum(sizes.values()) if kernel.kind in INDEXED else None
+        sliced = self._sliced(kernel) if most is None else {}
+        for array in kernel.reads:
+            size = self.buffer_bytes(self.program.arrays[array])
+            taken = sliced.get(array) if most is None else most
+            sizes[array] = size if taken is None else min(size, taken)
+        return sizes
+
+    def _sliced(self, kernel: Kernel) -> dict[int, int]:
+        """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
+        found: dict[int, int] = {}
+        whole: set[int] = set()
+        for number in kernel.steps:
+            step = self.program.steps[number]
+            if step.kind == SLICE:
+                made = sum(self.buffer_bytes(self.program.arrays[array]) for array in step.writes)
+                for array in dict.fromkeys(step.reads):
+                    found[array] = found.get(array, 0) + made
+            else:
+                whole.update(step.reads)
+        return {array: size for array, size in found.items() if array not in whole}
+
+    def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
+        """Seconds that a kernel takes longer than its products do; negative where they take longer."""
+        if kernel.kind in STILL:
+            return 0.0
+        return size / self.device.memory_bandwidth - kernel.flops / self.device.peak_flops("bf16")
+
+
+def _reduce_in_place(
+    spans: dict[int, tuple[int, int]], live: Liveness, kernels: Sequence[Kernel], program: Lowered
+) -> None:
+    """An all-reduce's result takes over its operand's buffer where both are in device memory: one span for the two."""
+    for kernel in kernels:
+        for number in kernel.steps if kernel.kind == "all-reduce" else ():
+            step = program.steps[number]
+            before, after = (live.buffers.get(array) for array in (step.reads[0], step.writes[0]))
+            if before is None or after is None or before not in spans or after not in spans:
+                continue
+            if spans[before][1] == spans[after][0] and live.sizes[before] == live.sizes[after]:
+                spans[after] = (spans.pop(before)[0], spans[after][1])
+
+
+def _parts(kernels: Sequence[Kernel], arguments: int) -> list[float]:
+    """Which part of the compiled program lies before each kernel: arguments first; each of several results is named."""
+    before = [arguments]
+    for kernel in kernels:
+        before.append(before[-1] + 1 + (len(kernel.writes) if len(kernel.writes) > 1 else 0))
+    return [count / before[-1] for count in before]
+
+
+def _and_gain(before: float | None, gain: float) -> float:
+    """The seconds that uses of one value save together: a kernel that is not bound by memory adds nothing."""
+    if before is None:
+        return gain
+    return before + gain if before > 0 and gain > 0 else max(before, gain)
+
+
+def multiplies_matrices(program: Lowered, step: Step) -> bool:
+    """Whether a product has dims of both operands: a TPU runs the others as loops, in f32, and sums them."""
+    op = program.graph.ops[step.op]
+    if op.kind != "dot_general":
+        return True
+    for value, side in zip(op.operands, ("lhs", "rhs"), strict=True):
+        taken = {*op.attrs[f"{side}_batch"], *op.attrs[f"{side}_contract"]}
+        shape = program.graph.type_of(value).shape
+        if all(size == 1 for dim, size in enumerate(shape) if dim not in taken):
+            return False
+    lhs = program.graph.type_of(op.operands[0]).shape
+    return any(lhs[dim] > 1 for dim in op.attrs["lhs_contract"])
+
+
+def product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
+    """The product that a kernel runs as a loop: an outer product, or that of a matrix and a vector."""
+    for number in kernel.steps:
+        step = program.steps[number]
+        if step.kind in CONTRACTIONS:
+            return None if multiplies_matrices(program, step) else step
+    return None
+
+
+def _split_between_cores(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a kernel is a loop or a sum over what it reads, products of matrices left out (libtpu on a v5p)."""
+    if kernel.flops and product_with_vectors(kernel, program) is None:
+        return False
+    return kernel.kind in LOOPS_OF_CORES or bool(kernel.flops)
