@@ -62,10 +62,11 @@ class Schedule:
                 raise PlanError(f"the plan annotates op {key.index} ({key.name}), which is no op of its program")
             if value.spec is not None and value.dtype in PINNED:
                 pins[key.index, key.output] = value.spec
+        types = {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arguments.items()}
         for producer, dtype, copy in _copies(plan):
             if dtype not in PINNED:
                 continue
-            positions = _positions(ops, producer, copy.consumer)
+            positions = _positions(ops, types, producer, copy.consumer)
             if not positions:
                 raise PlanError(f"op {copy.consumer} is to read a copy of {describe(producer)}, but does not read it")
             shared = (producer, (*copy.hops, copy.spec))
@@ -98,23 +99,52 @@ def _copies(plan: Plan) -> Iterator[tuple[Producer, str, Copy]]:
             yield (value.key.index, value.key.output), value.dtype, copy
 
 
-def _positions(ops: tuple[OpSignature, ...], producer: Producer, consumer: int) -> list[int]:
-    """Where among its tensors op `consumer` reads the value; through ops that pass it on (views that change nothing)
-    where it does not read it directly."""
+def _positions(ops: tuple[OpSignature, ...], types: Mapping[str, str], producer: Producer, consumer: int) -> list[int]:
+    """Where among its tensors op `consumer` reads the value, itself or as ops pass it on that XLA has no op for."""
     if consumer >= len(ops):
         return []
     inputs = ops[consumer].inputs
-    direct = [i for i, read in enumerate(inputs) if read == producer]
-    return direct or [i for i, read in enumerate(inputs) if _passed_on(ops, producer, read)]
+
+    def passed_on(read: Producer) -> bool:
+        """Whether every op from the value to `read` may have returned what it was given."""
+        while read != producer:
+            op = _of_one(ops, read)
+            if op is None or op.name.split(".")[1] not in UNCHANGED:
+                return False
+            before = op.inputs[-1]
+            given = types.get(before) if isinstance(before, str) else before and ops[before[0]].outputs[before[1]]
+            if given not in (None, op.outputs[0]):
+                return False
+            read = before
+        return True
+
+    def made_from(read: Producer) -> bool:
+        while read != producer:
+            op = _of_one(ops, read)
+            if op is None:
+                return False
+            read = op.inputs[-1]
+        return True
+
+    for meant in (lambda read: read == producer, passed_on):
+        if found := [i for i, read in enumerate(inputs) if meant(read)]:
+            return found
+    found = [i for i, read in enumerate(inputs) if made_from(read)]
+    return found if len({inputs[i] for i in found}) == 1 else []  # by an op not known to: it can be one tensor only
 
 
-def _passed_on(ops: tuple[OpSignature, ...], producer: Producer, read: Producer) -> bool:
-    """Whether `read` is `producer` seen through ops that read one tensor and return one, or copy one over another."""
-    while read != producer:
-        if not isinstance(read, tuple):
-            return False
-        op = ops[read[0]]
-        if op.name != "aten.copy.default" and (len(op.inputs) != 1 or len(op.outputs) != 1):
-            return False
-        read = op.inputs[-1]
-    return True
+UNCHANGED = frozenset(
+    {"_reshape_alias_copy", "_to_copy", "_unsafe_view", "alias", "alias_copy", "clone", "contiguous", "copy", "detach"}
+    | {"detach_copy", "expand", "expand_copy", "lift_fresh", "lift_fresh_copy", "reshape", "slice", "slice_copy"}
+    | {"squeeze_copy", "view", "view_copy"}
+)
+"""Aten ops that return what they are given if it has the type of their result."""
+
+
+def _of_one(ops: tuple[OpSignature, ...], read: Producer) -> OpSignature | None:
+    """The op that made `read`, if that reads one tensor and returns one, or copies one over another."""
+    if not isinstance(read, tuple):
+        return None
+    op = ops[read[0]]
+    one = op.name == "aten.copy.default" or (len(op.inputs) == 1 and len(op.outputs) == 1)
+    return op if one else None

@@ -101,3 +101,42 @@ def test_the_schedule_keeps_the_sequence():
     of = plan()
     assert Schedule.of(of).ops == of.program.ops
     assert dataclasses.replace(of).program.ops == of.program.ops
+
+
+def test_a_copy_is_not_read_in_the_place_of_what_is_computed_from_the_value():
+    """`w /= w.sum(-1, keepdim=True) + eps`: the gradient reads a clone of w, and the sum, made from w alone too."""
+    ops = (
+        OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),
+        OpSignature("aten.sum.dim_IntList", ("f32[8,1]",), ((0, 0),)),
+        OpSignature("aten.add.Tensor", ("f32[8,1]",), ((1, 0),)),
+        OpSignature("aten.clone.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("aten.div.Tensor", ("f32[8,8]",), ((3, 0), (2, 0))),
+    )
+    found = Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(4, COLUMNS))], ops=ops))
+    assert found.reads == {4: {0: ((0, 0), (COLUMNS,))}}
+
+
+def test_a_copy_behind_an_op_that_is_not_known_to_pass_values_on():
+    """Read there, if that is the only tensor that can be meant; else the plan is refused."""
+    ops = (
+        OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),
+        OpSignature("my.same.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("my.other.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("aten.add.Tensor", ("f32[8,8]",), ((1, 0), "w")),
+        OpSignature("aten.add.Tensor", ("f32[8,8]",), ((1, 0), (2, 0))),
+    )
+    found = Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(3, COLUMNS))], ops=ops))
+    assert found.reads == {3: {0: ((0, 0), (COLUMNS,))}}
+    with pytest.raises(PlanError, match="op 4 is to read a copy of output 0 of op 0, but does not read it"):
+        Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(4, COLUMNS))], ops=ops))
+
+
+def test_a_copy_is_read_behind_a_clone_and_not_behind_a_transpose():
+    ops = (
+        OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),
+        OpSignature("aten.permute_copy.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("aten.clone.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("aten.mm.default", ("f32[8,8]",), ((2, 0), (1, 0))),
+    )
+    found = Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(3, COLUMNS))], ops=ops))
+    assert found.reads == {3: {0: ((0, 0), (COLUMNS,))}}
