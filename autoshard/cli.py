@@ -245,6 +245,7 @@ def plan(
         if output is not None:
             stages.begin("write")
             found.save(output)
+        gc.freeze()  # the command ends here: a collection would walk the program, its graph and the plan for nothing
     click.echo(str(found))
     if output is not None:
         click.echo(f"\nWrote {output}")
@@ -438,15 +439,14 @@ def _terminable() -> Iterator[None]:
 
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
-    from autoshard.plan_json import predicted_to, refined_to, to_dict
+    from autoshard.plan_json import mesh_to, predicted_to, refined_to, solver_to
 
-    whole = to_dict(found)
     return {
         "fingerprint": found.program.fingerprint,
         "kind": found.program.kind,
-        "mesh": whole["mesh"],
+        "mesh": mesh_to(found.mesh),
         "predicted": None if found.predicted is None else predicted_to(found.predicted, modules=False),
-        "solver": whole["solver"],
+        "solver": None if found.solver is None else solver_to(found.solver),
         "refined": None if found.refined is None else refined_to(found.refined),
         "activations": len(found.activations),
         "replicated_ops": len(found.replicated_ops),

@@ -52,7 +52,7 @@ def dumps(plan: Plan) -> str:
 
 def to_dict(plan: Plan) -> Json:
     """The plan as plain JSON values, keys in the format's order."""
-    program, mesh, options = plan.program, plan.mesh, plan.options
+    program, options = plan.program, plan.options
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -66,12 +66,7 @@ def to_dict(plan: Plan) -> Json:
             "ops": [_op_to(op) for op in program.ops],
             **({"reads": [_read_to(read) for read in program.reads]} if program.reads else {}),
         },
-        "mesh": {
-            "shape": list(mesh.shape),
-            "axis_names": list(mesh.axis_names),
-            "device": mesh.device,
-            "placement": list(mesh.placement),
-        },
+        "mesh": mesh_to(plan.mesh),
         "options": {
             "memory": options.memory,
             "hints": {name: _spec_to(spec) for name, spec in sorted(options.hints.items())},
@@ -86,16 +81,7 @@ def to_dict(plan: Plan) -> Json:
         "outputs": _tensors_to(plan.outputs),
         "activations": [_activation_to(value) for value in plan.activations],
         "predicted": None if plan.predicted is None else predicted_to(plan.predicted),
-        "solver": None
-        if plan.solver is None
-        else {
-            "status": plan.solver.status,
-            "objective": plan.solver.objective,
-            "bound": plan.solver.bound,
-            "gap": plan.solver.gap,
-            "backend": plan.solver.backend,
-            **({} if plan.solver.overruled is None else {"overruled": plan.solver.overruled}),
-        },
+        "solver": None if plan.solver is None else solver_to(plan.solver),
         "replicated_ops": [
             {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}
             for each in plan.replicated_ops
@@ -179,6 +165,28 @@ def _op_to(op: OpSignature) -> Json:
 
 def _read_to(read: ValueRead) -> Json:
     return {**asdict(read), "follows_from": list(read.follows_from)}
+
+
+def mesh_to(mesh: Mesh) -> Json:
+    """A mesh as JSON values."""
+    return {
+        "shape": list(mesh.shape),
+        "axis_names": list(mesh.axis_names),
+        "device": mesh.device,
+        "placement": list(mesh.placement),
+    }
+
+
+def solver_to(solver: SolverInfo) -> Json:
+    """What the solver says of a plan, as JSON values."""
+    return {
+        "status": solver.status,
+        "objective": solver.objective,
+        "bound": solver.bound,
+        "gap": solver.gap,
+        "backend": solver.backend,
+        **({} if solver.overruled is None else {"overruled": solver.overruled}),
+    }
 
 
 def predicted_to(predicted: Predicted, *, modules: bool = True) -> Json:

@@ -12,6 +12,7 @@ too small for what comes later make the whole larger than the most that is live 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,13 @@ def packed(blocks: Sequence[tuple[int, int, int]]) -> int:
     """Bytes of a heap that holds blocks of (first, last, bytes), each put into the tightest gap when it is made."""
     height = 0
     held: list[tuple[int, int, int]] = []  # offset, top, last position; by offset
+    ends: list[int] = []
     for start, end, size in sorted(blocks, key=lambda block: block[0]):
-        held = [block for block in held if block[2] >= start]
+        if ends and ends[0] < start:
+            held = [block for block in held if block[2] >= start]
+            while ends and ends[0] < start:
+                heapq.heappop(ends)
+        heapq.heappush(ends, end)
         at, room, top = -1, 0, 0
         for place, (offset, above, _) in enumerate(held):
             if offset - top >= size and (at < 0 or offset - top < room):

@@ -82,13 +82,12 @@ def is_transposed(owner: Partitioner, op: Op) -> bool:
     Not where an annotation stands between them.
     """
     value = Value(op.id)
-    readers = owner.readers.get(value, ())
-    return (
-        op.kind == "dot_general"
-        and len(op.results[0].shape) == 2
-        and not {value} & (owner.results | owner.shardings.pins.keys() | owner.copies_of.keys())
-        and [(reader.kind, tuple(reader.attrs.get("permutation", ()))) for reader in readers] == [("transpose", (1, 0))]
-    )
+    if op.kind != "dot_general" or len(op.results[0].shape) != 2:
+        return False
+    if value in owner.results or value in owner.shardings.pins or value in owner.copies_of:
+        return False
+    readers = [(reader.kind, tuple(reader.attrs.get("permutation", ()))) for reader in owner.readers.get(value, ())]
+    return readers == [("transpose", (1, 0))]
 
 
 def _partitioner(owner: Partitioner, op: Op) -> DotPartitioner:
