@@ -235,6 +235,8 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         call = Call(self.next_index, func, tensors, inputs, args, kwargs)
         self.next_index += 1
         result = self.run(call)
+        if not self._inside and not any(is_xla(t) for t in tensors):
+            result = tree_map(_functionalized, result)  # else writes through views of it would be lost
         outputs = outputs_of(call, result)
         self.after(call, outputs)
         for j, tensor in enumerate(outputs):
@@ -353,9 +355,10 @@ def _to_device(leaf: Any) -> Any:
 
 
 def _functionalized(result: Any) -> Any:
-    """A tensor that came to the device, in the wrapper of functionalization that it has outside a dispatch mode.
+    """A tensor that came to the device, or is made there from none, in functionalization's wrapper, as outside a mode.
 
-    Without it, ops on the tensor would be other ones than those on a parameter or a placeholder.
+    Without it, ops on the tensor would be other ones than those on a parameter or a placeholder: a slice of it, which
+    XLA copies, would be written to, and not the tensor.
     """
     if isinstance(result, torch.Tensor) and is_xla(result) and not torch._is_functional_tensor(result):
         return torch._to_functional_tensor(result)
