@@ -21,9 +21,6 @@ prepare_runtime()
 OWN_POOL = {"resnet"}
 """torch_xla has max pooling as an op of its own, of one result."""
 
-TURNED = {"moe"}
-"""Comparisons of a tensor with one that the step makes: Python asks the right one, of a subclass, first."""
-
 
 @pytest.fixture(scope="module", params=list(nets.NETS))
 def both(request):
@@ -46,9 +43,6 @@ def test_the_same_ops_under_the_same_numbers(both):
             assert b.name.startswith("aten.max_pool2d_with_indices")
             assert (a.outputs[0], a.inputs) == (b.outputs[0], b.inputs[: len(a.inputs)])
             continue
-        if name in TURNED and a.name == "aten.eq.Tensor":
-            assert (a.outputs, sorted(map(str, a.inputs))) == (b.outputs, sorted(map(str, b.inputs)))
-            continue
         assert a == b
     assert pooled == (2 if name in OWN_POOL else 0)
 
@@ -56,7 +50,7 @@ def test_the_same_ops_under_the_same_numbers(both):
 def test_the_same_arguments_and_results(both):
     name, _, xla, ours = both
     arguments = [[a for a in program.arguments if a.role != "scalar"] for program in (xla, ours)]
-    key = str if name in OWN_POOL | TURNED else None  # else in the same order too
+    key = str if name in OWN_POOL else None  # else in the same order too
     assert (
         arguments[0] == arguments[1] if key is None else sorted(arguments[0], key=key) == sorted(arguments[1], key=key)
     )
@@ -73,18 +67,18 @@ def test_the_same_plan_up_to_ties(both, device):
     mesh = Mesh((2, 4), device=device)
     theirs, mine = (autoshard.plan_program(program, mesh) for program in (xla, ours))
     assert mine.predicted.step_time_s == pytest.approx(theirs.predicted.step_time_s, rel=0.01)
-    if both[0] not in OWN_POOL | TURNED:  # the modules have one order: the same is fused and combined
+    if both[0] not in OWN_POOL:  # the modules have one order: the same is fused and combined
         assert autoshard.evaluate(ours, theirs).step_time_s == pytest.approx(theirs.predicted.step_time_s, rel=0.01)
     differs = [n for n, t in theirs.parameters.items() if mine.parameters[n].spec != t.spec]
-    if differs and both[0] not in OWN_POOL | TURNED:  # then neither choice is better, priced on one program
+    if differs and both[0] not in OWN_POOL:  # then neither choice is better, priced on one program
         assert autoshard.evaluate(ours, theirs).step_time_s == pytest.approx(mine.predicted.step_time_s, rel=0.01)
 
 
 def test_a_plan_made_without_torch_xla_holds_under_it(both):
     name, made, xla, ours = both
     plan = autoshard.plan_program(ours, Mesh((2, 4)))
-    if name in OWN_POOL | TURNED:
-        with pytest.raises(autoshard.PlanError, match=r"max_pool2d|aten\.eq"):
+    if name in OWN_POOL:
+        with pytest.raises(autoshard.PlanError, match="max_pool2d"):
             plan.check_program(xla)
         return
     plan.check_program(xla)
