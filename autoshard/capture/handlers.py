@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,26 @@ import torch
 from autoshard.capture.device import is_xla
 
 Handler = Callable[..., Any]
-HANDLERS: dict[str, dict[Any, Handler]] = defaultdict(dict)
+SWITCHES: tuple[str, ...] = (
+    "linear",
+    "matmul",
+    "norm",
+    "cross_entropy",
+    "embedding",
+    "interpolate",
+    "groups",
+    "scan",
+    "activation",
+    "index",
+    "truth",
+    "losses",
+    "pools",
+    "checkpoint",
+    "checks",
+    "transformers",
+)
+"""All there are; what each is for says `switches.py`."""
+HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in SWITCHES}
 """By switch: what torch function is handled by what."""
 
 UNTOUCHED = NotImplemented

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -294,13 +294,13 @@ def _file(
 ) -> Source:
     if not path.is_file():
         raise SourceError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_AsWritten(path.stem, str(path)))
-    if spec is None:
-        raise SourceError(f"{path} is not a Python file")
+    loader = _AsWritten(path.stem, str(path))
+    spec = ModuleSpec(path.stem, loader, origin=str(path))
+    spec.has_location = True  # the module knows its file
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        module.__spec__.loader.exec_module(module)  # type: ignore[union-attr]
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise SourceError(f"{path} cannot be imported: {_said(error)}") from error
     finally:

@@ -39,28 +39,11 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture import exact, images, losses, ops, pools  # noqa: F401  (images registers its handlers)
 from autoshard.capture.checkpoints import recomputed
 from autoshard.capture.dots import conv1d
-from autoshard.capture.handlers import HANDLERS, UNTOUCHED, Handler, on_xla, replaces
+from autoshard.capture.handlers import HANDLERS, SWITCHES, UNTOUCHED, Handler, on_xla, replaces
 from autoshard.capture.loops import unrolled
 from autoshard.capture.transformers_library import transformers_traced
 
-DEFAULT: tuple[str, ...] = (
-    "linear",
-    "matmul",
-    "norm",
-    "cross_entropy",
-    "embedding",
-    "interpolate",
-    "groups",
-    "scan",
-    "activation",
-    "index",
-    "truth",
-    "losses",
-    "pools",
-    "checkpoint",
-    "checks",
-    "transformers",
-)
+DEFAULT: tuple[str, ...] = SWITCHES
 
 
 @contextlib.contextmanager

@@ -31,6 +31,10 @@ def number():
 def misspelled():
     return {"model": nn.Linear(4, 4), "inputs": torch.empty(2, 4), "loss": None}
 
+def beside():
+    assert __file__.endswith("models.py")
+    return nn.Linear(4, 4), torch.empty(2, 4)
+
 def broken():
     raise RuntimeError("out of luck")
 """
@@ -56,6 +60,10 @@ def test_a_function_returns_a_training_step(file: str) -> None:
     assert source.loss_fn is not None
     assert isinstance(source.optimizer(source.model.parameters()), torch.optim.SGD)
     assert source.train
+
+
+def test_a_file_knows_where_it_is(file: str) -> None:
+    assert load_source(f"{file}:beside").model.weight.shape == (4, 4)
 
 
 def test_a_file_that_was_edited_is_read_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
