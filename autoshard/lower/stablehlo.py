@@ -185,11 +185,15 @@ class _Writer:
     def take_markers(self) -> dict[tuple[int, int], Any]:
         """Remove the markers; (aten op, output) -> the value that went through.
 
-        In program order, so that a marker behind a marker (a view that is its base) finds the op's own result.
+        In program order, so that a marker behind a marker (a view that is its base) finds the op's own result. What
+        torch_xla gave other ops goes too: a cast has its operand's sharding, which at capture is the marker's.
         """
         found = {}
         for view in list(self.block.operations):
             op = view.operation
+            for name in SHARDING_ATTRIBUTES:
+                if name in op.attributes and op.name != "stablehlo.custom_call":
+                    del op.attributes[name]
             if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding":
                 aten, output = aten_of(op, None)
                 if aten is not None and output is not None:

@@ -2,11 +2,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.capture.torch_xla import capture
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.stablehlo import mlir_context, parse_module
+from autoshard.graph.stablehlo import build_graph, mlir_context, parse_module
 from autoshard.lower.stablehlo import AnnotationError, annotate, donated, gspmd_sharding
 from autoshard.mesh import Mesh
 from tests.verify.small import MESH, W, X, program
@@ -78,6 +80,20 @@ def test_without_annotations_no_marker_is_left():
     text = written(Annotations())
     assert "@Sharding" not in text
     assert text.count("mhlo.sharding") == 1, "the updated weight, replicated as its argument is"
+
+
+def test_a_cast_is_not_held_whole_by_the_marker_before_it():
+    """torch_xla gives a cast its operand's sharding, which at capture is the marker's."""
+
+    class Cast(torch.nn.Module):
+        def forward(self, x):
+            return (x * 2).to(torch.float32).exp()
+
+    made = capture(Cast(), (torch.zeros(8, 8, dtype=torch.bfloat16),))
+    with mlir_context():
+        assert "convert" in str(parse_module(made.stablehlo))
+        text = str(parse_module(annotate(made, build_graph(made), Annotations(), MESH)))
+    assert "mhlo.sharding" not in text
 
 
 def test_pins_of_arguments_tie_what_updates_them():
