@@ -22,6 +22,7 @@ from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.modules import ModulePaths
 from autoshard.capture.program import Argument, Program, TensorType
+from autoshard.capture.python_frames import no_python_frames
 from autoshard.capture.sequence import Call
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
 from autoshard.errors import CaptureError
@@ -126,6 +127,7 @@ class _XlaTracing(Tracing):
         self.stack.callback(self.xla._set_allow_execution, execution)
         self.xla._set_ir_debug(True)
         self.xla._set_allow_execution(False)
+        self.stack.enter_context(no_python_frames())
 
     def make_labels(self, paths: ModulePaths) -> Labels:
         self.xla_labels = self.labels_of(self.xla, paths)
@@ -252,8 +254,7 @@ class XlaLabels(Labels):
         self._try(call)
         scope = self.xla.profiler.scope_pusher(f"op{call.index}")
         try:
-            with torch._C._EnableTorchFunction():
-                return call.func(*call.args, **call.kwargs)
+            return call.func(*call.args, **call.kwargs)
         finally:
             del scope
 
