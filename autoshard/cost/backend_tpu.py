@@ -9,6 +9,7 @@ All-reduces work in place in device memory, not on chip; collectives are combine
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import ClassVar
@@ -267,6 +268,9 @@ class TpuBackend(Backend):
             sequence.append([now[number] for number in ordered])
         beside = _weight_gathers(kernels, deps)
         late = [*sequence[1], *sequence[2]]
+        places = {number: place for place, number in enumerate(late)}
+        waiting = [sum(maker not in lazy for maker in makers) for makers in deps.makers]
+        ready = [place for place, number in enumerate(late) if not waiting[number]]  # of `late`, ascending
         order: list[int] = []
         done: set[int] = set()
 
@@ -277,12 +281,27 @@ class TpuBackend(Backend):
                     if maker in lazy:
                         run(maker)
                 order.append(number)
+                for user in deps.users[number] if number not in lazy else ():
+                    waiting[user] -= 1
+                    if not waiting[user] and user in places:
+                        heapq.heappush(ready, places[user])
+
+        def run_late() -> None:
+            """What is ready, in one pass: what becomes ready behind the place where the pass is waits for the next."""
+            at, passed = -1, []
+            while ready:
+                place = heapq.heappop(ready)
+                if place < at:
+                    passed.append(place)
+                else:
+                    at = place
+                    run(late[place])
+            ready.extend(passed)
+            heapq.heapify(ready)
 
         for number in sequence[0]:
             if not beside.isdisjoint((number, *(maker for maker in deps.makers[number] if maker not in done))):
-                for one in late:
-                    if one not in done and all(maker in done or maker in lazy for maker in deps.makers[one]):
-                        run(one)
+                run_late()
             run(number)
         for number in late:
             run(number)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -119,21 +120,38 @@ def _buffered(life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, 
 def packed(blocks: Sequence[tuple[int, int, int]]) -> int:
     """Bytes of a heap that holds blocks of (first, last, bytes), each put into the tightest gap when it is made."""
     height = 0
-    held: list[tuple[int, int, int]] = []  # offset, top, last position; by offset
-    ends: list[int] = []
+    offsets: list[int] = []  # of what is held, ascending
+    tops: dict[int, int] = {}  # by offset
+    gaps: list[tuple[int, int]] = []  # bytes and offset of each gap below something that is held, ascending
+    ends: list[tuple[int, int]] = []  # a heap of last positions and offsets
     for start, end, size in sorted(blocks, key=lambda block: block[0]):
-        if ends and ends[0] < start:
-            held = [block for block in held if block[2] >= start]
-            while ends and ends[0] < start:
-                heapq.heappop(ends)
-        heapq.heappush(ends, end)
-        at, room, top = -1, 0, 0
-        for place, (offset, above, _) in enumerate(held):
-            if offset - top >= size and (at < 0 or offset - top < room):
-                at, room, where = place, offset - top, top
-            top = max(top, above)
-        if at < 0:
-            at, where = len(held), top
-        held.insert(at, (where, where + size, end))
+        while ends and ends[0][0] < start:
+            _release(heapq.heappop(ends)[1], offsets, tops, gaps)
+        if not size:
+            continue
+        found = bisect_left(gaps, (size, 0))
+        if found < len(gaps):
+            room, where = gaps.pop(found)
+            if room > size:
+                insort(gaps, (room - size, where + size))
+        else:
+            where = tops[offsets[-1]] if offsets else 0
+        insort(offsets, where)
+        tops[where] = where + size
+        heapq.heappush(ends, (end, where))
         height = max(height, where + size)
     return height
+
+
+def _release(offset: int, offsets: list[int], tops: dict[int, int], gaps: list[tuple[int, int]]) -> None:
+    """Take a block from the heap: what is free on both sides of it becomes one gap, or the end of the heap."""
+    place = bisect_left(offsets, offset)
+    del offsets[place]
+    below, top = tops[offsets[place - 1]] if place else 0, tops.pop(offset)
+    if offset > below:
+        del gaps[bisect_left(gaps, (offset - below, below))]
+    if place < len(offsets):
+        above = offsets[place]
+        if above > top:
+            del gaps[bisect_left(gaps, (above - top, top))]
+        insort(gaps, (above - below, below))

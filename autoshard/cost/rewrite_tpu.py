@@ -316,8 +316,11 @@ def convolved(program: Lowered) -> dict[int, Dims]:
     """Arrays that lie as a convolution reads or writes them -> their two dims that make a tile; no arguments."""
     found: dict[int, Dims] = {}
     for step in program.steps:
-        for array, dims in _tile_dims(program, step):
-            found.setdefault(array, dims)
+        if step.kind == "convolution":
+            for array, dims in _tile_dims(program, step):
+                found.setdefault(array, dims)
+    if not found:
+        return found
     for steps in (program.steps, reversed(program.steps)):
         for step in steps:
             if step.kind not in KEEPS_DIMS:

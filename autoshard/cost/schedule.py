@@ -65,6 +65,8 @@ def combined(
     """
     keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
     keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
+    if len(set(keys.values())) == len(keys):
+        return kernels
     before = ancestors(kernels)
     merged: list[list[int]] = []
     while keys:

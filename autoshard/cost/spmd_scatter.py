@@ -10,7 +10,7 @@ compiler merges none; there `verify` counts an all-reduce of which every device 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -105,6 +105,19 @@ def _slices_sooner(owner: Partitioner, op: Op) -> bool:
     return sum(kind != "broadcast_in_dim" for kind in made_by) == 1
 
 
+def _moves(owner: Partitioner, op: Op) -> bool:
+    """Whether a sum's reader is looked for behind an op."""
+    return op.kind in MOVES or len(unscaled(owner.graph, Value(op.id))) > 1 or _slices_sooner(owner, op)
+
+
+def _read_by(owner: Partitioner, value: Value) -> Iterator[tuple[Op, int]]:
+    """The ops that read a value, and at which place."""
+    for op in owner.readers.get(value, ()):
+        for place, read in enumerate(op.operands):
+            if read == value:
+                yield op, place
+
+
 def is_summed(owner: Partitioner, op: Op) -> bool:
     """Whether a sum reads what an op makes, or a copy of it."""
     return any(reader.kind == "reduce" for reader in owner.readers.get(Value(op.id), ()))
@@ -112,17 +125,7 @@ def is_summed(owner: Partitioner, op: Op) -> bool:
 
 def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
     """An all-reduce whose every reader goes on with a slice is a reduce-scatter too."""
-    readers: dict[Value, list[tuple[Op, int]]] = {}
     sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
-    moves = {
-        op.id
-        for op in owner.graph.ops
-        if op.kind in MOVES or len(unscaled(owner.graph, Value(op.id))) > 1 or _slices_sooner(owner, op)
-    }
-    for op in owner.graph.ops:
-        for place, value in enumerate(op.operands):
-            if sums[value.op] or value.op in moves:
-                readers.setdefault(value, []).append((op, place))
     copies: dict[tuple[Value, int | None], list[int]] = {}
     for number, copy in enumerate(owner.shardings.copies):
         copies.setdefault((copy.value, copy.source), []).append(number)
@@ -139,7 +142,7 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
         returned = any(owner.shardings.copies[n].result for n in copies.get((value, at), ()))
         if value in owner.results and owner.shardings.pins.get(value) == at and not returned:
             found.append(None)
-        for op, place in readers.get(value, ()):
+        for op, place in _read_by(owner, value):
             if owner.shardings.copy_read(op.id, value) != at:
                 continue
             move = next((move for move in owner.emissions[op.id].moves if move[0] == place), None)
@@ -147,7 +150,7 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
                 outer, source, end = move[1]
                 # A halo exchange has no source.
                 found.append(None if source is None else owner.cuts.cut(shape, source, end, outer))
-            elif op.id in moves and depth and made == runs[op.id].reads[place]:
+            elif depth and _moves(owner, op) and made == runs[op.id].reads[place]:
                 found.extend(cuts(Value(op.id), None, depth - 1))
             else:
                 found.append(None)

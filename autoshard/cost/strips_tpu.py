@@ -56,6 +56,8 @@ MOVING = COLLECTIVES - {"all-reduce"}
 
 def batch_dims(graph: Graph) -> dict[Value, int]:
     """Activations that convolutions read or make, and what is elementwise between them -> their batch dim."""
+    if not any(op.kind == "convolution" for op in graph.ops):
+        return {}
     ops = [
         _Node(op.kind, op.operands, tuple(Value(op.id, result) for result in range(len(op.results))), op.attrs)
         for op in graph.ops

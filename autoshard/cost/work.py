@@ -73,10 +73,11 @@ def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dic
         summed(program, partial(_ends, kinds, gradients, graph)) for kinds in (frozenset[str](), frozenset({"reduce"}))
     ]
     compiled = [backend_of(larger(device, mesh.size)).compile(each) for each in variants]
-    found = {mesh.size: Works(*(work_of(each, graph, groups, device) for each in compiled))}
+    shared = [_Attribution(each.program, graph, groups, device) for each in compiled]
+    found = {mesh.size: Works(*(each.works(one) for each, one in zip(shared, compiled, strict=True)))}
     if device.on_chip_bytes and mesh.size > 1:
         backend = backend_of(device)
-        found[1] = Works(*(work_of(backend.placed(each), graph, groups, device) for each in compiled))
+        found[1] = Works(*(each.works(backend.placed(one)) for each, one in zip(shared, compiled, strict=True)))
     return found
 
 
@@ -139,30 +140,28 @@ def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
     return lower(graph, shardings, partitioned, barriers=device.target != "cpu", ordered=device.target == "tpu")
 
 
-def work_of(compiled: Compiled, graph: Graph, groups: Groups, device: Device) -> tuple[GroupWork, ...]:
-    """The kernels of a program of which nothing is split, by group."""
-    return _Attribution(compiled, graph, groups, device).run()
-
-
 class _Attribution:
-    def __init__(self, compiled: Compiled, graph: Graph, groups: Groups, device: Device) -> None:
-        self.compiled, self.graph, self.groups, self.device = compiled, graph, groups, device
-        self.program = compiled.program
-        self.products: list[dict[Value, float]] = [{} for _ in groups.groups]
-        self.alone: list[dict[Value, float]] = [{} for _ in groups.groups]
-        self.launches = [0.0] * len(groups.groups)
+    """The kernels of a program of which nothing is split, told apart by group."""
+
+    def __init__(self, program: Lowered, graph: Graph, groups: Groups, device: Device) -> None:
+        self.program, self.graph, self.groups, self.device = program, graph, groups, device
         self.inputs: dict[int, frozenset[Value]] = {}  # by group
         self.origin: dict[int, Value] = {}
         for step in self.program.steps:
-            results = graph.ops[step.op].results
-            named = step.kind == graph.ops[step.op].kind and len(step.writes) == len(results)
-            for place, array in enumerate(step.writes):
-                known = next((self._read(step, i) for i in range(len(step.reads))), None)
-                made = Value(step.op, place if named else 0)
-                self.origin[array] = made if named or known is None else known
+            op = graph.ops[step.op]
+            if step.kind == op.kind and len(step.writes) == len(op.results):
+                for place, array in enumerate(step.writes):
+                    self.origin[array] = Value(step.op, place)
+                continue
+            made = self._read(step, 0) if step.reads else Value(step.op)
+            self.origin.update(dict.fromkeys(step.writes, made))
 
-    def run(self) -> tuple[GroupWork, ...]:
-        for kernel, touched in zip(self.compiled.kernels, self.compiled.touched, strict=True):
+    def works(self, compiled: Compiled) -> tuple[GroupWork, ...]:
+        """Of the program as it is placed."""
+        self.products: list[dict[Value, float]] = [{} for _ in self.groups.groups]
+        self.alone: list[dict[Value, float]] = [{} for _ in self.groups.groups]
+        self.launches = [0.0] * len(self.groups.groups)
+        for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
             if kernel.steps:
                 self._kernel(kernel, touched)
         parts = zip(self.products, self.alone, self.launches, strict=True)

@@ -27,7 +27,9 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> int:
     found = []
 
     def noted(module: bytes) -> bytes:
-        found.extend(len(index) for number, index, _ in hlo_proto._raw(module) if number == hlo_proto._STACK_FRAME_INDEX)
+        found.extend(
+            len(index) for number, index, _ in hlo_proto._raw(module) if number == hlo_proto._STACK_FRAME_INDEX
+        )
         return hlo_proto.without_stacks(module)
 
     monkeypatch.setattr(torch_xla, "without_stacks", noted)
