@@ -11,7 +11,11 @@ from autoshard.cost.kernels import Kernel
 from autoshard.cost.schedule import ancestors, dependencies, in_order
 
 FEW = 64
-"""Kernels that wait for one are followed up to so many: that of an update are few, of tens of thousands in all."""
+"""Kernels that wait for one, or that one waits for, are followed up to so many: those of an update are few, of tens of
+thousands in all.
+"""
+
+_BITS = [np.uint64(1 << place) for place in range(64)]
 
 
 def merged_outputs(
@@ -109,7 +113,9 @@ class _Ancestors:
         rows = b"".join(found.to_bytes(8 * width, "little") for found in ancestors(kernels))
         self.words = np.frombuffer(rows, dtype="<u8").reshape(len(kernels), width).T.copy()
         self.kept = np.ones(len(kernels), dtype=bool)
-        self.users = [list(users) for users in dependencies(kernels).users]  # of what has been joined, too
+        deps = dependencies(kernels)
+        self.makers = [list(makers) for makers in deps.makers]  # of what has been joined, too
+        self.users = [list(users) for users in deps.users]  # the same
         self.into = list(range(len(kernels)))
 
     def waits(self, one: int, other: int) -> bool:
@@ -124,14 +130,38 @@ class _Ancestors:
         """From now on what waits for one of two kernels waits for all that either of them waits for."""
         self.kept[other] = False
         first, second = self._waiting(one), self._waiting(other)
+        more = self._waited_for(other, one), self._waited_for(one, other)
         self.into[other] = one
+        self.makers[one] += self.makers[other]
         self.users[one] += self.users[other]
         after_one, after_other = self._rows(first, second, one, other), self._rows(second, first, other, one)
-        before = self.words[:, one].copy(), self.words[:, other].copy()
-        for rows, has, more in ((after_one, *before), (after_other, *reversed(before))):
-            if len(rows):
-                new = np.flatnonzero(more & ~has)  # few words, where the two stand near each other
-                self.words[new[:, None], rows] |= more[new, None]
+        before = [self.words[:, number].copy() for number in (one, other)] if None in more else []
+        for rows, new, words in ((after_one, more[0], before), (after_other, more[1], before[::-1])):
+            if len(rows) and new is not None:
+                for number in new:
+                    self.words[number // 64, rows] |= _bit(number)
+            elif len(rows):
+                has, wants = words
+                changed = np.flatnonzero(wants & ~has)
+                self.words[changed[:, None], rows] |= wants[changed, None]
+
+    def _waited_for(self, number: int, other: int) -> set[int] | None:
+        """The kernels that one waits for, itself included, and another does not; None where these are many.
+
+        What another waits for, it waits for with all that comes before.
+        """
+        found, todo = {number}, [number]
+        while todo:
+            makers = self.makers[todo.pop()]
+            if len(makers) > FEW or len(found) > FEW:
+                return None
+            for maker in makers:
+                while self.into[maker] != maker:
+                    maker = self.into[maker]
+                if maker not in found and not self.waits(other, maker):
+                    found.add(maker)
+                    todo.append(maker)
+        return found
 
     def _waiting(self, number: int) -> set[int] | None:
         """The kernels that wait for one, itself included, found among its readers; None where these are many."""
@@ -151,11 +181,11 @@ class _Ancestors:
     def _rows(self, these: set[int] | None, others: set[int] | None, one: int, other: int) -> npt.NDArray[np.intp]:
         """The kernels that are kept and wait for one, not for another; `these` and `others` wait for either."""
         if these is not None and others is not None:
-            return np.array([number for number in these - others if self.kept[number]], np.intp)
+            return np.array([number for number in these - others if self.into[number] == number], np.intp)
         waits, excluded = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
         return np.flatnonzero(waits & ~excluded & self.kept)
 
 
 def _bit(number: int) -> np.uint64:
     """The bit of a kernel in its word."""
-    return np.uint64(1 << number % 64)
+    return _BITS[number % 64]

@@ -25,7 +25,7 @@ from functools import cached_property
 from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.memo import Latest, per_graph
+from autoshard.graph.memo import Latest
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -136,14 +136,11 @@ def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Val
     return {value: first for value, first in run.merged.items() if run.first[first.op] not in run.expressions}
 
 
-_folded = per_graph(fold)
-
-
 class _Propagation:
     """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 
     def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> None:
-        self.folded = _folded(graph)
+        self.folded = fold(graph)
         self.opaque = top_k_sorts(graph) if target == "gpu" else frozenset[int]()
         self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
         self.simplified = target == "tpu"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
 
 Number = float | int | bool
@@ -51,6 +52,7 @@ class Folded:
         return value
 
 
+@per_graph
 def fold(graph: Graph) -> Folded:
     """Splat constants, and ops that change nothing (x * 1, x / 1, conversions and reshapes to the same type)."""
     same: dict[Value, Value] = {}
