@@ -180,7 +180,8 @@ class Partitioner:
     def _sum_once(self, runs: list[OpRun]) -> None:
         """`AllReduceReassociate`, on TPU and GPU: a sum of two reduced values that it alone reads is reduced once.
 
-        Reduce-scatters too. In program order, so that a sum of several terms ends with one collective.
+        Reduce-scatters too. In program order, so that a sum of several terms ends with one collective. A GPU adds
+        values that were widened after their reduction (products in bf16 under autocast) and reduces the wide sum.
         """
         uses: dict[Value, int] = {}
         for op in self.graph.ops:
@@ -194,6 +195,11 @@ class Partitioner:
             on_the_way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
             *_, value = on_the_way
             turn = self.graph.ops[value.op]
+            if self.target == "gpu" and _widens(self.graph, turn):
+                value = turn.operands[0]
+                on_the_way |= dict.fromkeys(unscaled(self.graph, value), split)
+                *_, value = on_the_way
+                turn = self.graph.ops[value.op]
             if turn.kind == "transpose" and is_transposed(self, self.graph.ops[turn.operands[0].op]):
                 value = turn.operands[0]
                 on_the_way[value] = split[::-1]
@@ -204,7 +210,10 @@ class Partitioner:
                 return None
             scattered = last[0].kind == "reduce-scatter"
             as_made = all(self.shardings.made[each] == read for each, read in on_the_way.items())
-            return (value.op, last[0]) if scattered or (last[0].kind == "all-reduce" and as_made) else None
+            if not scattered and not (last[0].kind == "all-reduce" and as_made):
+                return None
+            times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
+            return value.op, replace(last[0], bytes=times * last[0].bytes)
 
         for op in self.graph.ops:
             if op.kind != "add" or runs[op.id].collectives or op.operands[0] == op.operands[1]:
@@ -541,3 +550,11 @@ class Partitioner:
         share = math.prod(self.subaxes.shard(shape, base)) / whole if whole else 1.0
         emission = self.moved(op, reads, tuple(wanted), share, own)
         return replace(emission, order=self.order_of(partial[::-1]))
+
+
+def _widens(graph: Graph, op: Op) -> bool:
+    """Whether an op makes floating-point numbers wider."""
+    if op.kind != "convert":
+        return False
+    narrow, wide = graph.type_of(op.operands[0]).dtype, op.results[0].dtype
+    return {narrow, wide} <= {"f16", "bf16", "f32", "f64"} and bytes_of(narrow) < bytes_of(wide)

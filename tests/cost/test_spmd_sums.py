@@ -92,6 +92,54 @@ def test_a_sum_of_partial_products(family: str, total: Spec, copies: bool, kind:
     assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
 
 
+def widened_products(terms: int) -> Graph:
+    """tanh(sum of f32(a_k @ w_k)), products in bf16: the gradient of what linear layers read under autocast."""
+    product = "(tensor<512x1024xbf16>, tensor<1024x1024xbf16>) -> tensor<512x1024xbf16>"
+    ops: list[AtenOp] = []
+    lines: list[str] = []
+
+    def op(name: str, dtype: str, text: str) -> int:
+        k = len(ops)
+        kind = f"tensor<512x1024x{dtype}>"
+        ops.append(AtenOp(k, name, "", "forward", (TensorType((512, 1024), dtype),)))
+        call = f'stablehlo.custom_call @Sharding(%r{k}) {{mhlo.sharding = "{{replicated}}"}}'
+        lines.append(f'%r{k} = {text} loc("op{k}")')
+        lines.append(f'%m{k} = {call} : ({kind}) -> {kind} loc("op{k}.out0")')
+        return k
+
+    wide = []
+    for k in range(terms):
+        narrow = op("mm", "bf16", f"stablehlo.dot_general %a{k}, %w{k}, contracting_dims = [1] x [0] : {product}")
+        cast = f"stablehlo.convert %m{narrow} : (tensor<512x1024xbf16>) -> tensor<512x1024xf32>"
+        wide.append(op("_to_copy", "f32", cast))
+    total = wide[0]
+    for term in wide[1:]:
+        total = op("add", "f32", f"stablehlo.add %m{total}, %m{term} : tensor<512x1024xf32>")
+    end = op("tanh", "f32", f"stablehlo.tanh %m{total} : tensor<512x1024xf32>")
+    arguments = ", ".join(f"%a{k}: tensor<512x1024xbf16>, %w{k}: tensor<1024x1024xbf16>" for k in range(terms))
+    head = f"module {{ func.func public @main({arguments}) -> tensor<512x1024xf32> {{"
+    return graph_from_text("\n".join([head, *lines, f"return %m{end} : tensor<512x1024xf32> }} }}"]), ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("family", "terms", "size"),
+    [("gpu", 2, SIZE), ("gpu", 3, SIZE), ("tpu", 3, 3 * SIZE // 2), ("cpu", 3, 3 * SIZE // 2)],
+)
+def test_a_gpu_sums_over_devices_once_what_is_widened_before_it_is_added(family: str, terms: int, size: int):
+    graph = widened_products(terms)
+    pins = dict.fromkeys(graph.aten_outputs.values(), WHOLE)
+    arguments = zip(map(Value, graph.arguments), [COLUMNS, ROWS] * terms, strict=True)
+    wanted = Annotations(pins | dict(arguments))
+    assert predicted(graph, wanted, family) == {("all-reduce", ("model",)): size}
+    target = parse_target(FAMILIES[family], 8)
+    try:
+        target.packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
+    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
+
+
 def test_a_tpu_rounds_a_copy_that_only_products_read_before_it_gathers_it():
     graph = two_products()
     a, b, w, v = map(Value, graph.arguments)
