@@ -41,7 +41,7 @@ def before_broadcast(
 ) -> tuple[Step, ...]:
     """`AllGatherBroadcastReorder`, on GPU and TPU: what is broadcast is gathered before it is.
 
-    Along a dim that the broadcast makes, nothing is gathered at all.
+    Along a dim that the broadcast makes, a GPU gathers nothing at all, a TPU what was broadcast.
     """
     op = owner.graph.ops[value.op]
     while op.kind == "broadcast_in_dim" and op.results[0] == owner.graph.type_of(op.operands[0]):
@@ -54,4 +54,4 @@ def before_broadcast(
     if gathered <= carried:
         factor = math.prod(large) // math.prod(small)
         return tuple((kind, axes, size // factor) for kind, axes, size in steps)
-    return () if not gathered & carried else steps
+    return () if owner.target == "gpu" and not gathered & carried else steps
