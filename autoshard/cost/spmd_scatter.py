@@ -25,6 +25,7 @@ from autoshard.graph.ops import Op, Value
 from autoshard.graph.tiling import Subaxes, Tiling
 
 if TYPE_CHECKING:
+    from autoshard.cost.collectives import Collective
     from autoshard.cost.spmd import OpRun, Partitioner
 
 Dim = tuple[int, ...]
@@ -156,6 +157,7 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
                 found.append(None)
         return found
 
+    summed = {one.axes for run in runs for one in run.collectives if one.kind in ("all-reduce", "reduce-scatter")}
     for op in owner.graph.ops:
         if not sums[op.id] or len(op.results) != 1:
             continue
@@ -164,9 +166,32 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
         axes = order or tuple(axis for name in last.axes for axis in owner.subaxes.of_axis.get(name, ()))
         taken = cuts(Value(op.id)) if axes and owner.scatters_over(last.axes) else []
         if not taken or not all(owner.cuts.scatters(axes, cut, bool(order)) for cut in taken):
+            if owner.target == "gpu" and len(taken) == 1 and taken[0] is not None:
+                runs[op.id] = replace(runs[op.id], collectives=(*first, *_split(owner, taken[0], last, summed)))
             continue
         if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
             continue
         steps = owner.scattered(axes, last.bytes, taken[0], bool(order), op.kind == "gather", is_summed(owner, op))
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
+
+
+def _split(owner: Partitioner, cut: Cut, whole: Collective, summed: set[tuple[str, ...]]) -> tuple[Collective, ...]:
+    """`AllReduceSplitter`, on GPU: a sum over all devices of which groups of neighbours take parts is two sums.
+
+    A reduce-scatter within each group, then an all-reduce of the parts between them; only where the program sums over
+    either of these already (xla/service/gpu/transforms, all_reduce_splitter.cc).
+    """
+    sizes = owner.subaxes.sizes
+    split = [factor for factor in cut.factors if factor > 1]
+    if whole.axes != owner.resharder.names(tuple(range(len(sizes)))) or len(split) != 1:
+        return (whole,)
+    inner = [axis for axis in range(len(sizes)) if math.prod(sizes[axis:]) <= split[0]]
+    outer = [axis for axis in range(len(sizes)) if axis not in inner]
+    within, between = owner.resharder.names(tuple(inner)), owner.resharder.names(tuple(outer))
+    if not inner or not outer or not owner.cuts.scatters(inner, cut) or not summed & {within, between}:
+        return (whole,)
+    return (
+        replace(whole, kind="reduce-scatter", axes=within),
+        replace(whole, axes=between, bytes=whole.bytes // split[0]),
+    )
