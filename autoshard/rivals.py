@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.graph.ops import Value
-from autoshard.mesh import Mesh, Spec
+from autoshard.mesh import Mesh, Spec, replicated
 
 if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
@@ -89,8 +89,10 @@ def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annota
     return best
 
 
-def _arguments(graph: Graph, annotations: Annotations) -> list[Spec | None]:
-    return [annotations.pins.get(Value(op)) for op in graph.arguments]
+def _arguments(graph: Graph, annotations: Annotations) -> list[Spec]:
+    """How every argument is split: one that nothing is said of (a count of batches, by hand) is whole."""
+    whole = ((Value(op), replicated(len(graph.type_of(Value(op)).shape))) for op in graph.arguments)
+    return [annotations.pins.get(value, spec) for value, spec in whole]
 
 
 def _alike(one: Predicted, other: Predicted) -> bool:

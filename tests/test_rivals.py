@@ -74,6 +74,18 @@ def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypat
     assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
 
 
+def test_what_a_plan_by_hand_says_nothing_of_is_whole():
+    """ResNet on TPU v5e was data parallel with every value pinned, 2.59 ms, and not 2.55: its counts have no pin."""
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256))
+    batch = (torch.zeros(64, 256), torch.zeros(64, 256))
+    counted = written.captured_graph(autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss))
+    made = PLANS["dp"](counted, MESH)
+    before = written.written_plan(counted, MESH, made, options=Options(), solver=SOLVER)
+    own = before.annotations(counted)
+    assert len(made.pins) < len(own.pins)
+    assert rivals._arguments(counted, made) == rivals._arguments(counted, own)
+
+
 def test_memory_limit_and_hints_hold(graph):
     least = min(predicted(graph, name).peak_memory_bytes for name in ("fsdp", "hsdp", "megatron", "fsdp-tp"))
     before = chosen(graph, "dp", memory=least - 1)
