@@ -118,9 +118,9 @@ def plan_graph(
     """
     ends = time.perf_counter() + time_limit
 
-    def decided(charge: float) -> Decision:
+    def decided(gathers: bool) -> Decision:
         return decide(
-            formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None), charge),
+            formulated(graph, mesh, memory, hints or {}, progress or (lambda stage: None), gathers=gathers),
             mesh,
             hints=hints,
             fold=fold,
@@ -132,27 +132,30 @@ def plan_graph(
             others=others,
         )
 
-    return with_few_gathers(graph, mesh, decided)
+    return with_or_without_gathers(graph, mesh, decided)
 
 
-def with_few_gathers(graph: Graph, mesh: Mesh, decided: Callable[[float], Decision]) -> Decision:
-    """What is decided, or what is where each gather is charged what the first of them brings about, if that is faster.
+def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], Decision]) -> Decision:
+    """What is decided, or what is where nothing may be gathered, if that is faster.
 
     On a TPU, copies of activations run early beside gathers (`cost/strips_tpu.py`): all of them, as soon as there is
     one gather, which no price of that gather alone says. Which of both plans is faster, the prediction knows.
     """
     from autoshard.cost.device import load_device
     from autoshard.cost.strips_tpu import early_seconds
+    from autoshard.plan import NoPlanError
 
-    found = decided(0.0)
+    found = decided(True)
     device = load_device(mesh.device)
     if device.target != "tpu" or all(op.kind != "convolution" for op in graph.ops):
         return found
     first = predict_annotations(graph, found.annotations, mesh)
-    charge = early_seconds(first.compiled, device)
-    if not charge:
+    if not early_seconds(first.compiled, device):
         return found
-    other = decided(charge)
+    try:
+        other = decided(False)
+    except NoPlanError:  # a hint, or the memory limit, wants one
+        return found
     second = predict_annotations(graph, other.annotations, mesh)
     return other if second.step_time_s < first.step_time_s else found
 
@@ -163,12 +166,13 @@ def formulated(
     memory: float | None,
     hints: Mapping[str, Spec],
     progress: Progress,
-    charge: float = 0.0,
+    *,
+    gathers: bool = True,
 ) -> Formulation:
     """The problem of a graph on `mesh`, in which what is hinted can only be as it is hinted.
 
     Args:
-        charge: seconds that every reshard takes beside its own.
+        gathers: whether anything may be gathered.
     """
     from autoshard.cost.device import load_device
     from autoshard.hints import split
@@ -179,7 +183,7 @@ def formulated(
         mesh.check(spec, graph.type_of(value).shape, "a hint")
     progress("strategies")
     device = load_device(mesh.device)
-    return formulate(graph, mesh, device, memory=memory, hints=arguments, charge=charge).fixed(inside)
+    return formulate(graph, mesh, device, memory=memory, hints=arguments, gathers=gathers).fixed(inside)
 
 
 def decide(

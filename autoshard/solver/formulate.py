@@ -179,16 +179,16 @@ def formulate(
     *,
     memory: float | None = None,
     hints: Mapping[str, Spec] | None = None,
-    charge: float = 0.0,
+    gathers: bool = True,
 ) -> Formulation:
     """The strategy-selection problem of a program on a mesh.
 
     Args:
         memory: bytes per device that no point of the step may exceed, or None.
         hints: argument name -> the sharding it must have. Raises ValueError when a hint fits no argument.
-        charge: seconds that every reshard takes beside its own, where that has collectives.
+        gathers: whether anything may be gathered: an axis that splits a value be left out where it is read.
     """
-    return _Builder(graph, mesh, device, hints or {}, charge).build(memory)
+    return _Builder(graph, mesh, device, hints or {}, gathers).build(memory)
 
 
 class _Key(NamedTuple):
@@ -204,9 +204,9 @@ class _Key(NamedTuple):
 
 class _Builder:
     def __init__(
-        self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], charge: float = 0.0
+        self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], gathers: bool = True
     ) -> None:
-        self.graph, self.mesh, self.device, self.hints, self.charge = graph, mesh, device, hints, charge
+        self.graph, self.mesh, self.device, self.hints, self.gathers = graph, mesh, device, hints, gathers
         self.images = batch_dims(graph) if device.target == "tpu" else {}
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
@@ -533,8 +533,9 @@ class _Builder:
                 if first:
                     found = found - self.prices.shared_starts(kind, item, rows, columns)
                     found = found + self._read_whole(value, rows, columns, moved)
-                if self.charge:
-                    found = found + self.charge * moved
+                if not self.gathers:
+                    gathered = [[bool(spec_axes(row) - spec_axes(column)) for column in columns] for row in rows]
+                    found = np.where(np.array(gathered), np.inf, found)
                 if image is not None:
                     found = found + moved * self._strips(kind.shape, item, image, rows, columns)
                 if sliced:

@@ -9,10 +9,13 @@ import pytest
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import Prediction
 from autoshard.cost.strips_tpu import COPIES, EARLY, PARTS, batch_dims, copied_seconds, early_seconds
-from autoshard.decision import Decision, plan_graph, with_few_gathers
+from autoshard.decision import Decision, decide, plan_graph, with_or_without_gathers
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import NoPlanError
+from autoshard.solver.formulate import formulate
+from autoshard.solver.problem import Status
 from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
@@ -102,23 +105,47 @@ def test_the_solver_pays_for_copies_where_images_are_few() -> None:
     assert copied_seconds((64, 256, 14, 14), 4, 0, BATCH, columns, mesh, device) == 0.0
 
 
-@pytest.mark.parametrize("charged_is_faster", [True, False])
-def test_the_faster_plan_is_taken_where_one_gather_brings_about_copies(charged_is_faster: bool) -> None:
+@pytest.mark.parametrize("none_is_faster", [True, False])
+def test_the_faster_plan_is_taken_where_one_gather_brings_about_copies(none_is_faster: bool) -> None:
     graph, mesh = network(32), mesh_of("tpu-v5e")
     whole = Annotations({Value(op): spec for op, spec in zip(graph.arguments, (BATCH, *3 * [WHOLE]), strict=True)})
     split = Annotations({Value(op): BATCH for op in graph.arguments})
     first = next(op.id for op in graph.ops if op.kind == "convolution")
     moved = Annotations(split.pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
-    charges: list[float] = []
+    asked: list[bool] = []
 
-    def decided(charge: float) -> Decision:
-        charges.append(charge)
-        return replace(plan, annotations=(whole if charged_is_faster else moved) if charge else split)
+    def decided(gathers: bool) -> Decision:
+        asked.append(gathers)
+        return replace(plan, annotations=split if gathers else whole if none_is_faster else moved)
 
     plan = plan_graph(graph, mesh)
-    assert with_few_gathers(graph, mesh, decided).annotations == (whole if charged_is_faster else split)
-    assert charges[0] == 0.0
-    assert charges[1] > 0.0
+    assert with_or_without_gathers(graph, mesh, decided).annotations == (whole if none_is_faster else split)
+    assert asked == [True, False]
+
+    def held(gathers: bool) -> Decision:
+        if not gathers:
+            raise NoPlanError("a hint wants one")
+        return decided(gathers)
+
+    assert with_or_without_gathers(graph, mesh, held).annotations == split
+
+
+def test_a_plan_without_gathers_may_move_parts_otherwise() -> None:
+    """ResNet on v5e 2x4: 2.48 ms with gathers, 2.12 data parallel, 2.03 with all-to-alls alone."""
+    graph, mesh = network(32), mesh_of("tpu-v5e")
+    images, kernel = (Value(op) for op in graph.arguments[:2])
+    first = Value(next(op.id for op in graph.ops if op.kind == "convolution"))
+
+    def chosen(gathers: bool, fixed: dict[Value, Spec]) -> Decision:
+        formulation = formulate(graph, mesh, load_device("tpu-v5e"), gathers=gathers)
+        return decide(formulation.fixed({first: BATCH, **fixed}), mesh)
+
+    columns = ((), BOTH, (), ())
+    moved = chosen(False, {images: columns})  # from channels to images, all to all
+    assert moved.solution.objective == pytest.approx(chosen(True, {images: columns}).solution.objective)
+    assert chosen(True, {kernel: columns}).solution.status is Status.OPTIMAL
+    with pytest.raises(NoPlanError):  # a kernel that is split has to be gathered for images that are
+        chosen(False, {kernel: columns})
 
 
 def test_an_input_of_which_parts_are_read_is_split() -> None:
