@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 MEMORY_TRIES = 5
 """How often a plan is sought whose predicted memory is within the limit."""
+WORTH_MORE = 1.02
+"""How many times what is predicted the limit must be for the solver to be asked with a higher one."""
 
 
 def within_limit(
@@ -31,7 +33,8 @@ def within_limit(
     """A plan whose *predicted* memory keeps the limit.
 
     The solver counts memory in program order, group by group; the prediction counts it as the target's compiler runs
-    the program. Where the second is above the limit, the solver is asked again with a lower one.
+    the program. Where the second is above the limit, the solver is asked again with a lower one; where the solver
+    counts too much for there to be a plan, with higher ones, as long as the prediction keeps the limit.
 
     Raises:
         NoPlanError: no plan was found that keeps it; says the least predicted.
@@ -41,10 +44,13 @@ def within_limit(
     asked, least = limit, math.inf
     refused: NoPlanError | None = None
     first: float | None = None  # the limit that the solver refused
+    best: tuple[Decision, Annotations, Prediction] | None = None
     for _ in range(MEMORY_TRIES):
         try:
             found = decide(asked)
         except NoPlanError as error:
+            if best is not None:  # time was over
+                break
             if refused is not None or not math.isfinite(error.least):
                 if least == math.inf:
                     raise
@@ -56,18 +62,28 @@ def within_limit(
             )  # what uses least memory as the solver counts it
             continue
         predicted = found[2].peak_memory_bytes
-        if limit is None or asked is None or predicted <= limit:
+        if limit is None or asked is None or (predicted <= limit and refused is None):
             return found
+        if best is not None and (predicted > limit or found[2].step_time_s >= best[2].step_time_s):
+            break
+        if predicted <= limit:
+            best = found
+            if TIGHTER * limit <= predicted * WORTH_MORE:
+                break
+            asked *= TIGHTER * limit / predicted
+            continue
         least = min(least, predicted)
         if refused is not None:
             break
         # As much less than what the solver counts for this plan as the prediction is above the limit.
         asked = TIGHTER * min(found[0].counted_bytes, asked) * limit / predicted
+    if best is not None:
+        return best
     assert limit is not None
-    said = f"{refused}; " if refused is not None and first == limit else ""
+    said = f"; counted op by op, {refused}" if refused is not None and first == limit else ""
     raise NoPlanError(
-        f"{said}no plan was found whose predicted memory is within {limit:,.0f} bytes per device: "
-        f"the least predicted of those tried is {least:,.0f}",
+        f"no plan was found whose predicted memory is within {limit:,.0f} bytes per device: "
+        f"the least predicted of those tried is {least:,.0f}{said}",
         least,
     )
 
