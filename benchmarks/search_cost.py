@@ -54,6 +54,17 @@ JOBS: dict[str, list[str]] = {
         *("--memory", "none"),
     ],
     "5000 parameters 2x4": [f"{NETS}:small_parameters", "--mesh", "2x4", "--device", "tpu-v5e"],
+    "llama 100 layers 2x4": [
+        *("hf:llama", "--set", "num_hidden_layers=100", "--set", "hidden_size=2048", "--set", "intermediate_size=5632"),
+        *("--set", "num_attention_heads=16", "--batch", "8", "--seq", "512", "--mesh", "2x4", "--device", "tpu-v5e"),
+        *("--memory", "none"),
+    ],
+    "resnet 302 layers 2x4": [
+        *("hf:resnet", "--set", "depths=[8, 36, 48, 8]", "--batch", "32", "--mesh", "2x4", "--device", "tpu-v5e"),
+    ],
+    "moe 48 layers 2x4": [
+        *(f"{NETS}:moe", "--set", "layers=48", "--mesh", "2x4", "--device", "tpu-v5e", "--memory", "none"),
+    ],
     "llama-8b 2x4": on_h100(llama(32, 4096, 14336, 32), "2x4"),
     "llama-8b 4x4x4": on_h100(llama(32, 4096, 14336, 32), "4x4x4"),
     "llama-70b 8x8": on_h100(llama(80, 8192, 28672, 64), "8x8"),

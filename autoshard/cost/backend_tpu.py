@@ -119,20 +119,23 @@ class TpuFusion(Fusion):
 
     def _reads(self, step: Step, bytes: float) -> bool:
         """Whether a step reads more than so many bytes, with what runs again for it."""
+        arrays, again_of = self.arrays, self.again_of
         sizes: dict[int, int] = {}
         read = 0
         todo = [step]
         seen: set[int] = set()  # makers: there are as many ways to one as halves in a chain of sums
         while todo:
             one = todo.pop()
-            made = self.arrays[one.writes[0]].bytes
-            for array in dict.fromkeys(one.reads):
-                found = self.arrays[array]
-                if found.maker >= 0 and len(seen) < MOST_AGAIN and self._runs_again(array):
-                    if found.maker not in seen:
-                        seen.add(found.maker)
-                        todo.append(self.steps[found.maker])
-                    continue
+            made = arrays[one.writes[0]].bytes
+            for array in dict.fromkeys(one.reads) if len(one.reads) > 1 else one.reads:
+                found = arrays[array]
+                if found.maker >= 0 and len(seen) < MOST_AGAIN:
+                    again = again_of.get(array)
+                    if self._runs_again(array) if again is None else again:
+                        if found.maker not in seen:
+                            seen.add(found.maker)
+                            todo.append(self.steps[found.maker])
+                        continue
                 taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
                 read += max(0, taken - sizes.get(array, 0))
                 sizes[array] = max(sizes.get(array, 0), taken)

@@ -220,13 +220,12 @@ def arguments_beside_gathers(kernels: Sequence[Kernel], order: Sequence[int], pr
     first = next((number for number in order if _in_flight(kernels[number], program)), None)
     if first is None or not copies:
         return list(order)
-    changed: list[int] = []
+    changed: dict[int, None] = {}
     for number in order:
         if number == first:
-            changed += [one for one in order if one in copies and one not in changed]
-        if number not in changed:
-            changed.append(number)
-    return changed
+            changed |= dict.fromkeys(one for one in order if one in copies)
+        changed[number] = None
+    return list(changed)
 
 
 def _in_flight(kernel: Kernel, program: Lowered) -> bool:

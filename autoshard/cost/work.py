@@ -132,11 +132,18 @@ def larger(device: Device, ways: int) -> Device:
 def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
     """A device's program when nothing is split."""
     whole: dict[Value, Tiling] = {}
+    runs: list[OpRun] = []
+    known: dict[tuple[Tiling, ...], OpRun] = {}  # by how operands are read: there are few ranks
     for op in graph.ops:
-        whole.update((Value(op.id, result), ((),) * len(kind.shape)) for result, kind in enumerate(op.results))
+        for result, kind in enumerate(op.results):
+            whole[Value(op.id, result)] = ((),) * len(kind.shape)
+        reads = tuple([whole[value] for value in op.operands])
+        run = known.get(reads)
+        if run is None:
+            run = known[reads] = OpRun((), 1.0, reads)
+        runs.append(run)
     shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
-    runs = tuple(OpRun((), 1.0, tuple(whole[value] for value in op.operands)) for op in graph.ops)
-    partitioned = Partitioned(runs, (), {})
+    partitioned = Partitioned(tuple(runs), (), {})
     return lower(graph, shardings, partitioned, barriers=device.target != "cpu", ordered=device.target == "tpu")
 
 
