@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.cost import backend_tpu
 from autoshard.cost.backend_tpu import TpuBackend, TpuFusion
 from autoshard.cost.device import load_device
 from autoshard.cost.kernels import Kernel
@@ -18,7 +19,7 @@ from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.on_chip import Buffered, Life, off_chip, packed
 from autoshard.cost.place_tpu import SLICES, TUPLE_BYTES, Placing, _and_gain
 from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
-from autoshard.cost.schedule import dependencies, liveness
+from autoshard.cost.schedule import Dependencies, dependencies, greedy, liveness
 from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, tiled
 
 MATRICES = SimpleNamespace(ops=[SimpleNamespace(kind="convolution")])
@@ -230,6 +231,53 @@ def test_the_heap_fills_gaps_and_keeps_those_that_are_too_small() -> None:
     assert packed([(0, 1, 100), (0, 9, 10), (2, 3, 200)]) == 310
 
 
+programs = st.lists(
+    st.tuples(st.integers(0, 3), st.sets(st.integers(1, 6), max_size=3), st.integers(1, 9)), max_size=30
+)
+
+
+@given(programs, st.booleans())
+def test_whatever_is_ready_runs_beside_a_gather_of_weights(
+    parts: list[tuple[int, set[int], int]], updates: bool
+) -> None:
+    kernels, arrays = list[Kernel](), list[Array]()
+    for number, (kind, back, size) in enumerate(parts):
+        reads = tuple(sorted({max(0, number - each) for each in back} - {number}))
+        name = ("add", "all-gather", "all-reduce", "dot_general")[kind]
+        kernels.append(Kernel((number,), reads, (number,), name, number, flops=float(kind == 3)))
+        arrays.append(Array((size,), "f32", 4 * size, number))
+    deps = dependencies(kernels)
+    program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
+    found = TpuBackend(load_device("tpu-v5e"))._ordered(kernels, deps, program, updates)
+    assert found == scanned(kernels, deps, arrays, updates)
+
+
+def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], updates: bool) -> list[int]:
+    """The same order, all that is left looked at before each gather."""
+    lazy, phases = backend_tpu._lazy(kernels, deps), backend_tpu._phases(kernels, deps)
+    sequence = []
+    for phase in range(3):
+        now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == phase]
+        rest = [kernels[n] for n in now]
+        sequence.append([now[n] for n in greedy(rest, dependencies(rest), arrays, updates=updates or phase == 0)])
+    gathers, late = backend_tpu._weight_gathers(kernels, deps), [*sequence[1], *sequence[2]]
+    order: dict[int, None] = {}
+
+    def run(number: int) -> None:
+        order.update(dict.fromkeys(maker for maker in deps.makers[number] if maker in lazy and maker not in order))
+        order.setdefault(number)
+
+    for number in sequence[0]:
+        if not gathers.isdisjoint((number, *(maker for maker in deps.makers[number] if maker not in order))):
+            for one in late:
+                if all(maker in order or maker in lazy for maker in deps.makers[one]):
+                    run(one)
+        run(number)
+    for number in late:
+        run(number)
+    return list(order)
+
+
 blocks = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 100)), max_size=20)
 
 
@@ -238,6 +286,20 @@ def test_the_heap_holds_what_is_live_and_never_more_than_everything(parts: list[
     found = [(min(a, b), max(a, b), size) for a, b, size in parts]
     live = max((sum(size for a, b, size in found if a <= at <= b) for at in range(21)), default=0)
     assert live <= packed(found) <= sum(size for _, _, size in found)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 6)), max_size=40))
+def test_each_block_goes_to_the_tightest_gap_and_of_equal_ones_to_the_lowest(parts: list[tuple[int, int, int]]) -> None:
+    found = [(min(a, b), max(a, b), size) for a, b, size in parts]
+    height, held = 0, list[tuple[int, int, int]]()  # offset, top, last position
+    for start, end, size in sorted(found, key=lambda block: block[0]):
+        held = sorted(block for block in held if block[2] >= start)
+        tops = [0, *(top for _, top, _ in held)]
+        gaps = [(block[0] - top, top) for block, top in zip(held, tops, strict=False) if block[0] - top >= size]
+        where = min(gaps, default=(0, tops[-1]))[1]
+        held.append((where, where + size, end))
+        height = max(height, where + size)
+    assert packed(found) == height
 
 
 @given(blocks, st.integers(0, 300))
