@@ -67,6 +67,7 @@ $(CORE_STAMP): pyproject.toml
 
 core: $(CORE_STAMP) ## plan without torch_xla, on current torch, and run the tests that need no torch_xla
 	$(CORE)/bin/autoshard plan hf:gpt2 --mesh 2x4 --train adamw --batch 8 --seq 128 --set n_layer=2
+	$(CORE)/bin/python examples/without_torch_xla.py
 	$(CORE)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
 
 lint: $(STAMP) ## ruff and mypy

@@ -3,7 +3,7 @@
     python examples/one_line.py
 
 The first step is watched, planned when it ends (or found in the cache, when the script is run again), and annotated
-from then on. `distribute_module(model, device_mesh, autoshard.auto_policy)` does the same where a model is distributed.
+from then on. Where a model is distributed by PyTorch's `distribute_module`, see `distribute_a_module.py`.
 """
 
 import copy

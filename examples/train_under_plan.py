@@ -1,4 +1,4 @@
-"""Train a small GPT-2 under a plan, on eight virtual devices of this machine's CPU.
+"""Train a small GPT-2 under a plan, on eight virtual devices of this machine's CPU, and hold it against one device.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python examples/train_under_plan.py
 
@@ -6,6 +6,7 @@ On a TPU the same program runs as it is, with the mesh of its devices. Nothing o
 written for the plan: `apply` once, `annotate` around each step.
 """
 
+import copy
 import os
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -36,7 +37,9 @@ def main():
         bos_token_id=None, eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
+    reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    their_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     plan = autoshard.plan(
         model, {"input_ids": tokens, "labels": tokens}, mesh=(2, 4), device="cpu", optimizer=optimizer
@@ -44,15 +47,23 @@ def main():
     print(plan)
 
     plan.apply(model, optimizer)
+    worst = 0.0
     for step, batch in enumerate(batches()):
         with plan.annotate():
-            batch = batch.to("xla")
-            loss = model(input_ids=batch, labels=batch).loss
+            tokens = batch.to("xla")
+            loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         torch_xla.sync()
-        print(f"step {step}: loss {loss.item():.4f}")
+        wanted = reference(input_ids=batch, labels=batch).loss
+        wanted.backward()
+        their_optimizer.step()
+        their_optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.6f}, on one device {wanted.item():.6f}")
+        worst = max(worst, abs(loss.item() - wanted.item()) / wanted.item())
+    print(f"losses differ by at most {worst:.1e}")
+    assert worst < 1e-5
 
 
 if __name__ == "__main__":
