@@ -143,11 +143,9 @@ class Annotator(AtenSequence):
         self._writer.after(call, outputs)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write-backs keep the tie of arguments, and are left out for other values; batches arrive functionalized."""
+        """Write-backs keep the tie of arguments, and are left out for other values."""
         if takes_values(func, args, kwargs):
             return self._looked_at(func, func(*args, **kwargs))
-        if str(func) == "aten._to_copy.default":
-            return _functional(func(*args, **kwargs))
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
             return func(*args, **kwargs)
         name = self._writer.argument_written(args)
@@ -242,16 +240,6 @@ def _op(name: str, outputs: tuple[str, ...]) -> str:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _functional(result: Any) -> Any:
-    """What a transfer to the device gives outside a dispatch mode.
-
-    Inside one, torch_xla leaves out the wrapper that functionalizes, and ops on the tensor would not be those planned.
-    """
-    if isinstance(result, torch.Tensor) and is_xla(result) and not torch._is_functional_tensor(result):
-        return torch._to_functional_tensor(result)
-    return result
 
 
 def _in_backward() -> bool:

@@ -43,6 +43,8 @@ _PLACED: dict[int, place.Placed] = {}
 """id of a plan -> what it was applied to; an entry lives as long as its plan."""
 _SCHEDULES: dict[int, Schedule] = {}
 _FIRST_STEPS: dict[int, FirstSteps] = {}
+_INSIDE: list[Plan] = []
+"""The plan whose step runs now, if one does."""
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.nn.Module:
@@ -94,13 +96,19 @@ def annotate(plan: Plan) -> Iterator[None]:
     """Annotate the step that runs in this context as planned; use it anew for every step.
 
     Raises:
-        LoweringError: `apply` was not called for this plan.
+        LoweringError: `apply` was not called for this plan, or the context stands in another one.
         PlanMismatchError: at the first op of the step that is not the planned one, or where the step ends early. The
             parameters, buffers, optimizer state and gradients are then as before the step.
     """
     placed = _PLACED.get(id(plan))
     if placed is None:
         raise LoweringError("this plan has not been applied: call plan.apply(model, optimizer) before plan.annotate()")
+    if _INSIDE:
+        which = "the same plan's" if _INSIDE[0] is plan else "another plan's"
+        raise LoweringError(
+            f"plan.annotate() inside {which} annotate(): each would take the other's step for part of its own; use one "
+            "around each step, and leave the outer one first"
+        )
     annotator = Annotator(_SCHEDULES[id(plan)], placed.arguments, placed.snapshot)
     model, optimizer, known = placed.model, placed.optimizer, set(placed.arguments())
 
@@ -109,8 +117,12 @@ def annotate(plan: Plan) -> Iterator[None]:
         place.place_late_state(plan, model, optimizer, known)
 
     watched = _FIRST_STEPS[id(plan)].watched(optimizer, annotator, made) if optimizer is not None else nullcontext()
-    with switches.active(plan.program.switches, model), annotator, watched:
-        yield
+    _INSIDE.append(plan)
+    try:
+        with switches.active(plan.program.switches, model), annotator, watched:
+            yield
+    finally:
+        _INSIDE.clear()
 
 
 def input_shardings(plan: Plan) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def to_tp_plan(plan: Plan, model: Any, axis: str | None = None) -> tuple[dict[st
         raise ValueError(f"the plan's mesh has no axis {axis!r}, it has {', '.join(plan.mesh.axis_names)}")
     said: dict[str, str] = {}
     lost = list(_styles(plan, model, axis, said))
-    lost += _between_slices(model, said)
+    lost += dict.fromkeys(_between_slices(model, said))  # once for all layers
     own = getattr(model, "tp_plan", None) or {}
     kinds: dict[str, dict[str, str]] = {}
     for path, style in said.items():

@@ -362,7 +362,19 @@ def unfit():
         with fresh.annotate():
             pass
 
-    cases = (on_meta, another_model, wider, another_optimizer, no_optimizer, not_applied)
+    def inside_itself():
+        m, o = applied(plan)
+        with plan.annotate(), plan.annotate():
+            step(m, o, *(t.to("xla") for t in batch(0)))
+
+    def inside_another():
+        m, o = applied(plan)
+        other = planned()
+        applied(other)
+        with plan.annotate(), other.annotate():
+            step(m, o, *(t.to("xla") for t in batch(0)))
+
+    cases = (on_meta, another_model, wider, another_optimizer, no_optimizer, not_applied, inside_itself, inside_another)
     found = {case.__name__: refusal(case) for case in cases}
     found["larger_mesh"] = refusal(lambda: other_mesh((4, 4)))
     found["smaller_mesh"] = refusal(lambda: other_mesh((2, 2)))

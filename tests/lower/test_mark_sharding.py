@@ -150,6 +150,8 @@ def test_training_goes_on_after_a_refusal(seen):
             "LoweringError: the plan is for a training step with optimizer state: apply(model, optimizer)",
         ),
         ("not_applied", "LoweringError: this plan has not been applied"),
+        ("inside_itself", "LoweringError: plan.annotate() inside the same plan's annotate(): each would take"),
+        ("inside_another", "LoweringError: plan.annotate() inside another plan's annotate(): each would take"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_do(seen, case, error):
