@@ -233,7 +233,7 @@ def _embedding_dense_backward(out: Types, grad: Any, indices: Any, rows: int, pa
 def _index_select(out: Types, x: Any, dim: int, at: Any) -> Any:
     if not x.ndim:
         return x
-    return index(out, x, [None] * (dim % x.ndim) + [lax.reshape(at, (at.size,))])
+    return index(out, x, [None] * (dim % x.ndim) + [lax.reshape(at, (at.size,))], wrap=False)
 
 
 def _along(x: Any, dim: int, at: Any) -> list[Any]:
@@ -268,7 +268,7 @@ def _cut(src: Any, at: Any, dtype: Any) -> Any:
 @lowers("index_add", numbers=True)
 def _index_add(out: Types, x: Any, dim: int, at: Any, src: Any, alpha: Any = 1) -> Any:
     src = src if is_one(alpha) else lax.mul(src, spread(cast(alpha, src.dtype), src.shape))
-    return index_put(x, [None] * (dim % x.ndim) + [at], src, True)
+    return index_put(x, [None] * (dim % x.ndim) + [at], src, True, wrap=False)
 
 
 # Order.

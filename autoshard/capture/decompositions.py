@@ -89,28 +89,58 @@ which goes through the constant: equal ones of the whole program are merged (mea
 splits one mean and not the others, gathers all of them, 11 % of its time).
 """
 
+REDUCTIONS = AVERAGES | {
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.amax.default,
+    torch.ops.aten.amin.default,
+    torch.ops.aten.linalg_vector_norm.default,
+    torch.ops.aten.var_mean.correction,
+    torch.ops.aten.std_mean.correction,
+}
+"""Reductions of all dims where none is named. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
 
-def kept_apart(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What computes one of `AVERAGES` that keeps its dims as one that does not, and a view; None for others."""
-    return partial(_kept_apart, op) if _argument(op, "keepdim", args, kwargs) and args[0].dim() else None
+
+def reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What computes one of `REDUCTIONS` as it is called here; None where the op itself does.
+
+    One of `AVERAGES` that keeps its dims is one that does not, and a view. No dims are all dims, by their numbers.
+    """
+    if not args[0].dim():
+        return None
+    if op in AVERAGES and _argument(op, "keepdim", args, kwargs):
+        return partial(_kept_apart, op)
+    dims = _argument(op, "dim", args, kwargs)
+    return partial(_of_all_dims, op) if dims is not None and not len(dims) else None
+
+
+def _of_all_dims(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A reduction that names no dim, with all of them named."""
+    named = _named(op, args, kwargs) | {"dim": list(range(args[0].dim()))}
+    return op(named.pop("self"), **named)
+
+
+def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip([each.name for each in op._schema.arguments], args, strict=False)) | dict(kwargs)
 
 
 def _argument(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An argument of an op by its name, None where the op has none of that name or it was not given."""
+    """An argument of an op by its name: as it was given, else its default; None where the op has none of that name."""
     if name in kwargs:
         return kwargs[name]
-    place = next((i for i, each in enumerate(op._schema.arguments) if each.name == name), len(args))
-    return args[place] if place < len(args) else None
+    for place, each in enumerate(op._schema.arguments):
+        if each.name == name:
+            return args[place] if place < len(args) else each.default_value
+    return None
 
 
 def _kept_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A reduction whose reduced dims are kept, as one that does not keep them, and a view."""
     x, dims = args[0], _argument(op, "dim", args, kwargs)
-    reduced = sorted({d % x.dim() for d in dims} if dims else range(x.dim()))  # torch_xla reduces none for []
-    names = [each.name for each in op._schema.arguments]
-    rest = dict(zip(names, args, strict=False)) | kwargs | {"dim": reduced, "keepdim": False}
+    gone = sorted({d % x.dim() for d in dims} if dims else range(x.dim()))
+    rest = _named(op, args, kwargs) | {"dim": gone, "keepdim": False}
     made = op(rest.pop("self"), **rest)
-    kept = [1 if d in reduced else n for d, n in enumerate(x.shape)]
+    kept = [1 if d in gone else n for d, n in enumerate(x.shape)]
     return torch.ops.aten.view_copy.default(made, kept)
 
 

@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.weak import TensorWeakRef
 
 from autoshard.capture.by_values import by_positions, may_index, on_host
-from autoshard.capture.decompositions import AVERAGES, decomposition_of, functional_form, kept_apart
+from autoshard.capture.decompositions import REDUCTIONS, decomposition_of, functional_form, reduced
 from autoshard.capture.device import current, is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
@@ -195,7 +195,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if not _on_xla(tensors, kwargs):
             return self.uncounted(func, args, kwargs)
         kind = _kind(func)
-        instead = kept_apart(func, args, kwargs) if kind.averages else kind.instead
+        instead = reduced(func, args, kwargs) if kind.reduces else kind.instead
         if instead is not None:
             with self._once_more():
                 return instead(*args, **kwargs)
@@ -235,8 +235,10 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         call = Call(self.next_index, func, tensors, inputs, args, kwargs)
         self.next_index += 1
         result = self.run(call)
-        if not self._inside and not any(is_xla(t) for t in tensors):
-            result = tree_map(_functionalized, result)  # else writes through views of it would be lost
+        copied = name == "aten._to_copy.default" and current().type != "xla"  # PyTorch wraps copies on XLA only
+        if not self._inside and (copied or not any(is_xla(t) for t in tensors)):
+            # Else writes through views of it would be lost.
+            result = tree_map(_functionalized, result)
         outputs = outputs_of(call, result)
         self.after(call, outputs)
         for j, tensor in enumerate(outputs):
@@ -383,7 +385,7 @@ class _Kind(NamedTuple):
         func: the overload, which is not to be freed while it is known by its id.
         name: such as `aten.addmm.default`.
         instead: what computes it in other ops.
-        averages: whether it is computed in other ops if it keeps the dims that it reduces.
+        reduces: whether it may be computed in other ops, by the dims that it is called with.
         indexes: whether it may be indexed by a mask.
         on_host: whether the host computes it.
         uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
@@ -394,7 +396,7 @@ class _Kind(NamedTuple):
     func: Any
     name: str
     instead: Callable[..., Any] | None
-    averages: bool
+    reduces: bool
     indexes: bool
     on_host: bool
     uncounted: bool
@@ -416,7 +418,7 @@ def _kind(func: Any) -> _Kind:
             func,
             name,
             instead,
-            averages=func in AVERAGES,
+            reduces=func in REDUCTIONS,
             indexes=may_index(func),
             on_host=instead is None and on_host(func),
             uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,

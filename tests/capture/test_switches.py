@@ -207,6 +207,11 @@ DECOMPOSED: dict[str, Case] = {
         lambda i: i.var(2, keepdim=True) + i.std((0, 1), correction=0, keepdim=True),
         (image,),
     ),
+    "the largest of all": (lambda x: x * x.amax() - x.amin(keepdim=True), (x,)),
+    "of all dims, none named": (
+        lambda i: i * i.sum([]) * 0.1 - i.mean([]) + i.var([], correction=0) * torch.linalg.vector_norm(i * 0.1, 2, []),
+        (image,),
+    ),
     "glu": (lambda x: F.glu(x), (x,)),
     "unfold": (lambda i: F.unfold(i, 3, padding=1, stride=2), (image,)),
     "fold": (lambda x: F.fold(x.mT.reshape(B, D, S), (4, 3), (2, 2)), (x,)),

@@ -112,7 +112,9 @@ class Experts(nn.Module):
     """Elements that indices name along a dim: none of them is negative, which needs no look."""
 
     def forward(self, x, places):
-        return x.gather(1, places), x.scatter(1, places, x), x.scatter_add(1, places, x)
+        rows = places[0]
+        along = x.gather(1, places), x.scatter(1, places, x), x.scatter_add(1, places, x)
+        return *along, x.index_select(1, rows), x.index_add(1, rows, x)
 
 
 def test_indices_along_a_dim_are_read_as_they_are():
@@ -122,6 +124,25 @@ def test_indices_along_a_dim_are_read_as_they_are():
         graph = captured_graph(autoshard.capture(Experts(), (torch.zeros(4, 8), places), frontend=frontend))
         compared.append(sum(op.kind == "compare" for op in graph.ops))
     assert compared == [0, 0]
+
+
+class Converted(nn.Module):
+    """Writes to what another dtype was made of: an input, and positions that the step makes (T5's buckets)."""
+
+    def forward(self, x):
+        made = (torch.arange(8, device=x.device) > 2).to(torch.long) * 2
+        made += torch.arange(8, device=x.device)
+        half = x.to(torch.bfloat16)
+        half[2:4] = 5
+        half[:3].mul_(2)
+        whole = x.to(torch.int64)
+        whole += made
+        return half, whole, made
+
+
+def test_writes_to_a_converted_tensor_are_the_same_ops():
+    programs = [autoshard.capture(Converted(), torch.zeros(8), frontend=f) for f in ("torch_xla", "torchax")]
+    assert programs[0].ops == programs[1].ops
 
 
 class Casts(nn.Module):
