@@ -250,7 +250,7 @@ class _Run:
         self.raise_bound(least_sum(self.problem))
         for choice in first_choices(self.problem):
             self.offer(choice, "greedy")
-        if self.optimal or self.late:
+        if self.over:
             return
         net = Network.of(self.problem)
         cut = self._share(REDUCING)
@@ -292,7 +292,7 @@ class _Run:
             dual = Dual(net)
             if number == 0 and self.fold and not len(net.room) and not hand_on(dual) and len(dual.unary) > FOLDED_FIRST:
                 self._folded()
-                if self.optimal or self.late:
+                if self.over:
                     return
             dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
             held: list[int] | None = None
@@ -504,6 +504,11 @@ class _Run:
     def late(self) -> bool:
         """Whether time is over."""
         return time.perf_counter() > self.deadline
+
+    @property
+    def over(self) -> bool:
+        """Whether the search ends; not for want of time before there is any choice: one rounding gives one, mostly."""
+        return self.optimal or (self.late and self.choice is not None)
 
     def _infeasible(self, error: ImpossibleError) -> Solution:
         problem, left = self.problem, min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.perf_counter()))
