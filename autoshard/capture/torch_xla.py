@@ -159,7 +159,8 @@ class _XlaTracing(Tracing):
     def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
         if first.startswith("Expected XLA tensor. Got: XLA"):
             return refusals.apart(where, refusals.line_of(error))
-        return None
+        kind = first.removeprefix("Expected XLA tensor. Got: ")
+        return None if kind == first else refusals.of_host(where, kind.rstrip("."), refusals.line_of(error))
 
     def lower(self, results: Sequence[Result]) -> Lowered:
         arguments = {k.first for k in self.known.values()}

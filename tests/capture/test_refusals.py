@@ -107,6 +107,16 @@ def test_a_kernel_that_computes_on_the_cpu_given_placeholders_only() -> None:
         )  # fmt: skip
 
 
+def test_a_target_that_the_loss_closes_over_is_told_where_it_belongs() -> None:
+    target = torch.zeros(3, dtype=torch.long)
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Linear(4, 5), torch.empty(3, 4), loss_fn=lambda out: nn.functional.cross_entropy(out, target))
+    text = str(caught.value)
+    assert "loss_fn" in text
+    assert "torch.LongTensor of the host" in text
+    assert "Give it with the sample inputs" in text
+
+
 def test_shape_errors_name_module_and_inputs() -> None:
     with pytest.raises(CaptureError, match=r"module first \(Linear\).*16 input features.*input0: float32\[2, 8\]"):
         capture(Mlp(), torch.empty(2, 8))
