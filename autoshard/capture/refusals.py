@@ -156,9 +156,10 @@ def apart(where: str, line: str) -> CaptureError:
 def of_host(where: str, kind: str, line: str) -> CaptureError:
     """The error for an op that is given a tensor of the host, of `kind` (`torch.LongTensor`), beside the step's own."""
     return CaptureError(
-        f"{where} gives an op a {kind} of the host beside tensors of the step{line}. A tensor that the step only finds (a "
-        "target that the loss closes over, a table made on the CPU) is no part of its program. Give it with the sample "
-        "inputs (what the model does not take goes to loss_fn), make it a buffer, or make it on the inputs' device."
+        f"{where} gives an op a {kind} of the host beside tensors of the step{line}. A tensor that the step only finds "
+        "(a target that the loss closes over, a table made on the CPU) is no part of its program. Give it with the "
+        "sample inputs (what the model does not take goes to loss_fn), make it a buffer, or make it on the inputs' "
+        "device."
     )
 
 
