@@ -78,19 +78,30 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
     def of(section: Mapping[str, TensorPlan]) -> dict[str, Placements]:
         return {name: placements(plan.mesh, tensor.spec) for name, tensor in section.items()}
 
+    buffers = of(plan.buffers)
+    running = [name for name in buffers if name.rpartition(".")[2] in _RUNNING and any(map(_is_split, buffers[name]))]
+    buffers |= {name: (Replicate(),) * device_mesh.ndim for name in running}
     values = module_values(plan)
-    whole = [f"{name} has no rule in DTensor: it runs whole on every process" for name in register_missing(plan)]
+    whole = [f"{name} is kept whole: batch norms run whole on every process, and write it there" for name in running]
+    whole += [f"{name} has no rule in DTensor: it runs whole on every process" for name in register_missing(plan)]
     return DTensorPlan(
         plan=plan,
         device_mesh=device_mesh,
         parameters=of(plan.parameters),
-        buffers=of(plan.buffers),
+        buffers=buffers,
         inputs=of(plan.inputs),
         optimizer_state=of(plan.optimizer_state),
         outputs=of(plan.outputs),
         values=values,
         inexpressible=(*_inexpressible(plan, values), *whole),
     )
+
+
+_RUNNING = frozenset({"running_mean", "running_var"})
+
+
+def _is_split(placement: Placement) -> bool:
+    return not placement.is_replicate()
 
 
 def _inexpressible(plan: Plan, values: ModuleValues) -> Iterator[str]:

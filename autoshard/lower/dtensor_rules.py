@@ -16,6 +16,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from autoshard.plan import Plan
 
 _ALIASES = ("alias", "detach", "lift_fresh")
+_BATCH_NORMS = tuple(f"{name}_batch_norm{end}" for name in ("native", "cudnn", "miopen") for end in ("", "_backward"))
+"""What torch runs for a batch norm; programs have it taken apart."""
 
 
 def register_missing(plan: Plan) -> list[str]:
@@ -26,6 +28,11 @@ def register_missing(plan: Plan) -> list[str]:
                 register_sharding(op)(_as_it_is)
     # DTensor's own rule (torch 2.9) is for meshes of one dim: on others its result has one placement too few.
     register_sharding(torch.ops.aten.constant_pad_nd.default)(_padded)
+    _own_convolutions()
+    for name in _BATCH_NORMS:
+        for op in _overloads(name):
+            if not _is_known(op):
+                register_sharding(op)(_Whole(op))
     replicated = []
     for name in sorted({op.name for op in plan.program.ops}):
         namespace, _, rest = name.partition(".")
@@ -60,9 +67,12 @@ def _reads_tensors(op: Any) -> bool:
 
 def _has_rule(op: Any) -> bool:
     """Whether DTensor has a rule for an op, or takes it apart into ops of its own."""
+    return _is_known(op) or op._can_decompose()
+
+
+def _is_known(op: Any) -> bool:
     propagator = DTensor._op_dispatcher.sharding_propagator
-    tables = ("op_strategy_funcs", "op_to_rules")
-    return any(op in getattr(propagator, table, {}) for table in tables) or op._can_decompose()
+    return any(op in getattr(propagator, table, {}) for table in ("op_strategy_funcs", "op_to_rules"))
 
 
 def _registrable(op: Any) -> bool:
@@ -87,12 +97,75 @@ def _padded(x: Any, pad: Any, value: Any = 0) -> list[tuple[list[Any], list[Any]
     return [([each], [each, None, None]) for each in several]
 
 
+def _own_convolutions() -> None:
+    """Convolutions by rules of ours, forward and backward.
+
+    DTensor's handler (torch 2.9 and 2.13) knows two dims of space with a bias alone, and exchanges edges with other
+    processes wherever a convolution pads, also where the batch is split.
+    """
+    for op, rule in (
+        (torch.ops.aten.convolution.default, _convolution),
+        (torch.ops.aten.convolution_backward.default, _convolution_backward),
+    ):
+        DTensor._op_dispatcher._custom_op_handlers.pop(op, None)
+        register_sharding(op)(rule)
+
+
+def _convolution(x: Any, weight: Any, bias: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
+    """The batch may be split; or features, of the result (without groups), or of the input (the parts are summed)."""
+    *_, groups = rest
+    others = [None] * len(rest)
+
+    def row(out: Any, x: Any, weight: Any, per_feature: Any) -> tuple[list[Any], list[Any]]:
+        return [out], [x, weight, None if bias is None else per_feature, *others]
+
+    several = [
+        row(Replicate(), Replicate(), Replicate(), Replicate()),
+        row(Shard(0), Shard(0), Replicate(), Replicate()),
+    ]
+    if groups == 1:
+        several.append(row(Shard(1), Replicate(), Shard(0), Shard(0)))
+        if bias is None:
+            several.append(row(Partial(), Shard(1), Shard(1), None))
+    return several
+
+
+def _convolution_backward(
+    gradient: Any, x: Any, weight: Any, bias_sizes: Any, *rest: Any
+) -> list[tuple[list[Any], list[Any]]]:
+    """As the forward pass: what a split dim of the reads does not appear in is a sum over its parts."""
+    *_, groups, mask = rest
+    others = [None] * (1 + len(rest))
+
+    def row(reads: list[Any], made: list[Any]) -> tuple[list[Any], list[Any]]:
+        return [each if wanted else None for each, wanted in zip(made, mask, strict=True)], [*reads, *others]
+
+    whole = Replicate()
+    several = [
+        row([whole, whole, whole], [whole, whole, whole]),
+        row([Shard(0), Shard(0), whole], [Shard(0), Partial(), Partial()]),
+    ]
+    if groups == 1:
+        several.append(row([Shard(1), whole, Shard(0)], [Partial(), Shard(0), Shard(0)]))
+        several.append(row([whole, Shard(1), Shard(1)], [Shard(1), Shard(1), whole]))
+    return several
+
+
 class _Whole:
     """Everything that an op reads and makes is whole on every process."""
 
     def __init__(self, op: Any) -> None:
         self.results = len(op._schema.returns)
+        self.names = [argument.name for argument in op._schema.arguments]
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        for name, each in given.items():
+            split = (
+                name.startswith("running_") and each is not None and not all(p.is_replicate() for p in each.placements)
+            )
+            if split:  # they are written where they lie, and what is redistributed lies elsewhere
+                raise NotImplementedError("a batch norm's running statistics are split, and would not be updated")
         reads = [Replicate() if hasattr(each, "tensor_meta") else None for each in (*args, *kwargs.values())]
-        return [([Replicate()] * self.results, reads)]
+        wanted = given.get("output_mask", [True] * self.results)
+        return [([Replicate() if each else None for each in wanted], reads)]

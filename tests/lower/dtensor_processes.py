@@ -51,6 +51,24 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
+class Convolutional(torch.nn.Module):
+    """Tokens to logits by convolutions over time, with and without bias and groups, and a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.wide = torch.nn.Conv1d(32, 64, 3, padding=1)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.grouped = torch.nn.Conv1d(64, 64, 5, padding=2, groups=4, bias=False)
+        self.narrow = torch.nn.Conv1d(64, 32, 3, padding=1, bias=False)
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).transpose(1, 2)
+        x = torch.nn.functional.gelu(self.norm(self.wide(x)))
+        return self.head(self.narrow(self.grouped(x)).transpose(1, 2))
+
+
 def loss_of(logits, target):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -99,6 +117,7 @@ SCENARIOS = {
     "automatic": (Net, batch, loss_of, adamw),
     "gpt2": (gpt2, hf_batch, None, sgd),
     "llama": (llama, hf_batch, None, sgd),
+    "convolutional": (Convolutional, batch, loss_of, sgd),
 }
 
 
@@ -149,6 +168,10 @@ def trained(name, plan, mesh):
         "parameters": max(
             float((whole(a.detach()) - b.detach()).abs().max())
             for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+        ),
+        "buffers": max(
+            (float((whole(a) - b).abs().max()) for a, b in zip(model.buffers(), alone.buffers(), strict=True)),
+            default=0.0,
         ),
         "placements": {key: str(each.placements) for key, each in parameters.items()},
         "as_planned": all(each.placements == lowered.parameters[key] for key, each in parameters.items()),

@@ -30,6 +30,10 @@ HINTS = {
         "input_ids": "[data],[]", "model.layers.0.self_attn.q_proj.weight": "[model],[]",
         "model.layers.0.self_attn.k_proj.weight": "[model],[]", "model.layers.1.mlp.gate_proj.weight": "[model],[data]",
     },
+    "convolutional": {
+        "tokens": "[data],[]", "wide.weight": "[model],[],[]", "narrow.weight": "[],[model],[]",
+        "norm.running_mean": "[model]",
+    },
 }  # fmt: skip
 """Programs as small as these are planned whole; this makes their plans worth carrying out."""
 
@@ -71,6 +75,7 @@ def test_numbers_are_those_of_one_process(seen, name):
     assert found["gradients"] < EQUAL
     if SCENARIOS[name][3].__name__ == "sgd":
         assert found["parameters"] < EQUAL
+    assert found["buffers"] < EQUAL
     assert found["as_planned"]
     assert found["states_as_planned"]
 
