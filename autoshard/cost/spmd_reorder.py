@@ -41,7 +41,8 @@ def before_broadcast(
 ) -> tuple[Step, ...]:
     """`AllGatherBroadcastReorder`, on GPU and TPU: what is broadcast is gathered before it is.
 
-    Along a dim that the broadcast makes, a GPU gathers nothing at all, a TPU what was broadcast.
+    Along a dim that the broadcast makes, a GPU gathers nothing at all; a TPU as many copies of a vector as there are
+    parts, and what is broadcast where that has more dims (measured, libtpu 0.0.51).
     """
     op = owner.graph.ops[value.op]
     while op.kind == "broadcast_in_dim" and op.results[0] == owner.graph.type_of(op.operands[0]):
@@ -54,4 +55,11 @@ def before_broadcast(
     if gathered <= carried:
         factor = math.prod(large) // math.prod(small)
         return tuple((kind, axes, size // factor) for kind, axes, size in steps)
-    return () if owner.target == "gpu" and not gathered & carried else steps
+    if gathered & carried:
+        return steps
+    if owner.target == "gpu":
+        return ()
+    if len(small) > 1:
+        return steps
+    parts = math.prod(owner.subaxes.ways(source[dim]) // owner.subaxes.ways(target[dim]) for dim in gathered)
+    return tuple((kind, axes, size * math.prod(small) * parts // math.prod(large)) for kind, axes, size in steps)
