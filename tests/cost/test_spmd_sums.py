@@ -65,6 +65,17 @@ def predicted(graph: Graph, wanted: Annotations, family: str) -> dict[tuple[str,
     return totals
 
 
+def compiled(graph: Graph, wanted: Annotations, family: str) -> dict[tuple[str, tuple[str, ...]], int]:
+    """What the family's compiler makes of it; skips the test where that is not installed."""
+    target = parse_target(FAMILIES[family], 8)
+    try:
+        target.packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    found = compile_module(annotate(graph.program, graph, wanted, MESH), target)
+    return normalise(compiled_collectives(found.hlo_text, MESH, family))
+
+
 SIZE = 512 * 1024 * 4
 
 
@@ -83,13 +94,7 @@ def test_a_sum_of_partial_products(family: str, total: Spec, copies: bool, kind:
     graph = two_products()
     wanted = annotations(graph, total, copies=copies)
     assert predicted(graph, wanted, family) == {(kind, ("model",)): times * SIZE}
-    target = parse_target(FAMILIES[family], 8)
-    try:
-        target.packages()
-    except TargetError as error:
-        pytest.skip(str(error))
-    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
-    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
+    assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
 
 
 @pytest.mark.parametrize("other", [True, False])
@@ -106,13 +111,7 @@ def test_a_gpu_sums_in_two_steps_what_neighbours_take_parts_of(family: str, othe
     if family == "gpu" and other:
         expected = {("reduce-scatter", ("model",)): 2 * SIZE, ("all-reduce", ("data",)): SIZE // 4}
     said = predicted(graph, wanted, family)
-    target = parse_target(FAMILIES[family], 8)
-    try:
-        target.packages()
-    except TargetError as error:
-        pytest.skip(str(error))
-    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
-    assert (said, normalise(compiled_collectives(compiled.hlo_text, MESH, family))) == (expected, expected)
+    assert (said, compiled(graph, wanted, family)) == (expected, expected)
 
 
 def widened_products(terms: int) -> Graph:
@@ -154,13 +153,7 @@ def test_a_gpu_sums_over_devices_once_what_is_widened_before_it_is_added(family:
     arguments = zip(map(Value, graph.arguments), [COLUMNS, ROWS] * terms, strict=True)
     wanted = Annotations(pins | dict(arguments))
     assert predicted(graph, wanted, family) == {("all-reduce", ("model",)): size}
-    target = parse_target(FAMILIES[family], 8)
-    try:
-        target.packages()
-    except TargetError as error:
-        pytest.skip(str(error))
-    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
-    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
+    assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
 
 
 def two_readers_of_a_broadcast(dims: list[int]) -> Graph:
@@ -211,13 +204,7 @@ def test_a_tpu_has_one_broadcast_for_readers_of_two_shardings(dims: list[int], d
     wanted = Annotations({x: three, v: small, z: split, made: small, whole: three, parts: split})
     expected = {("all-gather", ("data", "model")): size} if family == "tpu" else {}
     assert predicted(graph, wanted, family) == expected
-    target = parse_target(FAMILIES[family], 8)
-    try:
-        target.packages()
-    except TargetError as error:
-        pytest.skip(str(error))
-    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
-    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == expected
+    assert compiled(graph, wanted, family) == expected
 
 
 def test_a_tpu_rounds_a_copy_that_only_products_read_before_it_gathers_it():
@@ -258,10 +245,4 @@ def test_products_that_are_transposed_before_they_are_added_are_summed_once(fami
     graph = gradients_over_time()
     wanted = Annotations({Value(at): (("data", "model"), ()) for at in graph.arguments})
     assert predicted(graph, wanted, family) == {("all-reduce", ("data", "model")): times * 128 * 64 * 4}
-    target = parse_target(FAMILIES[family], 8)
-    try:
-        target.packages()
-    except TargetError as error:
-        pytest.skip(str(error))
-    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), target)
-    assert normalise(compiled_collectives(compiled.hlo_text, MESH, family)) == predicted(graph, wanted, family)
+    assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
