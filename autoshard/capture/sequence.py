@@ -391,6 +391,7 @@ class _Kind(NamedTuple):
         uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
         transfers: whether it is counted only where all is on one device.
         views: whether it makes a view.
+        draws: whether it draws random numbers.
     """
 
     func: Any
@@ -402,6 +403,7 @@ class _Kind(NamedTuple):
     uncounted: bool
     transfers: bool
     views: bool
+    draws: bool
 
 
 _KINDS: dict[str, dict[int, _Kind]] = {}
@@ -424,8 +426,14 @@ def _kind(func: Any) -> _Kind:
             uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,
             transfers=name in TRANSFERS,
             views=torch.Tag.view_copy in func.tags or name in _VIEWS,
+            draws=torch.Tag.nondeterministic_seeded in func.tags,
         )
     return found
+
+
+def draws(func: Any) -> bool:
+    """Whether an overload draws random numbers. (Tags take long to look through.)"""
+    return _kind(func).draws
 
 
 def outputs_of(call: Call, result: Any) -> tuple[torch.Tensor, ...]:

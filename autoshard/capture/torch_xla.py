@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map
 from autoshard.capture import refusals, switches
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
+from autoshard.capture.inplace_shapes import quick_inplace_shapes
 from autoshard.capture.modules import ModulePaths
 from autoshard.capture.program import Argument, Program, TensorType
 from autoshard.capture.python_frames import no_python_frames
-from autoshard.capture.sequence import Call
+from autoshard.capture.sequence import Call, draws
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
 from autoshard.errors import CaptureError
 
@@ -128,6 +129,7 @@ class _XlaTracing(Tracing):
         self.xla._set_ir_debug(True)
         self.xla._set_allow_execution(False)
         self.stack.enter_context(no_python_frames())
+        self.stack.enter_context(quick_inplace_shapes())
 
     def make_labels(self, paths: ModulePaths) -> Labels:
         self.xla_labels = self.labels_of(self.xla, paths)
@@ -266,10 +268,8 @@ class XlaLabels(Labels):
         expression that is an execution, which is off; on a placeholder itself it would end the process. So the first
         call sees expressions only.
         """
-        if torch.Tag.nondeterministic_seeded in call.func.tags:
-            return
         bare = {id(t) for t, maker in zip(call.tensors, call.inputs, strict=True) if isinstance(maker, str)}
-        if not bare:
+        if not bare or draws(call.func):
             return
         way = f"{call.name}{_options((call.args, dict(call.kwargs)))!r}"
         if way in _TRIED:
