@@ -6,7 +6,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from autoshard.mesh import Spec, spec_axes
 from autoshard.plan import (
@@ -116,15 +117,18 @@ def _reads(copies: Sequence[Copy]) -> str:
 
 
 def _join(rows: Iterable[_Row]) -> list[_Row]:
-    """Rows that differ in the numbers of their module path only, as one with the numbers it stands for."""
+    """Rows that differ in numbers only, as one with the numbers it stands for: tensors of a list, then modules."""
+    return _join_by(_join_by(rows, "tensor"), "module")
+
+
+def _join_by(rows: Iterable[_Row], name: Literal["tensor", "module"]) -> list[_Row]:
+    """Rows that differ in the numbers of one of their names only, as one."""
     found: dict[tuple[tuple[str, ...], _Row], list[tuple[str, ...]]] = {}
     for row in rows:
-        rest = _Row("", row.tensor, row.shape, row.layout, row.reads)
-        found.setdefault((tuple(_NUMBER.split(row.module)), rest), []).append(tuple(_NUMBER.findall(row.module)))
-    return [
-        _Row(_numbered(between, numbers), row.tensor, row.shape, row.layout, row.reads)
-        for (between, row), numbers in found.items()
-    ]
+        path: str = getattr(row, name)
+        rest = replace(row, **{name: ""})
+        found.setdefault((tuple(_NUMBER.split(path)), rest), []).append(tuple(_NUMBER.findall(path)))
+    return [replace(rest, **{name: _numbered(between, numbers)}) for (between, rest), numbers in found.items()]
 
 
 def _numbered(between: Sequence[str], numbers: Sequence[tuple[str, ...]]) -> str:

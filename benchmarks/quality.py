@@ -82,7 +82,7 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
             row: Row = {"model": model, "target": target, "mesh": shape}
             rows = {name: known.get(key(row | {"plan": name})) for name in wanted}
             missing = {name for name in wanted if _missing(rows[name], again, best)}
-            if not missing:
+            if not missing and _compiled_by_hand(rows) >= _wanted_by_hand(rows, best):
                 continue
             graph = captured_graph(program(model, mesh.size))
             made, left_out = plans(graph, mesh, wanted if best is not None else [*missing])
@@ -112,6 +112,16 @@ def _missing(row: Row | None, again: bool, best: int | None) -> bool:
     if row is None or "error" in row or (again and row["sources"] != sources()):
         return True
     return best is None and not {"compiled", "left_out"} & {*row}
+
+
+def _compiled_by_hand(rows: dict[str, Row | None]) -> int:
+    return sum("compiled" in (row or {}) for name, row in rows.items() if name in manual.PLANS)
+
+
+def _wanted_by_hand(rows: dict[str, Row | None], best: int | None) -> int:
+    """How many plans by hand are to be compiled, of those that the model has."""
+    there = sum("left_out" not in (row or {}) for name, row in rows.items() if name in manual.PLANS)
+    return there if best is None else min(best, there)
 
 
 def _outcome(row: Row) -> str:

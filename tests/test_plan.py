@@ -478,6 +478,15 @@ def test_the_report_says_what_splits_what():
     assert "  all-reduce  over data  x3  12.35 MB per device" in lines
     assert "  peak memory  3.2 GB of 16 GB per device" in lines
     assert "Solver: optimal, objective 12.3 ms, bound 12.3 ms, gap 0 % (highs)" in lines
+
+
+def test_the_tensors_of_a_list_of_parameters_are_one_line_of_the_report():
+    made = plans.plan()
+    one = next(iter(made.parameters.values()))
+    several = {f"scales.{i}": one for i in (0, 1, 2, 5)} | {"layers.0.scales.0": one, "layers.1.scales.1": one}
+    lines = [re.sub(r"  +", "  ", line) for line in str(replace(made, parameters=several)).splitlines()]
+    tensors = [line.split("  ")[1:3] for line in lines if "scales" in line]
+    assert tensors == [["layers.0.scales", "0"], ["layers.1.scales", "1"], ["scales", "0-2,5"]]
     assert lines[-1] == "Every op has a sharding rule."
 
 

@@ -115,7 +115,11 @@ class Fusion:
             in_readers: frozenset[int] = frozenset()
             for array in step.writes:
                 readers = [reader for reader in self.arrays[array].readers if self.root[reader] != self.root[number]]
-                around = frozenset().union(*(homes[reader] for reader in readers))
+                around = (
+                    homes[readers[0]]
+                    if len(readers) == 1
+                    else frozenset().union(*[homes[reader] for reader in readers])
+                )
                 if self._kept(number, step, array, readers, len(around)):
                     kept.add(array)
                     taking = [reader for reader in readers if self.takes(reader, number)]
@@ -123,7 +127,7 @@ class Fusion:
                         self.again.add(array)
                         in_readers |= frozenset().union(*(homes[reader] for reader in taking))
                 else:
-                    in_readers |= around
+                    in_readers = in_readers | around if in_readers else around
             own = self.root[number] != number or any(array in kept for array in step.writes) or not in_readers
             homes[number] = in_readers | {self.root[number]} if own else in_readers
         return kept

@@ -156,7 +156,7 @@ class _Lowering:
                 self._name(op, results)
             else:
                 self._op(op.id, results)
-            for value in results:
+            for value in results if self.copies_of else ():
                 for number in self.copies_of.get(value, ()):
                     self._copy(value, number)
         return Lowered(self.arrays, self.steps, self._outputs(), self.graph)
@@ -180,7 +180,7 @@ class _Lowering:
 
     def _found(self, op: int | None, value: Value) -> int | None:
         """The array of `value` that an op finds: the value as made, or an annotated copy."""
-        copy = self.shardings.copy_read(op, value)
+        copy = self.shardings.copy_read(op, value) if self.copies_of else None
         return self.of[value] if copy is None else self.copies.get(copy, self.of[value])
 
     def _op(self, number: int, results: list[Value]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.schedule import ancestors, dependencies, in_order
+from autoshard.cost.schedule import Dependencies, dependencies, in_order
 
 FEW = 64
 """Kernels that wait for one, or that one waits for, are followed up to so many: those of an update are few, of tens of
@@ -37,8 +37,9 @@ def merged_outputs(
 class _Merger:
     def __init__(self, kernels: list[Kernel]) -> None:
         self.kernels = kernels
-        self.before = _Ancestors(kernels)
-        self.makers = [np.array(sorted(makers), np.intp) for makers in dependencies(kernels).makers]  # of all members
+        deps = dependencies(kernels)
+        self.before = _Ancestors(deps)
+        self.makers = [np.array(sorted(makers), np.intp) for makers in deps.makers]  # of all members
         self.members = [[number] for number in range(len(kernels))]
         self.into = list(range(len(kernels)))
         self.root = np.arange(len(kernels))  # the same, as an array
@@ -108,15 +109,21 @@ class _Ancestors:
     first stands for all: they wait for the same, and are waited for by the same; the others are no longer kept.
     """
 
-    def __init__(self, kernels: Sequence[Kernel]) -> None:
-        width = -(-len(kernels) // 64)
-        rows = b"".join(found.to_bytes(8 * width, "little") for found in ancestors(kernels))
-        self.words = np.frombuffer(rows, dtype="<u8").reshape(len(kernels), width).T.copy()
-        self.kept = np.ones(len(kernels), dtype=bool)
-        deps = dependencies(kernels)
+    def __init__(self, deps: Dependencies) -> None:
+        """For kernels in an order that respects data flow."""
+        count = len(deps.makers)
+        rows = np.zeros((count, -(-count // 64)), np.uint64)
+        for number, makers in enumerate(deps.makers):
+            if len(makers) == 1:
+                rows[number] = rows[makers[0]]
+            elif makers:
+                np.bitwise_or.reduce(rows[list(makers)], axis=0, out=rows[number])
+            rows[number, number // 64] |= _bit(number)
+        self.words = rows.T.copy()
+        self.kept = np.ones(count, dtype=bool)
         self.makers = [list(makers) for makers in deps.makers]  # of what has been joined, too
         self.users = [list(users) for users in deps.users]  # the same
-        self.into = list(range(len(kernels)))
+        self.into = list(range(count))
 
     def waits(self, one: int, other: int) -> bool:
         """Whether one kernel waits for another."""
@@ -134,7 +141,8 @@ class _Ancestors:
         self.into[other] = one
         self.makers[one] += self.makers[other]
         self.users[one] += self.users[other]
-        after_one, after_other = self._rows(first, second, one, other), self._rows(second, first, other, one)
+        after_one = self._rows(first, second, one, other, gone=other)
+        after_other = self._rows(second, first, other, one, gone=other)
         before = [self.words[:, number].copy() for number in (one, other)] if None in more else []
         for rows, new, words in ((after_one, more[0], before), (after_other, more[1], before[::-1])):
             if len(rows) and new is not None:
@@ -178,10 +186,15 @@ class _Ancestors:
                     todo.append(user)
         return found
 
-    def _rows(self, these: set[int] | None, others: set[int] | None, one: int, other: int) -> npt.NDArray[np.intp]:
-        """The kernels that are kept and wait for one, not for another; `these` and `others` wait for either."""
+    def _rows(
+        self, these: set[int] | None, others: set[int] | None, one: int, other: int, gone: int
+    ) -> npt.NDArray[np.intp]:
+        """The kernels that are kept and wait for one, not for another; `these` and `others` wait for either.
+
+        `gone` has just been joined, after `these` and `others` were found.
+        """
         if these is not None and others is not None:
-            return np.array([number for number in these - others if self.into[number] == number], np.intp)
+            return np.array([*(these - others - {gone})], np.intp)
         waits, excluded = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
         return np.flatnonzero(waits & ~excluded & self.kept)
 

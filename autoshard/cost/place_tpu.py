@@ -63,6 +63,7 @@ class Placing:
         """`kernels` in the order in which they run; `live` what is in memory meanwhile."""
         self.device, self.buffer_bytes = device, buffer_bytes
         self.kernels, self.program, self.live = kernels, program, live
+        self.slices = any(step.kind == SLICE for step in program.steps)
         self.touched = [self._touched(kernel) for kernel in kernels]
         self.reads = [frozenset(kernel.reads) for kernel in kernels]  # of which there may be thousands
         self.clock = self._clock()
@@ -181,7 +182,7 @@ class Placing:
         """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
         sizes = {array: self.buffer_bytes(self.program.arrays[array]) for array in kernel.writes}
         most = sum(sizes.values()) if kernel.kind in INDEXED else None
-        sliced = self._sliced(kernel) if most is None else {}
+        sliced = self._sliced(kernel) if most is None and self.slices else {}
         for array in kernel.reads:
             size = self.buffer_bytes(self.program.arrays[array])
             taken = sliced.get(array) if most is None else most
