@@ -26,8 +26,8 @@ def quick_inplace_shapes() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL", "Meta")
     try:
         for name, overloads in _OPS.items():
-            asked = getattr(known, name, None)
-            for overload in overloads if asked is not None else ():
+            asked: Callable[..., Any] = getattr(known, name)
+            for overload in overloads:
                 library.impl(f"{name}.{overload}" if overload else name, _quick(asked), allow_override=True)
         yield
     finally:
