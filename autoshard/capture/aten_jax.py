@@ -144,12 +144,16 @@ def _binary(names: str, function: Callable[[Any, Any], Any]) -> None:
     def lowering(out: Types, x: Any, y: Any, alpha: Any = 1) -> Any:
         dtype, shape = out[0].dtype, out[0].shape
         y = cast(y, dtype)
+        made = _OF_BOOLS.get(function, function) if dtype == jnp.bool_ else function
         if not (isinstance(alpha, int | float) and alpha == 1):
             y = lax.mul(y, spread(cast(alpha, dtype), y.shape))
-        return function(spread(cast(x, dtype), shape), spread(y, shape))
+        return made(spread(cast(x, dtype), shape), spread(y, shape))
 
     lowers(names, numbers=True)(lowering)
 
+
+_OF_BOOLS = {lax.add: lax.bitwise_or, lax.mul: lax.bitwise_and, lax.max: lax.bitwise_or, lax.min: lax.bitwise_and}
+"""What torch means by arithmetic of bools."""
 
 for _names, _function2 in {
     "add.Tensor add.Scalar": lax.add, "sub.Tensor sub.Scalar": lax.sub, "mul.Tensor mul.Scalar": lax.mul,
@@ -223,10 +227,10 @@ def _lerp(out: Types, x: Any, end: Any, weight: Any) -> Any:
 
 @lowers("clamp clamp.Tensor clamp_min clamp_min.Tensor", numbers=True)
 def _clamp(out: Types, x: Any, min: Any = None, max: Any = None) -> Any:
-    x = spread(cast(x, out[0].dtype), out[0].shape)
-    if min is not None:
-        x = lax.max(x, spread(cast(min, x.dtype), x.shape))
-    return x if max is None else lax.min(x, spread(cast(max, x.dtype), x.shape))
+    x = cast(x, out[0].dtype)
+    low, high = lowest(x.dtype) if min is None else min, highest(x.dtype) if max is None else max
+    low, x, high = (spread(cast(each, x.dtype), out[0].shape) for each in (low, x, high))
+    return lax.clamp(low, x, high)
 
 
 @lowers("clamp_max clamp_max.Tensor", numbers=True)
@@ -234,7 +238,7 @@ def _clamp_max(out: Types, x: Any, max: Any) -> Any:
     return _clamp(out, x, None, max)
 
 
-@lowers("hardtanh")
+@lowers("hardtanh", numbers=True)
 def _hardtanh(out: Types, x: Any, low: Any = -1, high: Any = 1) -> Any:
     return _clamp(out, x, low, high)
 
@@ -242,20 +246,36 @@ def _hardtanh(out: Types, x: Any, low: Any = -1, high: Any = 1) -> Any:
 @lowers("gelu")
 def _gelu(out: Types, x: Any, approximate: str = "none") -> Any:
     half = lax.mul(x, lax.full_like(x, 0.5))
-    return lax.mul(half, lax.add(lax.full_like(x, 1), _gelu_inner(x, approximate)))
+    inner = lax.tanh(_gelu_inner(x)) if approximate == "tanh" else _gelu_erf(x)
+    return lax.mul(half, lax.add(lax.full_like(x, 1), inner))
 
 
-def _gelu_inner(x: Any, approximate: str) -> Any:
-    if approximate == "none":
-        return lax.erf(lax.mul(x, lax.full_like(x, math.sqrt(0.5))))
-    cube = lax.mul(lax.mul(x, x), x)
-    return lax.tanh(lax.mul(lax.full_like(x, math.sqrt(2 / math.pi)), x + lax.mul(cube, lax.full_like(x, 0.044715))))
+def _gelu_erf(x: Any) -> Any:
+    return lax.erf(lax.mul(x, lax.full_like(x, math.sqrt(0.5))))
+
+
+def _gelu_inner(x: Any) -> Any:
+    cube = lax.mul(lax.full_like(x, 0.044715), _pow((x,), x, 3))
+    return lax.mul(lax.full_like(x, math.sqrt(2 / math.pi)), lax.add(x, cube))
 
 
 @lowers("gelu_backward")
 def _gelu_backward(out: Types, grad: Any, x: Any, approximate: str = "none") -> Any:
-    _, back = jax.vjp(lambda each: _gelu(out, each, approximate), x)
-    return back(cast(grad, x.dtype))[0]
+    def number(value: float) -> Any:
+        return lax.full_like(x, value)
+
+    if approximate == "tanh":
+        tanh = lax.tanh(_gelu_inner(x))
+        left = lax.mul(number(0.5), lax.add(number(1), tanh))
+        slope = lax.add(number(1), lax.mul(number(3 * 0.044715), _pow((x,), x, 2)))
+        slope = lax.mul(number(math.sqrt(2 / math.pi)), slope)
+        right = lax.mul(lax.mul(number(0.5), x), lax.sub(number(1), lax.mul(tanh, tanh)))
+        right = lax.mul(right, slope)
+    else:
+        left = lax.mul(number(0.5), lax.add(number(1), _gelu_erf(x)))
+        power = lax.exp(lax.mul(lax.mul(x, x), number(-0.5)))
+        right = lax.mul(lax.mul(x, power), number(math.sqrt(0.5 / math.pi)))
+    return lax.mul(cast(grad, x.dtype), lax.add(left, right))
 
 
 @lowers("silu_backward")
@@ -285,14 +305,20 @@ def _hardtanh_backward(out: Types, grad: Any, x: Any, low: Any, high: Any) -> An
     return lax.select(inside, grad, lax.full_like(grad, 0))
 
 
-@lowers("leaky_relu")
+@lowers("leaky_relu", numbers=True)
 def _leaky_relu(out: Types, x: Any, slope: Any = 0.01) -> Any:
-    return lax.select(lax.gt(x, lax.full_like(x, 0)), x, lax.mul(x, lax.full_like(x, slope)))
+    return _leaks(x, x, slope)
 
 
-@lowers("leaky_relu_backward")
+@lowers("leaky_relu_backward", numbers=True)
 def _leaky_relu_backward(out: Types, grad: Any, x: Any, slope: Any, is_result: bool) -> Any:
-    return lax.select(lax.gt(x, lax.full_like(x, 0)), grad, lax.mul(grad, lax.full_like(grad, slope)))
+    return _leaks(grad, x, slope)
+
+
+def _leaks(value: Any, x: Any, slope: Any) -> Any:
+    """`value` where `x` is positive, `slope` times it elsewhere."""
+    less = lax.mul(spread(cast(slope, value.dtype), value.shape), value)
+    return lax.select(lax.gt(x, lax.full_like(x, 0)), value, less)
 
 
 @lowers("log_sigmoid_forward")
@@ -331,8 +357,10 @@ def _mse_loss(out: Types, x: Any, target: Any, reduction: int = 1) -> Any:
 def _mse_loss_backward(out: Types, grad: Any, x: Any, target: Any, reduction: int) -> Any:
     shape, dtype = out[0].shape, out[0].dtype
     difference = lax.sub(*(spread(cast(each, dtype), shape) for each in (x, target)))
-    factor = 2 / math.prod(shape) if reduction == 1 else 2.0
-    return lax.mul(lax.mul(difference, lax.full_like(difference, factor)), spread(cast(grad, dtype), shape))
+    grad = cast(grad, dtype)
+    if reduction == 1:
+        grad = lax.mul(grad, lax.full_like(grad, 1 / math.prod(shape)))
+    return lax.mul(lax.mul(lax.full_like(difference, 2), difference), spread(grad, shape))
 
 
 # Tensors from nothing.
@@ -356,19 +384,19 @@ def _full_op(out: Types, size: Any, value: Any, **_: Any) -> Any:
     return full(value, out[0])
 
 
-@lowers("full_like new_full", numbers=False)
-def _full_like(out: Types, x: Any, *rest: Any, **_: Any) -> Any:
-    return full(rest[-1], out[0])
+@lowers("new_full")
+def _new_full(out: Types, x: Any, size: Any, value: Any, **_: Any) -> Any:
+    return full(value, out[0])
 
 
-@lowers("fill.Scalar fill.Tensor")
-def _fill(out: Types, x: Any, value: Any) -> Any:
+@lowers("full_like fill.Scalar fill.Tensor", numbers=True)
+def _fill(out: Types, x: Any, value: Any, **_: Any) -> Any:
     return spread(cast(value, out[0].dtype), out[0].shape)
 
 
-@lowers("scalar_tensor")
+@lowers("scalar_tensor", numbers=True)
 def _scalar_tensor(out: Types, value: Any, **_: Any) -> Any:
-    return full(value, out[0])
+    return cast(value, out[0].dtype)
 
 
 @lowers("copy")
@@ -463,10 +491,14 @@ def _cumsum(out: Types, x: Any, dim: int, dtype: Any = None) -> Any:
 
 def _shifted(x: Any, dim: int) -> tuple[Any, Any, Any]:
     """x less its largest along a dim, the exponentials of that, and their sum."""
-    kept = jax.ShapeDtypeStruct(tuple(1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)), x.dtype)
-    shifted = lax.sub(x, spread(reduced(x, kept, dim, -math.inf, lax.max), x.shape))
+    shifted = lax.sub(x, _along(lax.reduce(x, np.array(-math.inf, x.dtype), lax.max, _dims(dim, x.ndim)), x, dim))
     powers = lax.exp(shifted)
-    return shifted, powers, reduced(powers, kept, dim, 0, lax.add)
+    return shifted, powers, lax.reduce(powers, np.array(0, x.dtype), lax.add, _dims(dim, x.ndim))
+
+
+def _along(total: Any, x: Any, dim: int) -> Any:
+    """What a dim of `x` was reduced to, in each place of that dim."""
+    return lax.broadcast_in_dim(total, x.shape, [d for d in range(x.ndim) if d != dim % x.ndim])
 
 
 @lowers("_softmax")
@@ -475,7 +507,7 @@ def _softmax(out: Types, x: Any, dim: int, half_to_float: bool) -> Any:
     if not x.ndim:
         return lax.full_like(x, 1)
     _, powers, total = _shifted(x, dim)
-    return lax.div(powers, spread(total, x.shape))
+    return lax.div(powers, _along(total, x, dim))
 
 
 @lowers("_log_softmax")
@@ -484,12 +516,11 @@ def _log_softmax(out: Types, x: Any, dim: int, half_to_float: bool) -> Any:
     if not x.ndim:
         return lax.full_like(x, 0)
     shifted, _, total = _shifted(x, dim)
-    return lax.sub(shifted, spread(lax.log(total), x.shape))
+    return lax.sub(shifted, _along(lax.log(total), x, dim))
 
 
 def _kept_sum(x: Any, dim: int) -> Any:
-    kept = jax.ShapeDtypeStruct(tuple(1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)), x.dtype)
-    return spread(reduced(x, kept, dim, 0, lax.add), x.shape)
+    return _along(lax.reduce(x, np.array(0, x.dtype), lax.add, _dims(dim, x.ndim)), x, dim)
 
 
 @lowers("_softmax_backward_data")

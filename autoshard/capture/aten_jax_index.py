@@ -91,8 +91,16 @@ def _slice_scatter(
 
 @lowers("select_scatter")
 def _select_scatter(out: Types, x: Any, src: Any, dim: int, index: int) -> Any:
-    one = [n if d != dim % x.ndim else 1 for d, n in enumerate(x.shape)]
-    return _placed(lax.reshape(cast(src, x.dtype), one), x, dim, index % x.shape[dim], 1)
+    return _one_placed(cast(src, x.dtype), x, dim, index)
+
+
+def _one_placed(src: Any, into: Any, dim: int, index: int) -> Any:
+    """`into` with one place of a dim overwritten."""
+    dim %= into.ndim
+    starts = [0] * into.ndim
+    starts[dim] = index % into.shape[dim]
+    one = lax.reshape(src, [n if d != dim else 1 for d, n in enumerate(into.shape)])
+    return lax.dynamic_update_slice(into, one, starts)
 
 
 def _in_zeros(x: Any, out: jax.ShapeDtypeStruct, dim: int, start: int, step: int) -> Any:
@@ -109,9 +117,7 @@ def _slice_backward(out: Types, grad: Any, sizes: Any, dim: int, start: int, end
 
 @lowers("select_backward")
 def _select_backward(out: Types, grad: Any, sizes: Any, dim: int, index: int) -> Any:
-    dim %= len(sizes)
-    one = lax.reshape(grad, [n if d != dim else 1 for d, n in enumerate(sizes)])
-    return _in_zeros(one, out[0], dim, index % sizes[dim], 1)
+    return _one_placed(grad, full(0, out[0]), dim, index)
 
 
 @lowers("cat")
@@ -143,10 +149,11 @@ def _pad(out: Types, x: Any, amounts: Sequence[int], value: Any = 0) -> Any:
 @lowers("repeat")
 def _repeat(out: Types, x: Any, repeats: Sequence[int]) -> Any:
     x = lax.reshape(x, (1,) * (len(repeats) - x.ndim) + x.shape)
-    wide = lax.broadcast_in_dim(
-        x, [n for pair in zip(repeats, x.shape, strict=True) for n in pair], range(1, 2 * x.ndim, 2)
-    )
-    return lax.reshape(wide, out[0].shape)
+    for dim, count in enumerate(repeats):
+        if not count:
+            return full(0, out[0])
+        x = lax.concatenate([x] * count, dim) if count > 1 else x
+    return x
 
 
 # Indices.
@@ -163,7 +170,7 @@ def _located(x: Any, indices: Sequence[Any], wrap: bool) -> tuple[list[int], Any
     given = [(d, index) for d, index in enumerate(indices) if index is not None]
     dims = [d for d, _ in given]
     shape = np.broadcast_shapes(*(index.shape for _, index in given))
-    whole = [(d, cast(index, jnp.int64)) for d, index in given]
+    whole = [(d, index if index.dtype == jnp.uint32 else cast(index, jnp.int64)) for d, index in given]
     counted = [_wrapped(index, x.shape[d]) if wrap else index for d, index in whole]
     columns = [lax.reshape(spread(index, shape), (*shape, 1)) for index in counted]
     together = dims == list(range(dims[0], dims[0] + len(dims)))
@@ -233,7 +240,8 @@ def _embedding_dense_backward(out: Types, grad: Any, indices: Any, rows: int, pa
 def _index_select(out: Types, x: Any, dim: int, at: Any) -> Any:
     if not x.ndim:
         return x
-    return index(out, x, [None] * (dim % x.ndim) + [lax.reshape(at, (at.size,))], wrap=False)
+    rows = cast(lax.reshape(at, (at.size,)), jnp.uint32)
+    return index(out, x, [None] * (dim % x.ndim) + [rows], wrap=False)
 
 
 def _along(x: Any, dim: int, at: Any) -> list[Any]:

@@ -41,13 +41,39 @@ def _convolver(out_shape: Sequence[int], settings: Sequence[Any]) -> Callable[[A
 
 @lowers("convolution")
 def _convolution(out: Types, x: Any, w: Any, bias: Any, *settings: Any) -> Any:
+    if x.ndim == 3:
+        made = _convolution((_flat(out[0]),), *map(_flat, (x, w)), bias, *_flat_settings(settings))
+        return lax.reshape(made, out[0].shape)
     made = _convolver(out[0].shape, settings)(x, w)
-    return made if bias is None else lax.add(made, lax.broadcast_in_dim(bias, made.shape, [1]))
+    if bias is None:
+        return made
+    shape = (made.shape[0], *made.shape[2:], made.shape[1])
+    wide = lax.broadcast_in_dim(bias, shape, [made.ndim - 1])
+    return lax.add(made, lax.transpose(wide, [0, made.ndim - 1, *range(1, made.ndim - 1)]))
+
+
+def _flat(x: Any) -> Any:
+    """What a convolution of one dim in space reads, or its type, in two, as torch gives it to devices."""
+    shape = (*x.shape[:2], 1, *x.shape[2:])
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else lax.reshape(x, shape)
+
+
+def _flat_settings(settings: Sequence[Any]) -> tuple[Any, ...]:
+    """The settings of a convolution of one dim in space, for two."""
+    stride, padding, dilation, transposed, out_padding, groups = settings
+    steps, gaps = ([1, *_each(each, 1)] for each in (stride, dilation))
+    edges, more = ([0, *_each(each, 1)] for each in (padding, out_padding))
+    return steps, edges, gaps, transposed, more, groups
 
 
 @lowers("convolution_backward")
 def _convolution_backward(out: Types, grad: Any, x: Any, w: Any, bias_sizes: Any, *settings_and_mask: Any) -> Any:
     *settings, mask = settings_and_mask
+    if x.ndim == 3:
+        grad, flat, kernel = map(_flat, (grad, x, w))
+        gradients = _convolution_backward(out, grad, flat, kernel, bias_sizes, *_flat_settings(settings), mask)
+        whole = [each for each, wanted in zip((x, w, None), mask, strict=True) if wanted]
+        return [g if like is None else lax.reshape(g, like.shape) for g, like in zip(gradients, whole, strict=True)]
     stride, padding, dilation, transposed, _, groups = settings
     convolve = _convolver(grad.shape, settings)
     plain = None if transposed or groups != 1 else [_each(each, x.ndim - 2) for each in (stride, padding, dilation)]

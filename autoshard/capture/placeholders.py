@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
@@ -164,7 +165,8 @@ class Recorder:
         """Record an op, and what it writes; returns what it returns."""
         schema = func._schema
         if _composite(func):
-            return func.decompose(*args, **kwargs)
+            with _OwnTensors(self):
+                return func.decompose(*args, **kwargs)
         if schema.is_mutable:
             return self._write(func, args, kwargs)
         base = schema.name.partition("::")[2]
@@ -239,7 +241,7 @@ class Recorder:
 
         if instead is None:
             raise UnlowerableError(str(func))
-        with torch.no_grad():
+        with torch.no_grad(), _OwnTensors(self):
             return instead(*args, **kwargs)
 
     # Views and writes.
@@ -409,3 +411,18 @@ def _functional(func: Any) -> Any:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+class _OwnTensors(TorchDispatchMode):  # type: ignore[misc]
+    """Records what an op that torch writes in other ops makes of nothing: the numbers that it chooses from."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = kwargs.get("device")
+        if made is not None and torch.device(made) == META:
+            return self.recorder.dispatch(func, args, kwargs)
+        return func(*args, **kwargs)

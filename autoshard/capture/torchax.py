@@ -261,6 +261,7 @@ class _Module:
                     function.erase()
             main = entry_block(functions_of(module)["main"])
             _concatenate_at_once(main)
+            _without_index_dim(main, {f"op{c.label}" for c in self.calls if str(c.signature.func) in INDEXED_BY_ROW})
             _in_post_order(main)
             out = io.BytesIO()
             module.operation.write_bytecode(out)
@@ -298,6 +299,9 @@ class _Module:
         main = f"func.func public @main({given}) -> ({', '.join(made)}) {{\n" + "\n".join(lines) + "\n}\n"
         return "module {\n" + main + "".join(texts) + "}\n"
 
+
+INDEXED_BY_ROW = frozenset({"aten.index_select.default", "aten.index_add.default"})
+"""Ops that take one index, for one dim."""
 
 _REPLICATED = '{mhlo.sharding = "{replicated}"}'
 
@@ -353,6 +357,36 @@ def _concatenate_at_once(block: Any) -> None:
         )  # fmt: skip
         op.results[0].replace_all_uses_with(whole.results[0])
         op.erase()
+
+
+def _without_index_dim(block: Any, labels: set[str]) -> None:
+    """Have the gathers and scatters of some ops read their indices as they are, without a last dim of size 1.
+
+    jax knows indices with such a dim only; torch_xla has none where an aten op takes one index for one dim.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    for view in block.operations:
+        op = view.operation
+        indices = op.operands[1].owner if op.name in ("stablehlo.gather", "stablehlo.scatter") else None
+        if indices is None or getattr(op.location, "name_str", "") not in labels or "reshape" not in indices.name:
+            continue
+        kind, index = op.name.removeprefix("stablehlo."), indices.operands[0]
+        name = "dimension_numbers" if kind == "gather" else "scatter_dimension_numbers"
+        if kind == "gather":
+            had = stablehlo.GatherDimensionNumbers(op.attributes[name])
+            made = stablehlo.GatherDimensionNumbers.get(
+                had.offset_dims, had.collapsed_slice_dims, had.operand_batching_dims, had.start_indices_batching_dims,
+                had.start_index_map, index.type.rank,
+            )  # fmt: skip
+        else:
+            had = stablehlo.ScatterDimensionNumbers(op.attributes[name])
+            made = stablehlo.ScatterDimensionNumbers.get(
+                had.update_window_dims, had.inserted_window_dims, had.input_batching_dims,
+                had.scatter_indices_batching_dims, had.scattered_dims_to_operand_dims, index.type.rank,
+            )  # fmt: skip
+        op.attributes[name] = made
+        op.operands[1] = index
 
 
 def _in_post_order(block: Any) -> None:

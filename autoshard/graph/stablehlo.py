@@ -12,7 +12,7 @@ inside an aten op that change nothing, and ops that no output depends on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -35,6 +35,9 @@ _ALIASES = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcas
 _MAYBE_NOTHING = frozenset(
     f"stablehlo.{kind}" for kind in ("broadcast_in_dim", "concatenate", "convert", "reshape", "transpose")
 )
+_RETURNS = frozenset({"func.return", "stablehlo.return"})
+_OWN = _RETURNS | {"stablehlo.custom_call"}
+"""What reads an aten op's own result, or the program's."""
 _CALLS = frozenset({"func.call", "stablehlo.composite"})
 _KIND_NAMES = {"topk": "top_k", "if": "case"}
 
@@ -56,33 +59,22 @@ def build_graph(program: Program, *, cse: bool = False) -> Graph:
 
 
 def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -> Graph:
-    """Drop dead ops, number the rest in program order, and build the DiGraph."""
+    """Drop dead ops, number the rest in the order that XLA gives them, and build the DiGraph."""
     ops = importer.ops
     argument_count = importer.argument_count
-    live = bytearray(len(ops))
-    for value in outputs:
-        live[value.op] = 1
-    for op in reversed(ops):
-        if live[op.id]:
-            for operand in op.operands:
-                live[operand.op] = 1
-    new_id = [-1] * len(ops)
-    count = 0
-    for op in ops:
-        if live[op.id] or op.id < argument_count:
-            new_id[op.id] = count
-            count += 1
+    new_id = [*range(argument_count), *[-1] * (len(ops) - argument_count)]
+    order = _post_order(ops, outputs, argument_count)
+    for number, i in enumerate(order, argument_count):
+        new_id[i] = number
 
     def moved(value: Value) -> Value:
         return Value(new_id[value.op], value.result)
 
-    kept = ops
-    if count != len(ops):
-        kept = [
-            Op(new_id[op.id], op.kind, tuple(map(moved, op.operands)), op.results, op.attrs, op.aten, op.module)
-            for op in ops
-            if new_id[op.id] >= 0
-        ]
+    kept = ops[:argument_count]
+    for i in order:
+        op = ops[i]
+        reads = tuple(map(moved, op.operands))
+        kept.append(Op(new_id[i], op.kind, reads, op.results, op.attrs, op.aten, op.module))
     graph = nx.DiGraph()
     graph.add_nodes_from((op.id, {"op": op}) for op in kept)
     flows: dict[tuple[int, int], tuple[Value, ...]] = {}
@@ -95,6 +87,29 @@ def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -
     graph.add_edges_from((source, target, {"values": values}) for (source, target), values in flows.items())
     marked = {key: moved(value) for key, value in importer.aten_outputs.items() if new_id[value.op] >= 0}
     return Graph(program, graph, tuple(kept), tuple(range(argument_count)), tuple(map(moved, outputs)), marked)
+
+
+def _post_order(ops: Sequence[Op], outputs: Iterable[Value], argument_count: int) -> list[int]:
+    """The ops that `outputs` depend on, each behind those that it reads, the first operand's first.
+
+    That is the order in which XLA writes out a computation once nothing in it is dead. A module comes in another where
+    something was: torch_xla writes the gradient of a convolution's input even where nothing asks for it.
+    """
+    entered, left = bytearray(len(ops)), bytearray(len(ops))
+    left[:argument_count] = b"\1" * argument_count
+    order = []
+    stack = [value.op for value in outputs][::-1]
+    while stack:
+        i = stack[-1]
+        if not left[i] and not entered[i]:
+            entered[i] = 1
+            stack += [operand.op for operand in reversed(ops[i].operands) if not left[operand.op]]
+            continue
+        stack.pop()
+        if not left[i]:
+            left[i] = 1
+            order.append(i)
+    return order
 
 
 class _Importer:
@@ -204,7 +219,7 @@ class _Importer:
             op = view.operation
             name = op.name
             operands = [env[value] for value in op.operands]
-            if name == "func.return" or name == "stablehlo.return":
+            if name in _RETURNS:
                 return operands
             aten, output = aten_of(op, caller)
             if name in _CALLS:
@@ -223,11 +238,45 @@ class _Importer:
                 env[op.results[0]] = operands[0]
                 if aten is not None and output is not None and isinstance(operands[0], Value):
                     self.aten_outputs[aten, output] = operands[0]
-            elif name in _MAYBE_NOTHING and _changes_nothing(op, name):
-                env[op.results[0]] = operands[0]
+            elif (place := self.unchanged(op, name, operands, aten)) is not None:
+                env[op.results[0]] = operands[place]
             else:
                 self.op(op, name, operands, aten, env)
         raise ValueError("a block of the module ends without a return")
+
+    def unchanged(self, op: Any, name: str, operands: list[Bound], aten: int | None) -> int | None:
+        """Which operand an op inside an aten op returns as it is: torch_xla writes many that do, and torchax others.
+
+        Kept, they would come between a value and its readers, where nothing can be annotated, or be a kernel of their
+        own; XLA drops them. An op whose result is an aten op's own stays if its operand is another's or has other
+        readers: it is where that output is annotated, and what is before it is not.
+        """
+        place = 0
+        if name in _MAYBE_NOTHING:
+            if not _changes_nothing(op):
+                return None
+        elif name == "stablehlo.multiply":
+            ones = [i for i, value in enumerate(operands) if isinstance(value, Value) and self.is_one(value)]
+            if not ones:
+                return None
+            place = 1 - ones[-1]
+        else:
+            return None
+        users = [use.owner.operation.name for use in op.results[0].uses]
+        if _OWN.isdisjoint(users):
+            return place
+        value = operands[place]
+        assert isinstance(value, Value)
+        made = self.ops[value.op]
+        own = aten is not None and made.kind != "argument" and made.aten == aten
+        return place if own and len(list(op.operands[place].uses)) == 1 and users == ["stablehlo.custom_call"] else None
+
+    def is_one(self, value: Value) -> bool:
+        """Whether every element is known to be 1."""
+        op = self.ops[value.op]
+        while op.kind in ("broadcast_in_dim", "reshape", "convert"):
+            op = self.ops[op.operands[0].op]
+        return op.kind == "constant" and op.attrs["value"] == 1
 
     def op(self, op: Any, name: str, operands: list[Bound], aten: int | None, env: dict[Any, Bound]) -> None:
         """Import one op and bind its results in `env`."""
@@ -299,19 +348,15 @@ def kind_of(name: str) -> str:
     return _KIND_NAMES.get(kind, kind)
 
 
-def _changes_nothing(op: Any, name: str) -> bool:
-    """Whether an op inside an aten op returns its operand as it is, as torch_xla writes many that do.
-
-    Kept, they would come between a value and its readers, where nothing can be annotated; XLA drops them. An op whose
-    result is an aten op's own stays: it is where that output is annotated.
-    """
+def _changes_nothing(op: Any) -> bool:
+    """Whether an op that moves or converts returns its one operand as it is."""
     if len(op.operands) != 1 or op.operands[0].type != op.results[0].type:
         return False
-    for attribute in ("permutation", "broadcast_dimensions"):
-        if attribute in op.attributes and list(op.attributes[attribute]) != list(range(len(op.attributes[attribute]))):
-            return False
-    users = (use.owner.operation for use in op.results[0].uses)
-    return not any(user.name in ("stablehlo.custom_call", "func.return", "stablehlo.return") for user in users)
+    return all(
+        list(op.attributes[attribute]) == list(range(len(op.attributes[attribute])))
+        for attribute in ("permutation", "broadcast_dimensions")
+        if attribute in op.attributes
+    )
 
 
 def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Any]:

@@ -83,6 +83,46 @@ def test_what_changes_nothing_inside_an_aten_op_stands_between_no_values() -> No
     assert graph.aten_outputs == {(0, 0): Value(1), (1, 0): Value(2), (2, 0): Value(3)}
 
 
+SCALED = """
+func.func @main(%x: tensor<2x8xf32>, %y: tensor<2x8xf32>) -> tensor<2x8xf32> {
+  %c = stablehlo.constant dense<1.0> : tensor<f32> loc("op0")
+  %b = stablehlo.broadcast_in_dim %c, dims = [] : (tensor<f32>) -> tensor<2x8xf32> loc("op0")
+  %0 = stablehlo.multiply %b, %y : tensor<2x8xf32> loc("op0")
+  %1 = stablehlo.add %x, %0 : tensor<2x8xf32> loc("op0")
+  %2 = stablehlo.convert %1 : tensor<2x8xf32> loc("op0")
+  %3 = stablehlo.custom_call @Sharding(%2) : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op0.out0")
+  %4 = stablehlo.multiply %3, %b : tensor<2x8xf32> loc("op1")
+  %5 = stablehlo.custom_call @Sharding(%4) : (tensor<2x8xf32>) -> tensor<2x8xf32> loc("op1.out0")
+  return %5 : tensor<2x8xf32>
+}
+"""
+
+
+def test_products_with_one_inside_an_aten_op_are_what_they_multiply() -> None:
+    """So `torch.add(x, y)`, which torch_xla multiplies by its alpha; but one that is asked for can be annotated.
+
+    A conversion of what the same op made is that value: it was a kernel of its own.
+    """
+    graph = graph_from_text(SCALED, ops=[AtenOp(k, "op", "", "forward", ()) for k in range(2)])
+    assert [op.kind for op in graph.ops] == ["argument", "argument", "add", "constant", "broadcast_in_dim", "multiply"]
+    assert graph.ops[2].operands == (Value(0), Value(1))
+    assert graph.aten_outputs == {(0, 0): Value(2), (1, 0): Value(5)}
+
+
+def test_what_is_dead_does_not_order_what_is_not() -> None:
+    """As XLA: once nothing is dead, each op stands behind those that it reads, the first result's first."""
+    graph = graph_from_text("""
+      func.func @main(%x: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) {
+        %0 = stablehlo.negate %x : tensor<4xf32>
+        %1 = stablehlo.tanh %x : tensor<4xf32>
+        %2 = stablehlo.add %0, %1 : tensor<4xf32>
+        %3 = stablehlo.exponential %1 : tensor<4xf32>
+        return %3, %0 : tensor<4xf32>, tensor<4xf32>
+      }""")
+    assert [op.kind for op in graph.ops] == ["argument", "tanh", "exponential", "negate"]
+    assert graph.outputs == (Value(2), Value(3))
+
+
 def test_ids_are_arguments_first_then_program_order() -> None:
     graph = graph_from_text(MARKED)
     assert [op.id for op in graph.ops] == list(range(len(graph.ops)))
