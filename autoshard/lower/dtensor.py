@@ -84,6 +84,12 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
     values = module_values(plan)
     whole = [f"{name} is kept whole: batch norms run whole on every process, and write it there" for name in running]
     whole += [f"{name} has no rule in DTensor: it runs whole on every process" for name in register_missing(plan)]
+    whole += [
+        f"{path or 'the model'} (MultiheadAttention) runs with whole weights, split along the batch alone"
+        for name in plan.parameters
+        for path, _, own in [name.rpartition(".")]
+        if own in ("in_proj_weight", "q_proj_weight")
+    ]
     return DTensorPlan(
         plan=plan,
         device_mesh=device_mesh,
@@ -240,12 +246,14 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
         if self.path == "":
             self._distribute_all(module, device_mesh)
         reads = self._reads()
-        if isinstance(module, _NORMS):
-            reads = dict.fromkeys(self._own(), (Replicate(),) * device_mesh.ndim)
+        attention = isinstance(module, torch.nn.MultiheadAttention)
+        if isinstance(module, _NORMS) or attention:
+            own = dict(module.named_parameters()) if attention else self._own()
+            reads = dict.fromkeys(own, (Replicate(),) * device_mesh.ndim)
         inputs = self.lowered.values.inputs.get(self.path, ())
         outputs = self.lowered.values.outputs.get(self.path, ())
         if reads or inputs or outputs or isinstance(module, torch.nn.Embedding):
-            _Border(self.lowered, inputs, outputs, reads).install(module)
+            (_Attention if attention else _Border)(self.lowered, inputs, outputs, reads).install(module)
         if self.path == "":
             _Root(self.lowered).install(module)
         return module
@@ -308,16 +316,21 @@ class _Border:
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        tables = (module._parameters, module._buffers)
-        own = {name: (table, table[name]) for name in self.reads for table in tables if table.get(name) is not None}
+        own: dict[str, Any] = {}
+        for name in self.reads:
+            path, _, key = name.rpartition(".")
+            owner = module.get_submodule(path)
+            for table in (owner._parameters, owner._buffers):
+                if table.get(key) is not None:
+                    own[name] = table, key, table[key]
         self.kept.append(own)
-        for name, (table, tensor) in own.items():
-            table[name] = tensor.redistribute(placements=self.reads[name])
+        for name, (table, key, tensor) in own.items():
+            table[key] = tensor.redistribute(placements=self.reads[name])
         return self.placed(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        for name, (table, tensor) in (self.kept.pop() if self.kept else {}).items():
-            table[name] = tensor
+        for table, key, tensor in (self.kept.pop() if self.kept else {}).values():
+            table[key] = tensor
         placed = self.placed(self.outputs, output)
         # The sum of a lookup in a split table can be made once only (DTensor keeps its mask until then).
         return tree_map(_reduced, placed) if isinstance(module, torch.nn.Embedding) else placed
@@ -336,6 +349,34 @@ class _Border:
         return tree_map(one, tree) if wanted else tree
 
 
+class _Attention(_Border):
+    """The same of `torch.nn.MultiheadAttention`, which runs split along the batch alone, with whole weights.
+
+    It takes its packed projection apart, and merges batch and heads, by views that DTensor has no placements for.
+    """
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = super().before(module, args, kwargs)
+        query = kwargs["query"] if "query" in kwargs else args[0]
+        batch = (0 if module.batch_first else 1) if query.ndim == 3 else None
+        kept: Placements = (Replicate(),) * self.lowered.device_mesh.ndim
+        if isinstance(query, DTensor):
+            kept = tuple(p if p == Shard(batch) else Replicate() for p in query.placements)
+        whole = (Replicate(),) * len(kept)
+        known: dict[int, Any] = {}  # that one tensor is query, key and value decides how they are projected
+
+        def placed(leaf: Any, wanted: Placements) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if id(leaf) not in known:
+                known[id(leaf)] = leaf.redistribute(placements=wanted)
+            return known[id(leaf)]
+
+        read = [placed(leaf, kept if i < 3 else whole) for i, leaf in enumerate(args)]
+        named = {n: placed(leaf, kept if n in ("query", "key", "value") else whole) for n, leaf in kwargs.items()}
+        return tuple(read), named
+
+
 class _Root:
     """Hooks of the whole model: its inputs become DTensors; ordinary tensors beside them count as replicated."""
 
@@ -346,6 +387,8 @@ class _Root:
         # For good, as the backward pass reads what the forward pass made too. The stack lives as long as the hooks do.
         self.always = ExitStack()
         self.always.enter_context(implicit_replication())
+        if any(isinstance(each, torch.nn.MultiheadAttention) for each in module.modules()):
+            torch.backends.mha.set_fastpath_enabled(False)  # one op for all of it, which DTensor has no rule for
         module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after)
 

@@ -29,6 +29,10 @@ def register_missing(plan: Plan) -> list[str]:
     # DTensor's own rule (torch 2.9) is for meshes of one dim: on others its result has one placement too few.
     register_sharding(torch.ops.aten.constant_pad_nd.default)(_padded)
     _own_convolutions()
+    for end in ("", "_backward"):
+        op = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default
+        if not _is_known(op):
+            register_sharding(op)(_Attention(op))
     for name in _BATCH_NORMS:
         for op in _overloads(name):
             if not _is_known(op):
@@ -149,6 +153,30 @@ def _convolution_backward(
         several.append(row([Shard(1), whole, Shard(0)], [Partial(), Shard(0), Shard(0)]))
         several.append(row([whole, Shard(1), Shard(1)], [Shard(1), Shard(1), whole]))
     return several
+
+
+class _Attention:
+    """Attention as CPUs run it, for which DTensor has no rule as it has for GPUs': batch or heads may be split."""
+
+    def __init__(self, op: Any) -> None:
+        self.results = len(op._schema.returns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+        mask = kwargs.get("attn_mask")
+
+        def placed(each: Any, dim: int | None) -> Any:
+            if not hasattr(each, "tensor_meta"):
+                return None
+            split = (
+                dim is not None and each.ndim > dim and not (each is mask and (each.ndim < 4 or each.shape[dim] == 1))
+            )
+            return Shard(dim) if split else Replicate()
+
+        given = (*args, *kwargs.values())
+        return [
+            ([Replicate() if dim is None else Shard(dim)] * self.results, [placed(each, dim) for each in given])
+            for dim in (None, 0, 1)
+        ]
 
 
 class _Whole:

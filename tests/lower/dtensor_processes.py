@@ -69,6 +69,27 @@ class Convolutional(torch.nn.Module):
         return self.head(self.narrow(self.grouped(x)).transpose(1, 2))
 
 
+class Attentive(torch.nn.Module):
+    """Tokens to logits by torch's attention, of itself (packed weights) and of another value, and its encoder layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.own = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        self.cross = torch.nn.MultiheadAttention(32, 4, batch_first=True, kdim=16, vdim=16)
+        self.narrow = torch.nn.Linear(32, 16)
+        self.layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)  # time first
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.own(x, x, x, need_weights=False)[0]
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        memory = self.narrow(x)
+        x = x + self.cross(x, memory, memory, attn_mask=mask)[0]
+        return self.head(self.layer(x.transpose(0, 1)).transpose(0, 1))
+
+
 def loss_of(logits, target):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -118,6 +139,7 @@ SCENARIOS = {
     "gpt2": (gpt2, hf_batch, None, sgd),
     "llama": (llama, hf_batch, None, sgd),
     "convolutional": (Convolutional, batch, loss_of, sgd),
+    "attentive": (Attentive, batch, loss_of, sgd),
 }
 
 

@@ -34,6 +34,11 @@ HINTS = {
         "tokens": "[data],[]", "wide.weight": "[model],[],[]", "narrow.weight": "[],[model],[]",
         "norm.running_mean": "[model]",
     },
+    "attentive": {
+        "tokens": "[data],[]", "own.in_proj_weight": "[model],[]", "own.out_proj.weight": "[],[model]",
+        "cross.q_proj_weight": "[model],[]", "layer.self_attn.in_proj_weight": "[data],[model]",
+        "layer.linear1.weight": "[model],[]",
+    },
 }  # fmt: skip
 """Programs as small as these are planned whole; this makes their plans worth carrying out."""
 
@@ -105,6 +110,11 @@ def test_what_dtensor_cannot_express_is_named(seen):
     lines = seen["llama"]["inexpressible"]
     assert any("inside model.layers.*.self_attn follow DTensor's own propagation" in line for line in lines)
     assert any("of the backward pass" in line for line in lines)
+
+
+def test_attention_that_dtensor_cannot_split_by_heads_is_named(seen):
+    lines = [line for line in seen["attentive"]["inexpressible"] if "MultiheadAttention" in line]
+    assert {line.partition(" ")[0] for line in lines} == {"own", "cross", "layer.self_attn"}
 
 
 class Devices:
