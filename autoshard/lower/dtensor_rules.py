@@ -162,7 +162,7 @@ class _Attention:
         self.results = len(op._schema.returns)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-        mask = kwargs.get("attn_mask")
+        mask: Any = kwargs.get("attn_mask")
 
         def placed(each: Any, dim: int | None) -> Any:
             if not hasattr(each, "tensor_meta"):
