@@ -42,6 +42,12 @@ def test_numbers_are_those_of_one_device(seen, name):
     equal = HALF_EQUAL if name == "bf16" else EQUAL
     assert seen[name]["losses"] < equal
     assert seen[name]["parameters"] < equal
+    assert seen[name]["split"] > 4
+    assert seen[name]["unsplit"] == [], "the step ran, but not under the plan"
+
+
+def test_what_is_computed_again_is_planned(seen):
+    assert seen["activation_checkpointing"]["computed_again"] > 10
 
 
 def test_a_value_that_makes_another_program_is_named(seen):

@@ -104,8 +104,19 @@ def alone(model, dtype=torch.float32, steps=range(STEPS)):
     return losses
 
 
-def compared(losses, wanted, model, reference):
+def unsplit(plan, model):
+    """Parameters that the plan splits and that are whole after training: the step that made them was not annotated."""
+    return [
+        name
+        for name, tensor in model.named_parameters()
+        if any(plan.parameters[name].spec) and "devices=" not in (torch_xla._XLAC._get_xla_sharding_spec(tensor) or "")
+    ]
+
+
+def compared(losses, wanted, model, reference, plan):
     return {
+        "split": sum(any(each.spec) for each in plan.parameters.values()),
+        "unsplit": unsplit(plan, model),
         "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)),
         "parameters": max(
             float((a.detach().cpu().float() - b.detach().float()).abs().max())
@@ -121,14 +132,17 @@ def fresh(**options):
 
 def activation_checkpointing():
     model, reference = fresh(checkpoint=torch_xla.utils.checkpoint.checkpoint), fresh()
-    losses, _ = trained(planned(model), model)
-    return compared(losses, alone(reference), model, reference)
+    plan = planned(model)
+    losses, _ = trained(plan, model)
+    again = len(plan.program.ops) - len(planned(fresh()).program.ops)
+    return {**compared(losses, alone(reference), model, reference, plan), "computed_again": again}
 
 
 def bf16():
     model, reference = fresh().bfloat16(), fresh().bfloat16()
-    losses, _ = trained(planned(model, torch.bfloat16), model, dtype=torch.bfloat16)
-    return compared(losses, alone(reference, torch.bfloat16), model, reference)
+    plan = planned(model, torch.bfloat16)
+    losses, _ = trained(plan, model, dtype=torch.bfloat16)
+    return compared(losses, alone(reference, torch.bfloat16), model, reference, plan)
 
 
 def eager_and_compile():
@@ -142,7 +156,7 @@ def eager_and_compile():
         losses, _ = trained(plan, model, run=lambda step: torch_xla.compile(step, full_graph=True))
     finally:
         torch_xla.experimental.eager_mode(False)
-    return compared(losses, alone(reference), model, reference)
+    return compared(losses, alone(reference), model, reference, plan)
 
 
 def sharded_tensors():
@@ -203,11 +217,7 @@ def checkpoint_between_plans():
             for part in found
             for name in found[part]
         ),
-        "unsplit": [
-            name
-            for name, tensor in other.named_parameters()
-            if any(plan.parameters[name].spec) and "devices=" not in torch_xla._XLAC._get_xla_sharding_spec(tensor)
-        ],
+        "unsplit": unsplit(plan, other),
     }
 
 
@@ -245,8 +255,9 @@ def fsdpv2_beside():
         losses.append(loss.item())
         their_losses.append(their_loss.item())
     wanted = alone(reference)
-    ours, other = compared(losses, wanted, model, reference), compared(their_losses, wanted, beside, reference)
-    return {key: max(ours[key], other[key]) for key in ours}
+    ours = compared(losses, wanted, model, reference, plan)
+    other = compared(their_losses, wanted, beside, reference, plan)
+    return {**ours, **{key: max(ours[key], other[key]) for key in ("losses", "parameters")}}
 
 
 class Accumulating(torch.nn.Module):
@@ -280,7 +291,7 @@ def gradient_accumulation():
             optimizer.step()
         torch_xla.sync()
         losses.append(loss.item())
-    return compared(losses, alone(reference), model, reference)
+    return compared(losses, alone(reference), model, reference, plan)
 
 
 class Reading(torch.nn.Module):
@@ -328,7 +339,7 @@ def values_read():
         refused = ""
     except PlanMismatchError as error:
         refused = str(error)
-    return {**compared(losses, wanted, model, reference), "refused": refused, "reads": len(plan.program.reads)}
+    return {**compared(losses, wanted, model, reference, plan), "refused": refused, "reads": len(plan.program.reads)}
 
 
 def squares(y):
@@ -364,8 +375,9 @@ def layers_scanned():
     model = Scanned()
     reference = torch.nn.Sequential(model.stem, *model.layers)
     reference = copy.deepcopy(reference)
-    losses, _ = trained(planned(model), model)
-    return compared(losses, alone(reference), model, reference)
+    plan = planned(model)
+    losses, _ = trained(plan, model)
+    return compared(losses, alone(reference), model, reference, plan)
 
 
 SCENARIOS = {
