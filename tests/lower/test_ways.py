@@ -30,6 +30,7 @@ def seen(tmp_path_factory):
     [
         "activation_checkpointing",
         "bf16",
+        "dynamo",
         "eager_and_compile",
         "fsdpv2_beside",
         "gradient_accumulation",
@@ -44,6 +45,10 @@ def test_numbers_are_those_of_one_device(seen, name):
     assert seen[name]["parameters"] < equal
     assert seen[name]["split"] > 4
     assert seen[name]["unsplit"] == [], "the step ran, but not under the plan"
+
+
+def test_dynamo_leaves_the_planned_step_alone(seen):
+    assert seen["dynamo"]["graphs"] == 0
 
 
 def test_what_is_computed_again_is_planned(seen):

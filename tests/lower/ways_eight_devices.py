@@ -70,15 +70,15 @@ def planned(model, dtype=torch.float32, mesh=MESH):
     return alternating(program, mesh)
 
 
-def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None):
-    """Train under a plan; returns the losses and the optimizer."""
+def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, called=None):
+    """Train under a plan, `called` in the model's place if given; returns the losses and the optimizer."""
     optimizer = sgd(model.parameters())
     plan.apply(model, optimizer)
 
     def step(x, y):
         with plan.annotate():
             optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss = torch.nn.functional.mse_loss((called or model)(x), y)
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -157,6 +157,17 @@ def eager_and_compile():
     finally:
         torch_xla.experimental.eager_mode(False)
     return compared(losses, alone(reference), model, reference, plan)
+
+
+def dynamo():
+    """A model under `torch.compile`: the planned step is traced as a whole, and dynamo compiles nothing of it."""
+    from torch._dynamo.utils import counters
+
+    model, reference = fresh(), fresh()
+    plan = planned(model)
+    losses, _ = trained(plan, model, called=torch.compile(model, backend="openxla"))
+    graphs = counters["stats"].get("unique_graphs", 0)
+    return {**compared(losses, alone(reference), model, reference, plan), "graphs": graphs}
 
 
 def sharded_tensors():
@@ -389,6 +400,7 @@ SCENARIOS = {
     "activation_checkpointing": activation_checkpointing,
     "bf16": bf16,
     "eager_and_compile": eager_and_compile,
+    "dynamo": dynamo,
     "sharded_tensors": sharded_tensors,
 }
 
