@@ -4,6 +4,8 @@ All measured by compiling single collectives (libtpu 0.0.51, v5e and v5p); `test
 
 - An all-reduce of which each device goes on with a slice is a reduce-scatter only if the slices are whole tiles, after
   padding that makes the array at most half as large again. Slices that were padded are moved into place by permutes.
+- Slices of a dim that is not within tiles are one block each only if that dim is the outermost: else an all-reduce.
+  So it is where rows are sliced that others lie around, and the slices are no whole tiles.
 - It is scattered in equal pieces that fit a buffer: slices are padded to as many rows of tiles as make such pieces.
 - An all-gather of a vector whose parts are no multiples of 128 is an all-reduce of zeros with each part in its place.
   So is one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims of four or
@@ -105,12 +107,14 @@ def scattered(
         cut = major > 1 or across > piece or _cuts(down, piece // across)
         return Scattered() if part[lane] % LANES == 0 and cut else None
     if dim != row:
+        if any(at not in (lane, row) for at in range(dim)):
+            return None
         tiles = major * down * across
         return _padded(tiles, _in_pieces(tiles, unit, piece), ways)
     if _largest_prime(across) > LONGEST:
         return None
     if major > 1:
-        return _padded(part[row], down * ROWS, ways)
+        return Scattered() if part[row] % ROWS == 0 else None
     rows = max(unit // math.gcd(unit, across), unit // 2)
     fits = piece // across
     padded = _in_pieces(down, rows, fits) if fits >= rows else _up(down, rows)

@@ -28,6 +28,16 @@ SCATTERED = [
     *(((64, 3, 128), 0), ((64, 5, 100), 0), ((5, 64, 128), 1)),
     *(((64, 3, 7, 7), 0), ((64, 64, 3, 3), 0), ((64, 64, 3, 3), 1), ((512, 256, 1, 1), 0), ((2048, 64, 128), 1)),
 ]
+# Over the 4 chips of the model axis: products, with batch dims or without, on v5e and v5p.
+SCATTERED_4 = [
+    *(((4, 3, 64, 128), 0), ((3, 16, 64, 128), 2), ((3, 2, 128, 512), 3), ((2, 64, 64), 1), ((1, 16, 64, 128), 1)),
+    *(((2, 2, 3, 128, 64), 3), ((16, 2, 2, 64, 128), 0), ((128, 16, 3, 64), 1), ((4, 64, 12, 64), 1)),
+]
+REDUCED_4 = [
+    *(((2, 16, 256, 1024), 1), ((2, 16, 64, 128), 1), ((2, 16, 8, 128), 1), ((2, 64, 16, 8), 1), ((3, 16, 64, 64), 1)),
+    *(((2, 1, 16, 64, 128), 2), ((5, 16, 16, 128), 1), ((64, 8, 64, 64), 1), ((128, 3, 16, 64), 2)),
+    *(((3, 24, 128), 1), ((3, 48, 256), 1), ((3, 24, 256), 1)),
+]
 REDUCED = [
     *(((1024,), 0), ((16384,), 0), ((1048576,), 0), ((8192, 1), 0), ((1, 8192), 1), ((8192, 2), 0), ((8192, 4), 0)),
     *(((512, 13), 0), ((512, 13, 1), 0), ((2048, 4, 128), 0), ((2048, 2, 128), 0), ((2048, 16, 128), 1)),
@@ -46,6 +56,14 @@ def test_slices_of_whole_tiles_are_scattered(shape, dim):
 @pytest.mark.parametrize(("shape", "dim"), REDUCED)
 def test_other_slices_are_reduced(shape, dim):
     assert scattered(shape, dim, 8) is None
+
+
+@pytest.mark.parametrize(("shape", "dim"), SCATTERED_4 + REDUCED_4)
+def test_a_dim_that_others_lie_around_is_scattered_in_whole_tiles_or_not_at_all(shape, dim):
+    # An expert's sum in the automatic plan of a mixture of experts on v5e 4x4: 84 % of all bytes.
+    known = Scattered() if (shape, dim) in SCATTERED_4 else None
+    found = scattered(shape, dim, 4)
+    assert found == known
 
 
 @pytest.mark.parametrize(
