@@ -22,7 +22,7 @@ from autoshard.cost.layout import sums_whole
 from autoshard.cost.spmd_chained import chained_scatters
 from autoshard.cost.spmd_contraction import contraction, is_transposed, may_loop
 from autoshard.cost.spmd_emission import Emission
-from autoshard.cost.spmd_gather import KeptGathers
+from autoshard.cost.spmd_gather import KeptGathers, in_whole_mesh
 from autoshard.cost.spmd_halo import Moved
 from autoshard.cost.spmd_index import IndexPartitioner
 from autoshard.cost.spmd_kernel import Gathering, source_of, turned
@@ -304,6 +304,10 @@ class Partitioner:
                 steps = spmd_reorder.before_convert(self, value, copy, steps)
             if copy is None and move[1] is not None:
                 steps = spmd_reorder.before_broadcast(self, value, move[1], move[2], steps)
+            if self.target == "tpu" and move[1] is not None:
+                held = self.shardings.made[value] if copy is None else self.shardings.copied[copy]
+                move = in_whole_mesh(move, held)
+                end = move[2]
             if isinstance(move[0], Ring):
                 moves.append(Move(place, (node, move, op.id), end, self._around((node, move), steps, op.id)))
             else:

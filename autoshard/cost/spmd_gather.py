@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from autoshard.cost.spmd_emission import MoveKey
 from autoshard.graph.ops import Graph
+from autoshard.graph.tiling import Tiling
 
 KEPT_FOR = 100
 """Ops: the default of libtpu's `xla_tpu_spmd_threshold_for_allgather_cse`.
@@ -41,6 +43,28 @@ class KeptGathers:
                 return True
         kept.append(height)
         return False
+
+
+def in_whole_mesh(key: MoveKey, tiling: Tiling) -> MoveKey:
+    """A move within groups of devices, named as the same move over all of the mesh.
+
+    So a weight is gathered once for a product that groups of devices do apart and one that they do together.
+
+    Args:
+        key: of the move; that of a ring stays.
+        tiling: of the whole value that is moved.
+    """
+    outer, source, end = key
+    if not outer or not isinstance(outer, tuple):
+        return key
+    grouped = set(outer)
+    mixed = any(0 < len(grouped.intersection(axes)) < len(axes) for axes in tiling)
+    if mixed or source != tuple(() if grouped.issuperset(axes) else axes for axes in tiling):
+        return key
+    of_groups = [bool(axes) and grouped.issuperset(axes) for axes in tiling]
+    if any(kept and after for kept, after in zip(of_groups, end, strict=True)):
+        return key
+    return (), tiling, tuple(tiling[dim] if kept else end[dim] for dim, kept in enumerate(of_groups))
 
 
 def heights(graph: Graph) -> list[int]:
