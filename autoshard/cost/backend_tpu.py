@@ -23,6 +23,7 @@ from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_
 from autoshard.cost.rewrite_tpu import (
     convolved,
     laid_out_for_convolutions,
+    looked_up_by_rows,
     moved_by_rows,
     scattered_by_rows,
     scattered_onto,
@@ -194,7 +195,8 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu` and `autoshard.cost.strips_tpu`."""
-        return cut_into_strips(laid_out_for_convolutions(moved_by_rows(scattered_by_rows(scattered_onto(program)))))
+        by_rows = moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program))))
+        return cut_into_strips(laid_out_for_convolutions(by_rows))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
