@@ -73,8 +73,16 @@ class GpuFusion(Fusion):
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether running in every reader moves more than one write and a read each."""
         array = self.arrays[step.writes[0]]
-        read = sum(self.arrays[operand].bytes for operand in dict.fromkeys(step.reads))
+        read = sum(self._read(operand) for operand in dict.fromkeys(step.reads))
         return kernels * read > read + array.bytes + kernels * array.bytes
+
+    def _read(self, operand: int) -> int:
+        """Bytes of an operand, or of what it is a broadcast of: that runs wherever it is read."""
+        while (maker := self.arrays[operand].maker) >= 0 and self.steps[maker].kind == "broadcast_in_dim":
+            if not self.steps[maker].reads:
+                return 0
+            operand = self.steps[maker].reads[0]
+        return self.arrays[operand].bytes
 
 
 class GpuBackend(Backend):
@@ -140,7 +148,11 @@ class GpuBackend(Backend):
         arrays = program.arrays
         kernels = _cleared_together(kernels, arrays)
         kernels = merged_outputs(
-            kernels, partial(_elements, arrays), lambda array: arrays[array].bytes >= SMALL, _reads_few
+            kernels,
+            partial(_elements, arrays),
+            lambda array: arrays[array].bytes >= SMALL,
+            _reads_few,
+            partial(_summed, program),
         )
         for kernel in kernels:
             if kernel.kind == "all-reduce":
@@ -211,6 +223,27 @@ def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
         return None
     counted = (*kernel.writes, *kernel.reads) if kernel.kind == "reduce" else kernel.writes[:1]
     return max(math.prod(arrays[array].shape or (0,)) for array in counted) or None
+
+
+def _summed(program: Lowered, kernel: Kernel) -> Hashable:
+    """Over which dims a kernel sums, neighbours taken together and those of one element left out; None if it does not.
+
+    Sums over other dims are kernels of their own (`FusionHeroesAreCompatible`).
+    """
+    step = program.steps[kernel.steps[-1]] if kernel.kind == "reduce" and kernel.steps else None
+    shape = program.arrays[step.reads[0]].shape if step is not None and step.reads else None
+    if step is None or shape is None or step.kind != "reduce":
+        return None
+    dims = program.graph.ops[step.op].attrs.get("dims")
+    if dims is None:  # a product with a vector
+        return None
+    found: list[tuple[bool, int]] = []
+    for dim, size in enumerate(shape):
+        if size > 1 and found and found[-1][0] == (dim in dims):
+            found[-1] = (found[-1][0], found[-1][1] * size)
+        elif size > 1:
+            found.append((dim in dims, size))
+    return tuple(found)
 
 
 def _reads_few(one: Kernel, other: Kernel) -> bool:

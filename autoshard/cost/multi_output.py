@@ -23,6 +23,7 @@ def merged_outputs(
     key: Callable[[Kernel], Hashable],
     shared: Callable[[int], bool],
     alike: Callable[[Kernel, Kernel], bool] = lambda one, other: True,
+    hero: Callable[[Kernel], Hashable] | None = None,
 ) -> list[Kernel]:
     """Merge kernels that read, or make and read, one array, as long as nothing else stands between them.
 
@@ -30,13 +31,17 @@ def merged_outputs(
         key: kernels with equal keys may run as one; what has None runs alone.
         shared: whether an array is worth reading once.
         alike: what else is asked of two kernels with equal keys.
+        hero: what kernels that run as one must agree on; those of None go with any. With it, kernels that read an array
+            merge before its maker joins them (as in XLA's GPU compiler).
     """
-    return _Merger(kernels).run([key(kernel) for kernel in kernels], shared, alike)
+    return _Merger(kernels, hero).run([key(kernel) for kernel in kernels], shared, alike)
 
 
 class _Merger:
-    def __init__(self, kernels: list[Kernel]) -> None:
+    def __init__(self, kernels: list[Kernel], hero: Callable[[Kernel], Hashable] | None) -> None:
         self.kernels = kernels
+        self.siblings_first = hero is not None
+        self.heroes = [None if hero is None else hero(kernel) for kernel in kernels]
         deps = dependencies(kernels)
         self.before = _Ancestors(deps)
         self.makers = [np.array(sorted(makers), np.intp) for makers in deps.makers]  # of all members
@@ -52,21 +57,30 @@ class _Merger:
             for array in (*kernel.writes, *kernel.reads):
                 if shared(array):
                     users.setdefault(array, []).append(number)
-        for group in users.values():
+        for array, group in users.items():
+            makes = self.siblings_first and array in self.kernels[group[0]].writes
             seen: dict[Hashable, list[int]] = {}
-            for later in group:
+            for later in (*group[1:], group[0]) if makes else group:
                 if keys[later] is None:
                     continue
                 before = seen.setdefault(keys[later], [])
                 for earlier in before:
                     one, other = self.into[earlier], self.into[later]
-                    if one != other and alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
+                    if makes and later == group[0]:
+                        one, other = other, one
+                    if one == other or not self._agree(one, other):
+                        continue
+                    if alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
                         self._join(one, other)
                         break
                 if all(self.into[earlier] != self.into[later] for earlier in before):
                     before.append(later)
         result = [self._merged(sorted(parts)) for parts in self.members if parts]
         return in_order(sorted(result, key=lambda kernel: kernel.place))
+
+    def _agree(self, one: int, other: int) -> bool:
+        first, second = self.heroes[one], self.heroes[other]
+        return first is None or second is None or first == second
 
     def _free(self, one: int, other: int) -> bool:
         """Whether neither needs the other but for results that it reads directly."""
@@ -77,6 +91,8 @@ class _Merger:
 
     def _join(self, one: int, other: int) -> None:
         self.before.join(one, other)
+        if self.heroes[one] is None:
+            self.heroes[one] = self.heroes[other]
         self.makers[one] = np.concatenate((self.makers[one], self.makers[other]))
         self.members[one] += self.members[other]
         for number in self.members[other]:
