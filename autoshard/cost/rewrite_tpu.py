@@ -107,7 +107,7 @@ def scattered_by_rows(program: Lowered) -> Lowered:
 
 
 def looked_up_by_rows(program: Lowered) -> Lowered:
-    """Rows are gathered from an array whose last dim is the innermost: a table that pads less otherwise is copied whole.
+    """Rows are gathered from an array whose last dim is the innermost: a table that pads less else is copied.
 
     Once for all its lookups; the rows of a narrow table take 128 numbers each (DLRM: 64 MB for 125,000 rows of 64).
     """
