@@ -73,16 +73,17 @@ class GpuFusion(Fusion):
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether running in every reader moves more than one write and a read each."""
         array = self.arrays[step.writes[0]]
-        read = sum(self._read(operand) for operand in dict.fromkeys(step.reads))
+        sizes = [(self.arrays[operand].bytes, self._broadcast_from(operand)) for operand in dict.fromkeys(step.reads)]
+        small = [of for _, of in sizes if of is not None]
+        read = sum(small) if len(small) == len(sizes) else sum(size for size, _ in sizes)
         return kernels * read > read + array.bytes + kernels * array.bytes
 
-    def _read(self, operand: int) -> int:
-        """Bytes of an operand, or of what it is a broadcast of: that runs wherever it is read."""
-        while (maker := self.arrays[operand].maker) >= 0 and self.steps[maker].kind == "broadcast_in_dim":
-            if not self.steps[maker].reads:
-                return 0
-            operand = self.steps[maker].reads[0]
-        return self.arrays[operand].bytes
+    def _broadcast_from(self, operand: int) -> int | None:
+        """Bytes that an operand is a broadcast of, or None: it runs wherever it is read (a mask of a head's classes)."""
+        maker = self.arrays[operand].maker
+        if maker < 0 or self.steps[maker].kind not in ("broadcast_in_dim", "iota"):
+            return None
+        return sum(self.arrays[array].bytes for array in self.steps[maker].reads)
 
 
 class GpuBackend(Backend):
@@ -155,7 +156,7 @@ class GpuBackend(Backend):
             partial(_summed, program),
         )
         for kernel in kernels:
-            if kernel.kind == "all-reduce":
+            if kernel.kind == "all-reduce" or _sums_rows(program, kernel):
                 kernel.shares = True
         merged = combined(kernels, key, size, THRESHOLD)
         found = []
@@ -225,14 +226,30 @@ def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
     return max(math.prod(arrays[array].shape or (0,)) for array in counted) or None
 
 
+def _sums_rows(program: Lowered, kernel: Kernel) -> bool:
+    """Whether a kernel sums over the last dim, and its other results may take over what it reads.
+
+    As seen: the gradient of GPT-2's and BERT's logits, beside a sum of them.
+    """
+    if kernel.kind not in FUSED or len(kernel.writes) < 2:
+        return False
+    sums = [program.steps[number] for number in kernel.steps if program.steps[number].kind == "reduce"]
+    made = [_over(program, step) for step in sums if not set(step.writes).isdisjoint(kernel.writes)]
+    return bool(made) and all(over is not None and over[-1][0] for over in made)
+
+
 def _summed(program: Lowered, kernel: Kernel) -> Hashable:
     """Over which dims a kernel sums, neighbours taken together and those of one element left out; None if it does not.
 
     Sums over other dims are kernels of their own (`FusionHeroesAreCompatible`).
     """
     step = program.steps[kernel.steps[-1]] if kernel.kind == "reduce" and kernel.steps else None
-    shape = program.arrays[step.reads[0]].shape if step is not None and step.reads else None
-    if step is None or shape is None or step.kind != "reduce":
+    return None if step is None or step.kind != "reduce" else _over(program, step)
+
+
+def _over(program: Lowered, step: Step) -> tuple[tuple[bool, int], ...] | None:
+    shape = program.arrays[step.reads[0]].shape if step.reads else None
+    if shape is None:
         return None
     dims = program.graph.ops[step.op].attrs.get("dims")
     if dims is None:  # a product with a vector
