@@ -79,7 +79,7 @@ class GpuFusion(Fusion):
         return kernels * read > read + array.bytes + kernels * array.bytes
 
     def _broadcast_from(self, operand: int) -> int | None:
-        """Bytes that an operand is a broadcast of, or None: it runs wherever it is read (a mask of a head's classes)."""
+        """Bytes that an operand is a broadcast of, which runs wherever it is read (a mask of classes); else None."""
         maker = self.arrays[operand].maker
         if maker < 0 or self.steps[maker].kind not in ("broadcast_in_dim", "iota"):
             return None
