@@ -160,8 +160,8 @@ def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
     """Whether a contraction of so many FLOPs hides the permutes of a windowed einsum over `axes`.
 
     XLA compares the longer of the two, and two more permutes, with a contraction and a collective of `size` bytes one
-    after the other (`disable_windowed_einsum` in dot_handler.cc). A collective over a square uses the links of both
-    dims, a loop those of one.
+    after the other (`disable_windowed_einsum` in dot_handler.cc). A collective over 2x2 chips uses the links of both
+    dims, a loop those of one; over 4x4 it is not counted so.
     """
     device = load_device(mesh.device)
     link = device.links[0]
@@ -170,7 +170,7 @@ def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
     ways = mesh.ways({axis.partition("[")[0] for axis in axes})
     computing = flops / device.peak_flops("bf16")
     permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
-    moving = permuting / (2 if scatter_unit(axes, mesh) == 4 else 1)
+    moving = permuting / (2 if ways == 4 and scatter_unit(axes, mesh) == 4 else 1)
     return max(computing, permuting) + 2 * permuting / ways < computing + moving
 
 

@@ -296,6 +296,8 @@ def product(m, k, n, lhs, rhs, device="tpu-v5e", shape=(2, 4)):
         (8448, "tpu-v5e", (2, 4), "collective-permute"),
         (49152, "tpu-v5e", (2, 4), "collective-permute"),
         (24576, "tpu-v5e", (2, 2), "reduce-scatter"),
+        (8192, "tpu-v5e", (4, 4), "all-reduce"),
+        (8448, "tpu-v5e", (4, 4), "collective-permute"),
         (8192, "tpu-v5p", (2, 2, 2), "all-reduce"),
         (10240, "tpu-v5p", (2, 2, 2), "collective-permute"),
         (16384, "tpu-v6e", (2, 4), "reduce-scatter"),
