@@ -21,7 +21,7 @@ from autoshard.cost.backend import Backend
 from autoshard.cost.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.latency import overlapped
-from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.rewrite_conv import cudnn_convolution, folded_kernels
@@ -35,6 +35,7 @@ from autoshard.cost.schedule import (
     results_in_order,
 )
 from autoshard.cost.split_k import Product, split_k
+from autoshard.graph.groups import ELEMENTWISE
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 THRESHOLD = 30 * 2**20
@@ -50,6 +51,11 @@ PARTS = "sum_of_parts"
 
 class GpuFusion(Fusion):
     """Fusion as long as it saves traffic."""
+
+    def __init__(self, program: Lowered) -> None:
+        """For one device's program."""
+        super().__init__(program)
+        self.little: dict[int, int | None] = {}  # array -> `_broadcast_from`
 
     def inlined(self, step: Step) -> bool:
         """Loops, and sums of a product's parts."""
@@ -72,6 +78,8 @@ class GpuFusion(Fusion):
 
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether running in every reader moves more than one write and a read each."""
+        if step.kind in ("slice", SLICE):  # it reads what it makes
+            return False
         array = self.arrays[step.writes[0]]
         sizes = [(self.arrays[operand].bytes, self._broadcast_from(operand)) for operand in dict.fromkeys(step.reads)]
         small = [of for _, of in sizes if of is not None]
@@ -79,11 +87,21 @@ class GpuFusion(Fusion):
         return kernels * read > read + array.bytes + kernels * array.bytes
 
     def _broadcast_from(self, operand: int) -> int | None:
-        """Bytes that an operand is a broadcast of, which runs wherever it is read (a mask of classes); else None."""
-        maker = self.arrays[operand].maker
-        if maker < 0 or self.steps[maker].kind not in ("broadcast_in_dim", "iota"):
-            return None
-        return sum(self.arrays[array].bytes for array in self.steps[maker].reads)
+        """Bytes that an operand is made from by broadcasts alone, and elementwise steps behind them; else None.
+
+        That runs wherever it is read (a mask of a head's classes).
+        """
+        if operand not in self.little:
+            self.little[operand] = None
+            maker = self.arrays[operand].maker
+            step = self.steps[maker] if maker >= 0 else None
+            if step is not None and step.kind in ("broadcast_in_dim", "iota"):
+                self.little[operand] = sum(self.arrays[array].bytes for array in step.reads)
+            elif step is not None and len(step.writes) == 1 and (step.kind in ELEMENTWISE or step.kind == "reshape"):
+                parts = [self._broadcast_from(array) for array in dict.fromkeys(step.reads)]
+                known = [part for part in parts if part is not None]
+                self.little[operand] = sum(known) if len(known) == len(parts) else None
+        return self.little[operand]
 
 
 class GpuBackend(Backend):
