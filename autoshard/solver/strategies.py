@@ -21,7 +21,10 @@ import numpy.typing as npt
 
 from autoshard.cost.collectives import Collective, CollectiveKind
 from autoshard.cost.compute import dtype_bytes
+from autoshard.cost.device import load_device
 from autoshard.cost.layout import sums_whole
+from autoshard.cost.tiles_tpu import scatter_buffer, scatter_unit
+from autoshard.cost.tiles_tpu import scattered as tiles_scattered
 from autoshard.graph.groups import FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated, spec_axes
@@ -396,8 +399,10 @@ def strategies(
         rows.append(_Row(assignment, inputs, pinned, [*pinned], tuple(collectives)))
         if len(outputs) == 1 and partial and len(collectives) == 1:
             if scatter:
-                moved = replace(collectives[0], kind=_scatter_kind(partial, mesh), axes=mesh.in_order(partial))
-                for spec in scattered(pinned[0], shape.value_shapes[outputs[0]], partial, mesh):
+                sizes = shape.value_shapes[outputs[0]]
+                for spec in scattered(pinned[0], sizes, partial, mesh):
+                    how = _scatter_kind_of(sizes, pinned[0], spec, partial, mesh)
+                    moved = replace(collectives[0], kind=how, axes=mesh.in_order(partial))
                     rows.append(_Row(assignment, inputs, pinned, [spec], (moved,)))
             if defer:
                 rows.append(_Row(assignment, inputs, pinned, [Partial(pinned[0], partial)], ()))
@@ -406,7 +411,9 @@ def strategies(
             for axes, before, after in _reductions(root, shape_of_root, mesh):
                 if sums.moved and (before != root or after == root):
                     continue
-                kind: CollectiveKind = "all-reduce" if before == after else _scatter_kind(axes, mesh)
+                kind: CollectiveKind = (
+                    "all-reduce" if before == after else _scatter_kind_of(shape_of_root, before, after, axes, mesh)
+                )
                 size = math.prod(mesh.shard_shape(shape_of_root, before)) * item[sums.root]
                 once = Collective(kind, mesh.in_order(axes), size, op=len(group.ops) - 1)
                 terms: list[Sharded] = [
@@ -468,6 +475,20 @@ def _reductions(root: Spec, shape: Sequence[int], mesh: Mesh) -> Iterable[tuple[
 def _scatter_kind(axes: Sequence[str], mesh: Mesh) -> CollectiveKind:
     """What a sum becomes of which every device goes on with a slice (`layout.sums_whole`)."""
     return "all-reduce" if sums_whole(mesh.in_order(axes), mesh) else "reduce-scatter"
+
+
+def _scatter_kind_of(
+    shape: Sequence[int], before: Spec, after: Spec, axes: Sequence[str], mesh: Mesh
+) -> CollectiveKind:
+    """The same of a value of `shape` that is split as `before` says while it is summed, as `after` says then."""
+    kind = _scatter_kind(axes, mesh)
+    dim = next(dim for dim, split in enumerate(after) if split != before[dim])
+    if kind == "all-reduce" or load_device(mesh.device).links[0].topology != "torus":
+        return kind
+    names = mesh.in_order(axes)
+    unit, buffer = scatter_unit(names, mesh), scatter_buffer(mesh)
+    found = tiles_scattered(tuple(mesh.shard_shape(shape, before)), dim, mesh.ways(axes), unit=unit, buffer=buffer)
+    return "all-reduce" if found is None else kind
 
 
 def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:

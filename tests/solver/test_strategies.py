@@ -16,6 +16,7 @@ from autoshard.solver.strategies import (
     Partial,
     Strategies,
     Sum,
+    _scatter_kind_of,
     argument_specs,
     fits,
     scattered,
@@ -171,3 +172,14 @@ def test_a_cpu_sums_along_two_dims_one_after_the_other():
         found = strategies(groups.groups[0], groups, graph, MESH, rule_for, scatter=False, merged=merged)
         (chosen,) = [s for s in range(len(found)) if found.inputs[0][s] == (("x",), ("y",), ())]
         assert [c.axes for c in found.collectives[chosen]] == kinds
+
+
+@pytest.mark.parametrize(("device", "middle"), [("tpu-v5e", "all-reduce"), ("h100", "reduce-scatter")])
+def test_on_tpu_a_sum_is_not_scattered_along_a_dim_that_others_lie_around(device, middle):
+    # The experts' plan on v5e 4x4 took 10.09 ms compiled, where 7.75 were expected; 8.76 since.
+    mesh = Mesh((2, 4), ("data", "model"), device=device)
+    shape, whole = (2, 16, 256, 1024), ((), (), (), ())
+    found = [
+        _scatter_kind_of(shape, whole, spec, ("model",), mesh) for spec in scattered(whole, shape, ("model",), mesh)
+    ]
+    assert found == [middle, "reduce-scatter", "reduce-scatter"]
