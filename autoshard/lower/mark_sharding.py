@@ -128,7 +128,8 @@ def annotate(plan: Plan) -> Iterator[None]:
 def input_shardings(plan: Plan) -> dict[str, Any]:
     """Input name -> `torch_xla.distributed.spmd.ShardingSpec`, for `MpDeviceLoader(input_sharding=...)`.
 
-    A loader of dicts takes the whole mapping; one of single tensors takes its only value.
+    A loader of dicts, under the names in `plan.inputs`, takes the whole mapping; one of single tensors takes its only
+    value. One of tuples can take none: torch_xla gives all tensors of a tuple the same sharding.
     """
     import torch_xla.distributed.spmd as xs
 
