@@ -153,7 +153,7 @@ class _Attribution:
     def __init__(self, program: Lowered, graph: Graph, groups: Groups, device: Device) -> None:
         self.program, self.graph, self.groups, self.device = program, graph, groups, device
         self.inputs: dict[int, frozenset[Value]] = {}  # by group
-        self.origin: dict[int, Value] = {}
+        self.origin = {number: Value(number) for number, op in enumerate(graph.ops) if op.kind == "argument"}
         for step in self.program.steps:
             op = graph.ops[step.op]
             if step.kind == op.kind and len(step.writes) == len(op.results):

@@ -11,8 +11,10 @@ from autoshard.cost.device import load_device
 from autoshard.cost.lowered import lower
 from autoshard.cost.spmd import partition
 from autoshard.cost.traffic import touched
-from autoshard.cost.work import larger, replicated_program
+from autoshard.cost.work import group_works, larger, replicated_program
 from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import fusion_groups
+from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh
 from tests.cost.zoo import program
@@ -106,3 +108,20 @@ def test_a_chain_of_sums_of_the_two_before_is_read_once():
     mesh, device = Mesh((8,), ("x",), "tpu-v5e"), load_device("tpu-v5e")
     kernels = backend_of(device).compile(replicated_program(graph_from_text(text), mesh, device)).kernels
     assert sum(bool(kernel.flops) for kernel in kernels) >= 2
+
+
+def test_a_copy_of_an_argument_is_work_on_the_argument():
+    """A TPU copies a narrow table to lie by rows: that costs as much as the table has rows, however few are read."""
+    table, i, rows = "tensor<65536x64xf32>", "tensor<16x1xi32>", "tensor<16x64xf32>"
+    text = f"""func.func @main(%table: {table}, %i: {i}) -> {rows} {{
+      %0 = "stablehlo.gather"(%table, %i) {{dimension_numbers = #stablehlo.gather<offset_dims = [1],
+        collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1, 64>}}
+        : ({table}, {i}) -> {rows}
+      return %0 : {rows}
+    }}"""
+    graph = graph_from_text(text)
+    device = replace(load_device("tpu-v5e"), on_chip_bytes=2**16)
+    works = group_works(graph, fusion_groups(graph), Mesh((8,), ("x",), "tpu-v5e"), device)
+    (work,) = works[8].kept
+    assert work.alone[Value(0)] == pytest.approx(3, rel=0.1)  # read, and written with as much padding again
+    assert work.alone.get(Value(2), 0.0) < 10  # none of it is taken for the sixteen rows
