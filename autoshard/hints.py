@@ -30,6 +30,8 @@ def check_keep(keep: str) -> None:
 def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) -> dict[str, Spec]:
     """The hints that hold: those given, and for tensors without one, the annotation that they carry.
 
+    An axis of one device splits nothing, so it is left out of what is asked for.
+
     Raises:
         ValueError: a tensor's annotation is no sharding by axes of the mesh.
     """
@@ -42,7 +44,11 @@ def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) ->
         if name in names and name not in hints
     }
     found.update((name, spec) for name, spec in hints.items() if keep == "all" or name in names)
-    return dict(sorted(found.items()))
+    alone = {axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size == 1}
+    return {
+        name: tuple(tuple(axis for axis in dim if axis not in alone) for dim in spec)
+        for name, spec in sorted(found.items())
+    }
 
 
 def value_named(graph: Graph, name: str) -> Value | None:

@@ -79,6 +79,13 @@ def test_a_value_inside_the_program_is_split_as_hinted(program):
     assert (outside.activations, outside.options.keep, outside.options.hints) == (free.activations, "io", {})
 
 
+def test_a_hint_for_an_axis_of_one_device_asks_for_nothing(program):
+    hints = {"0.weight": [["data"], ["model"]], "2": "[data],[model]"}
+    found = autoshard.plan_program(program, Mesh((4, 1), device="h100"), hints=hints)
+    assert found.parameters["0.weight"].spec == (("data",), ())
+    assert found.options.hints == {"0.weight": (("data",), ()), "2": (("data",), ())}
+
+
 def test_no_hint_holds_with_none(program):
     free = autoshard.plan_program(program, MESH)
     plan = autoshard.plan_program(program, MESH, hints={"0.weight": "[],[]"}, keep="none")
