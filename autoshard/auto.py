@@ -389,27 +389,30 @@ def _split_evenly(model: torch.nn.Module) -> None:
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
 
-    from autoshard.lower import runtime
+    from autoshard.lower import place, runtime
 
     count = xr.global_runtime_device_count()
     mesh = xs.Mesh(list(range(count)), (count,), ("all",))
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_meta:
-            raise AutoShardingError("the model has no weights (it is on meta): initialize it before it is distributed")
-        if tensor.device.type == "xla" and torch_xla._XLAC._get_xla_sharding_spec(runtime.plain(tensor)):
-            continue
-        dims = [dim for dim, size in enumerate(tensor.shape) if size % count == 0 and size > 0]
-        spec: list[Any] = [None] * tensor.dim()
-        if dims:
-            spec[max(dims, key=lambda dim: tensor.shape[dim])] = "all"
-        if tensor.device.type == "xla":
-            torch_xla._XLAC._xla_mark_sharding(runtime.plain(tensor), mesh.get_op_sharding(tuple(spec)))
-            continue
-        moved = tensor.detach().to("xla")
-        torch_xla._XLAC._xla_mark_sharding(runtime.plain(moved), mesh.get_op_sharding(tuple(spec)))
-        if isinstance(tensor, torch.nn.Parameter):
-            moved = torch.nn.Parameter(moved, tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, moved)
+    with place.free_of_weak_references(model):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta:
+                raise AutoShardingError(
+                    "the model has no weights (it is on meta): initialize it before it is distributed"
+                )
+            if tensor.device.type == "xla" and torch_xla._XLAC._get_xla_sharding_spec(runtime.plain(tensor)):
+                continue
+            dims = [dim for dim, size in enumerate(tensor.shape) if size % count == 0 and size > 0]
+            spec: list[Any] = [None] * tensor.dim()
+            if dims:
+                spec[max(dims, key=lambda dim: tensor.shape[dim])] = "all"
+            if tensor.device.type == "xla":
+                torch_xla._XLAC._xla_mark_sharding(runtime.plain(tensor), mesh.get_op_sharding(tuple(spec)))
+                continue
+            moved = tensor.detach().to("xla")
+            torch_xla._XLAC._xla_mark_sharding(runtime.plain(moved), mesh.get_op_sharding(tuple(spec)))
+            if isinstance(tensor, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
 
 
 def _unsplit(model: torch.nn.Module, optimizer: Any, plan: Plan) -> None:

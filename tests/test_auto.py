@@ -36,7 +36,18 @@ def scenario(seen, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["spmd", "policy", "module_loss", "every_mesh", "accumulation", "clipping", "odd_batch", "cached"]
+    "name",
+    [
+        "spmd",
+        "policy",
+        "policy_recurrent",
+        "module_loss",
+        "every_mesh",
+        "accumulation",
+        "clipping",
+        "odd_batch",
+        "cached",
+    ],
 )
 def test_numbers_are_those_of_one_device(seen, name):
     found = scenario(seen, name)

@@ -135,6 +135,7 @@ class Formulation:
                     if op.aten is not None:
                         wants.setdefault((value, op.aten), []).append(wanted)
         read = {key: one_copy(specs) for key, specs in wants.items()}
+        _as_read(graph, pins, read)
         copies = {key: spec for key, spec in read.items() if spec != pins[key[0]]}
         return Annotations(pins, copies, self._hops(choice, pins, copies))
 
@@ -664,6 +665,21 @@ def _annotatable(graph: Graph) -> frozenset[Value]:
         for value in graph.aten_outputs.values()
         if graph.ops[value.op].kind != "argument" and graph.type_of(value).dtype in FLOATS
     )
+
+
+def _as_read(graph: Graph, pins: dict[Value, Spec], read: Mapping[tuple[Value, int], Spec]) -> None:
+    """Pin a scatter's result as the one part of it that all readers take.
+
+    What it scatters may be made within its aten op, where nothing can be annotated: of a result that is pinned whole
+    partitioners all-reduce what each device has scattered, and of a part they gather what is scattered.
+    """
+    wanted: dict[Value, set[Spec]] = {}
+    for (value, _), spec in read.items():
+        if graph.ops[value.op].kind == "scatter":
+            wanted.setdefault(value, set()).add(spec)
+    for value, specs in wanted.items():
+        if len(specs) == 1 and value not in graph.outputs and all(_is_slice(pins[value], spec) for spec in specs):
+            pins[value] = specs.pop()
 
 
 @cache

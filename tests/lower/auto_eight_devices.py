@@ -36,6 +36,17 @@ class Net(torch.nn.Module):
         return self.down(torch.nn.functional.gelu(self.norm(self.up(x)))) * scale
 
 
+class Recurrent(Net):
+    """Its recurrent module holds weak references to its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x, scale=1.0):
+        return super().forward(self.lstm(x.unsqueeze(1).repeat(1, 3, 1))[0][:, -1], scale)
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -67,9 +78,11 @@ def policy(model, **options):
     return distribute_module(model, mesh, autoshard.auto_policy)
 
 
-def trained(place, loss_of=mean_square, optimizer_of=sgd, accumulate=1, odd_batch=False, clip=False, **options):
+def trained(
+    place, loss_of=mean_square, optimizer_of=sgd, accumulate=1, odd_batch=False, clip=False, net=Net, **options
+):
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     reference = copy.deepcopy(model)
     auto._LAST = None
     model = place(model, **options)
@@ -160,6 +173,7 @@ def stale():
 SCENARIOS = {
     "spmd": lambda: trained(spmd, hints=HINTS),
     "policy": lambda: trained(policy),
+    "policy_recurrent": lambda: trained(policy, net=Recurrent),
     "module_loss": lambda: trained(spmd, loss_of=module_loss, hints=HINTS),
     "every_mesh": lambda: trained(spmd, mesh=None),
     "accumulation": lambda: trained(spmd, accumulate=2, hints=HINTS),

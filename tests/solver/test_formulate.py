@@ -10,15 +10,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import autoshard
 from autoshard.cost.device import load_device
 from autoshard.cost.reshard import reshard_steps
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.formulate import Formulation, formulate
+from autoshard.solver.formulate import Formulation, _as_read, formulate
 from autoshard.solver.problem import Problem, Status
 from autoshard.solver.random_plans import random_annotations
 from autoshard.solver.solve import solve
+from autoshard.written import captured_graph
 from tests.graph.helpers import graph_of
 
 jax = pytest.importorskip("jax")
@@ -160,3 +162,23 @@ def labelled(graph: Graph) -> Graph:
     ops = tuple(replace(op, aten=op.id) if op.kind != "argument" else op for op in graph.ops)
     outputs = {(op.id, 0): Value(op.id) for op in ops if op.kind != "argument"}
     return replace(graph, ops=ops, aten_outputs=outputs)
+
+
+def test_what_all_readers_take_the_same_part_of_is_scattered_as_that_part():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_xla")
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 16, padding_idx=0), torch.nn.Linear(16, 64, bias=False))
+    model[1].weight = model[0].weight
+    program = autoshard.capture(
+        model,
+        (torch.zeros(8, 4, dtype=torch.long),),
+        loss_fn=lambda out: out.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    graph = captured_graph(program)
+    (scattered,) = (value for value in graph.aten_outputs.values() if graph.ops[value.op].kind == "scatter")
+    whole, part, other = ((), ()), (("model",), ()), ((), ("model",))
+    for read, pinned in (({1: part}, part), ({1: part, 2: part}, part), ({1: part, 2: other}, whole), ({}, whole)):
+        pins = {scattered: whole}
+        _as_read(graph, pins, {(scattered, aten): spec for aten, spec in read.items()})
+        assert pins == {scattered: pinned}
