@@ -95,6 +95,19 @@ class ValueRead:
     follows_from: tuple[str, ...]
 
 
+WRITTEN_LAST = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "addcmul.default", "addcdiv.default", "lerp.Scalar",
+        "neg.default", "sqrt.default", "rsqrt.default", "exp.default", "tanh.default", "tanh_backward.default",
+    )
+)  # fmt: skip
+"""Aten ops that torch_xla writes as elementwise ops, the last of which makes the one output.
+
+They need no marker, which would be a third of what it writes for an optimizer's step.
+"""
+
+
 @dataclass(frozen=True)
 class Program:
     """A PyTorch program as StableHLO; made by `autoshard.capture`.
@@ -105,7 +118,8 @@ class Program:
         versions: package name -> version that captured it.
         switches: the capture switches that were on, by name, in order; the same must be on at lowering.
         stablehlo: the module, MLIR bytecode. The location of an op names its aten op (`op<k>`); a value that is
-            output j of aten op k goes through `custom_call @Sharding` with the location `op<k>.out<j>`.
+            output j of aten op k goes through `custom_call @Sharding` with the location `op<k>.out<j>`, but for
+            ops that are `unmarked`.
         arguments, outputs: of the module's main function.
         ops: the aten ops in dispatch order.
         values: name of a scalar (or another constant of the host) -> its value at capture, a CPU tensor. What an
@@ -131,6 +145,14 @@ class Program:
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     reads: tuple[ValueRead, ...] = field(default=(), repr=False, compare=False)
     inputs: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @cached_property
+    def unmarked(self) -> frozenset[int]:
+        """Aten ops whose output has no marker in the module: it is the last op of its label, constants aside."""
+        if self.frontend != "torch_xla":
+            return frozenset()
+        plain = (op for op in self.ops if op.name in WRITTEN_LAST)
+        return frozenset(op.index for op in plain if any("f" in kind.dtype[:2] for kind in op.outputs))
 
     @cached_property
     def fingerprint(self) -> str:

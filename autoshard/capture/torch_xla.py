@@ -2,8 +2,8 @@
 
 A placeholder (`tracing.py`) is a lazy tensor without data; the step is traced once, and torch_xla lowers the trace.
 Each aten op runs under a label (`op<k>`), and each floating-point output is marked by a replicated `custom_call
-@Sharding` labelled `op<k>.out<j>`: so every HLO op knows the aten op it came from, and every output that lowering can
-annotate is one value of the module.
+@Sharding` labelled `op<k>.out<j>`, unless the label is enough (`WRITTEN_LAST`): so every HLO op knows the aten op it
+came from, and every output that lowering can annotate is one value of the module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inplace_shapes import quick_inplace_shapes
 from autoshard.capture.modules import ModulePaths
-from autoshard.capture.program import Argument, Program, TensorType
+from autoshard.capture.program import WRITTEN_LAST, Argument, Program, TensorType
 from autoshard.capture.python_frames import no_python_frames
 from autoshard.capture.sequence import Call, draws
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
@@ -280,7 +280,7 @@ class XlaLabels(Labels):
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Mark the outputs that lowering can annotate."""
-        if call.name in UNMARKABLE:
+        if call.name in UNMARKABLE or call.name in WRITTEN_LAST:
             return
         for j, tensor in self.marked(call, outputs):
             scope = self.xla.profiler.scope_pusher(f"op{call.index}.out{j}")

@@ -122,6 +122,7 @@ class _Importer:
         self.argument_count = 0
         self.aten_outputs: dict[tuple[int, int], Value] = {}
         self.modules = {op.index: op.module for op in program.ops}
+        self.unmarked = program.unmarked
         self.functions: dict[str, Any] = {}
         self.types: dict[Any, tuple[TensorType, ...]] = {}
         self.tensors: set[Any] = set()  # MLIR types that are not tuples
@@ -238,10 +239,17 @@ class _Importer:
                 env[op.results[0]] = operands[0]
                 if aten is not None and output is not None and isinstance(operands[0], Value):
                     self.aten_outputs[aten, output] = operands[0]
-            elif (place := self.unchanged(op, name, operands, aten)) is not None:
-                env[op.results[0]] = operands[place]
             else:
-                self.op(op, name, operands, aten, env)
+                place = self.unchanged(op, name, operands, aten)
+                if place is None:
+                    self.op(op, name, operands, aten, env)
+                else:
+                    env[op.results[0]] = operands[place]
+                if aten is not None and aten in self.unmarked and name != "stablehlo.constant":
+                    made = env[op.results[0]]
+                    assert isinstance(made, Value)
+                    self.aten_outputs.pop((aten, 0), None)  # the last one, also in order
+                    self.aten_outputs[aten, 0] = made
         raise ValueError("a block of the module ends without a return")
 
     def unchanged(self, op: Any, name: str, operands: list[Bound], aten: int | None) -> int | None:
@@ -262,14 +270,19 @@ class _Importer:
             place = 1 - ones[-1]
         else:
             return None
-        users = [use.owner.operation.name for use in op.results[0].uses]
-        if _OWN.isdisjoint(users):
+        users = [use.owner.operation for use in op.results[0].uses]
+        if aten in self.unmarked:  # a marker would be its only reader
+            whole, only = (all(aten_of(user, None)[0] != aten for user in users),) * 2
+        else:
+            names = [user.name for user in users]
+            whole, only = not _OWN.isdisjoint(names), names == ["stablehlo.custom_call"]
+        if not whole:
             return place
         value = operands[place]
         assert isinstance(value, Value)
         made = self.ops[value.op]
         own = aten is not None and made.kind != "argument" and made.aten == aten
-        return place if own and len(list(op.operands[place].uses)) == 1 and users == ["stablehlo.custom_call"] else None
+        return place if own and only and len(list(op.operands[place].uses)) == 1 else None
 
     def is_one(self, value: Value) -> bool:
         """Whether every element is known to be 1."""

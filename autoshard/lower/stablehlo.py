@@ -183,7 +183,7 @@ class _Writer:
         inline_calls(self.module, lambda op, caller: aten_of(op, caller)[0], note)
 
     def take_markers(self) -> dict[tuple[int, int], Any]:
-        """Remove the markers; (aten op, output) -> the value that went through.
+        """Remove the markers; (aten op, output) -> the value that went through, or the last one of an unmarked op.
 
         In program order, so that a marker behind a marker (a view that is its base) finds the op's own result. What
         torch_xla gave other ops goes too: a cast has its operand's sharding, which at capture is the marker's.
@@ -202,6 +202,9 @@ class _Writer:
                 op.results[0].replace_all_uses_with(op.operands[0])
                 del self.aten[op.results[0]]
                 op.erase()
+            elif op.name != "stablehlo.constant" and (aten := self.aten_of(op)) in self.program.unmarked:
+                assert aten is not None
+                found[aten, 0] = op.results[0]
         return found
 
     def readable(self, places: Mapping[tuple[int, int], Any], annotations: Annotations) -> dict[Value, list[Any]]:
