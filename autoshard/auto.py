@@ -382,7 +382,9 @@ def _shapes(args: Any, kwargs: Any) -> Any:
 def _split_evenly(model: torch.nn.Module) -> None:
     """Place a model's parameters and buffers on the devices, each split on its longest dim that divides evenly.
 
-    So no step needs the whole model on one device. Tensors that are sharded already are left as they are.
+    So no step needs the whole model on one device. Tensors that are sharded already are left as they are. Buffers of
+    64-bit integers stay whole: they are indices (positions), and XLA ends the process on a scatter whose indices lie
+    unevenly over devices, as a slice of split ones does.
     """
     import torch
     import torch_xla
@@ -403,7 +405,7 @@ def _split_evenly(model: torch.nn.Module) -> None:
                 continue
             dims = [dim for dim, size in enumerate(tensor.shape) if size % count == 0 and size > 0]
             spec: list[Any] = [None] * tensor.dim()
-            if dims:
+            if dims and tensor.dtype != torch.int64:
                 spec[max(dims, key=lambda dim: tensor.shape[dim])] = "all"
             if tensor.device.type == "xla":
                 torch_xla._XLAC._xla_mark_sharding(runtime.plain(tensor), mesh.get_op_sharding(tuple(spec)))

@@ -41,6 +41,7 @@ def scenario(seen, name):
         "spmd",
         "policy",
         "policy_recurrent",
+        "positions",
         "module_loss",
         "every_mesh",
         "accumulation",

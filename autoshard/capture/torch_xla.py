@@ -121,6 +121,8 @@ class _XlaTracing(Tracing):
         import torch_xla
 
         self.xla = torch_xla._XLAC
+        self.stack.callback(self.xla._set_use_eager_mode, self.xla._get_use_eager_mode())
+        self.xla._set_use_eager_mode(False)  # it would run each op at once, on placeholders
 
     def begin_step(self) -> None:
         debug, execution = self.xla._get_ir_debug(), self.xla._get_allow_execution()

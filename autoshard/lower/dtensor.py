@@ -18,24 +18,24 @@ own propagation, and a dim is split by its mesh axes in the mesh's order only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from autoshard.capture.frontends import PYTORCH
-from autoshard.capture.tracing import tensor_type
 from autoshard.errors import LoweringError
 from autoshard.lower import place
+from autoshard.lower.dtensor_modules import Border, border_of, reduced
 from autoshard.lower.dtensor_rules import register_missing
-from autoshard.lower.module_values import BorderValue, ModuleValues, module_values, starred
+from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plan import Plan, TensorPlan
 
@@ -85,10 +85,10 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
     whole = [f"{name} is kept whole: batch norms run whole on every process, and write it there" for name in running]
     whole += [f"{name} has no rule in DTensor: it runs whole on every process" for name in register_missing(plan)]
     whole += [
-        f"{path or 'the model'} (MultiheadAttention) runs with whole weights, split along the batch alone"
+        f"{path or 'the model'} ({_WHOLE_WEIGHTS[own]}) runs with whole weights, split along the batch alone"
         for name in plan.parameters
         for path, _, own in [name.rpartition(".")]
-        if own in ("in_proj_weight", "q_proj_weight")
+        if own in _WHOLE_WEIGHTS
     ]
     return DTensorPlan(
         plan=plan,
@@ -102,6 +102,11 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
         inexpressible=(*_inexpressible(plan, values), *whole),
     )
 
+
+_WHOLE_WEIGHTS = {
+    "in_proj_weight": "MultiheadAttention", "q_proj_weight": "MultiheadAttention", "weight_ih_l0": "recurrent",
+}  # fmt: skip
+"""A parameter that only such a module has."""
 
 _RUNNING = frozenset({"running_mean", "running_var"})
 
@@ -246,14 +251,14 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
         if self.path == "":
             self._distribute_all(module, device_mesh)
         reads = self._reads()
-        attention = isinstance(module, torch.nn.MultiheadAttention)
-        if isinstance(module, _NORMS) or attention:
-            own = dict(module.named_parameters()) if attention else self._own()
+        special = border_of(module) is not Border
+        if isinstance(module, _NORMS) or special:
+            own = dict(module.named_parameters()) if special else self._own()
             reads = dict.fromkeys(own, (Replicate(),) * device_mesh.ndim)
         inputs = self.lowered.values.inputs.get(self.path, ())
         outputs = self.lowered.values.outputs.get(self.path, ())
-        if reads or inputs or outputs or isinstance(module, torch.nn.Embedding):
-            (_Attention if attention else _Border)(self.lowered, inputs, outputs, reads).install(module)
+        if reads or inputs or outputs or special or isinstance(module, torch.nn.Embedding):
+            border_of(module)(self.lowered, inputs, outputs, reads).install(module)
         if self.path == "":
             _Root(self.lowered).install(module)
         return module
@@ -298,85 +303,6 @@ class _Like:
         return gradient.redistribute(placements=self.placements) if isinstance(gradient, DTensor) else gradient
 
 
-class _Border:
-    """Hooks that redistribute what enters and leaves a module, and hand it its parameters as it is to read them."""
-
-    def __init__(
-        self,
-        lowered: DTensorPlan,
-        inputs: Sequence[BorderValue],
-        outputs: Sequence[BorderValue],
-        reads: Mapping[str, Placements],
-    ) -> None:
-        self.lowered, self.inputs, self.outputs, self.reads = lowered, inputs, outputs, reads
-        self.kept: list[dict[str, Any]] = []
-
-    def install(self, module: torch.nn.Module) -> None:
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
-
-    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        own: dict[str, Any] = {}
-        for name in self.reads:
-            path, _, key = name.rpartition(".")
-            owner = module.get_submodule(path)
-            for table in (owner._parameters, owner._buffers):
-                if table.get(key) is not None:
-                    own[name] = table, key, table[key]
-        self.kept.append(own)
-        for name, (table, key, tensor) in own.items():
-            table[key] = tensor.redistribute(placements=self.reads[name])
-        return self.placed(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
-
-    def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        for table, key, tensor in (self.kept.pop() if self.kept else {}).values():
-            table[key] = tensor
-        placed = self.placed(self.outputs, output)
-        # The sum of a lookup in a split table can be made once only (DTensor keeps its mask until then).
-        return tree_map(_reduced, placed) if isinstance(module, torch.nn.Embedding) else placed
-
-    def placed(self, values: Sequence[BorderValue], tree: Any) -> Any:
-        """A tree of tensors, those that are one of the values by shape and dtype placed as planned."""
-        wanted = {(value.shape, value.dtype): value.spec for value in values}
-
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, DTensor):
-                return leaf
-            kind = tensor_type(leaf)
-            spec = wanted.get((kind.shape, kind.dtype))
-            return leaf if spec is None else leaf.redistribute(placements=self.lowered.placements(spec))
-
-        return tree_map(one, tree) if wanted else tree
-
-
-class _Attention(_Border):
-    """The same of `torch.nn.MultiheadAttention`, which runs split along the batch alone, with whole weights.
-
-    It takes its packed projection apart, and merges batch and heads, by views that DTensor has no placements for.
-    """
-
-    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = super().before(module, args, kwargs)
-        query = kwargs["query"] if "query" in kwargs else args[0]
-        batch = (0 if module.batch_first else 1) if query.ndim == 3 else None
-        kept: Placements = (Replicate(),) * self.lowered.device_mesh.ndim
-        if isinstance(query, DTensor):
-            kept = tuple(p if p == Shard(batch) else Replicate() for p in query.placements)
-        whole = (Replicate(),) * len(kept)
-        known: dict[int, Any] = {}  # that one tensor is query, key and value decides how they are projected
-
-        def placed(leaf: Any, wanted: Placements) -> Any:
-            if not isinstance(leaf, DTensor):
-                return leaf
-            if id(leaf) not in known:
-                known[id(leaf)] = leaf.redistribute(placements=wanted)
-            return known[id(leaf)]
-
-        read = [placed(leaf, kept if i < 3 else whole) for i, leaf in enumerate(args)]
-        named = {n: placed(leaf, kept if n in ("query", "key", "value") else whole) for n, leaf in kwargs.items()}
-        return tuple(read), named
-
-
 class _Root:
     """Hooks of the whole model: its inputs become DTensors; ordinary tensors beside them count as replicated."""
 
@@ -401,7 +327,7 @@ class _Root:
         return tuple(placed), {name: self.placed(name, value) for name, value in kwargs.items()}
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        return tree_map(_reduced, output)
+        return tree_map(reduced, output)
 
     def placed(self, name: str, value: Any) -> Any:
         def one(path: str, leaf: Any) -> Any:
@@ -415,13 +341,6 @@ class _Root:
         if isinstance(value, list | tuple):
             return type(value)(one(f"{name}.{i}", leaf) for i, leaf in enumerate(value))
         return one(name, value)
-
-
-def _reduced(leaf: Any) -> Any:
-    """A result of the model without sums that are still to be made."""
-    if isinstance(leaf, DTensor) and any(isinstance(each, Partial) for each in leaf.placements):
-        return leaf.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
-    return leaf
 
 
 def _shard(tensor: Any, mesh: DeviceMesh, wanted: Placements) -> Any:

@@ -28,6 +28,10 @@ def register_missing(plan: Plan) -> list[str]:
                 register_sharding(op)(_as_it_is)
     # DTensor's own rule (torch 2.9) is for meshes of one dim: on others its result has one placement too few.
     register_sharding(torch.ops.aten.constant_pad_nd.default)(_padded)
+    # Torch 2.9 takes the spec of a whole tensor for that of what is selected from it, and writes that shape there.
+    register_sharding(torch.ops.aten.select.int)(_selected)
+    if not _is_known(torch.ops.aten.unbind.int):
+        _own_unbind()
     _own_convolutions()
     for end in ("", "_backward"):
         op = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default
@@ -99,6 +103,34 @@ def _padded(x: Any, pad: Any, value: Any = 0) -> list[tuple[list[Any], list[Any]
     padded = {x.ndim - 1 - i // 2 for i, width in enumerate(pad) if width}
     several = [Replicate(), *(Shard(dim) for dim in range(x.ndim) if dim not in padded)]
     return [([each], [each, None, None]) for each in several]
+
+
+def _selected(x: Any, dim: int, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Every other dim may be split; those behind the selected one move up."""
+    dim %= x.ndim
+    rows: list[tuple[Any, Any]] = [(Replicate(), Replicate()), (Partial(), Partial())]
+    rows += [(Shard(d - (d > dim)), Shard(d)) for d in range(x.ndim) if d != dim]
+    return [([made], [read, None, *(None for _ in rest)]) for made, read in rows]
+
+
+def _own_unbind() -> None:
+    """`unbind` as so many selects; torch 2.9 has no rule (`q, k, v = packed`), and none can be registered publicly."""
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+    def strategy(schema: OpSchema) -> OpStrategy:
+        given, *dims = schema.args_schema
+        dim = dims[0] if dims else 0
+        parts = given.shape[dim]
+        rows = [[*made * parts, read[0]] for made, read in _selected(given, dim)]
+        found = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, rows, input_index=parts)
+        for each in found.strategies:
+            if parts == 1:
+                each.output_specs = (each.output_specs,)
+        return found
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.register_op_strategy(torch.ops.aten.unbind.int, strategy, RuntimeSchemaInfo(1))
 
 
 def _own_convolutions() -> None:

@@ -82,7 +82,7 @@ class HostScalars:
                 "runs other ops in it than in its later steps"
             )
         for name, places in self._places.items():
-            found = {numbers[i] for i in places}
+            found = {_rounded(numbers[i], values[name].dtype) for i in places}
             if len(found) > 1:
                 given = " and ".join(f"{number:g}" for number in sorted(found))
                 raise LoweringError(
@@ -92,6 +92,11 @@ class HostScalars:
                 )
             values[name] = torch.tensor(found.pop(), dtype=values[name].dtype)
         return values
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as an argument of a type holds it: RMSprop's learning rate of 0.01 and its 1 - 0.99 are one in f32."""
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def _same(number: float, value: torch.Tensor) -> bool:

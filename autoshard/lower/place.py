@@ -126,9 +126,11 @@ def free_of_weak_references(model: torch.nn.Module) -> Iterator[None]:
     recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
-    yield
-    for module in recurrent:
-        module._init_flat_weights()
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._init_flat_weights()
 
 
 def _place_tensors(plan: Plan, model: torch.nn.Module, mesh: Mesh) -> None:

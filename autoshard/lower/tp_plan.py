@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.lower.module_values import module_values, starred
 from autoshard.mesh import Spec, format_spec
+from autoshard.plan import PlanMismatchError
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -39,10 +40,16 @@ def to_tp_plan(plan: Plan, model: Any, axis: str | None = None) -> tuple[dict[st
 
     Raises:
         ValueError: the mesh has no such axis.
+        PlanMismatchError: the model is not the planned one; with the first parameter that it lacks.
     """
     axis = axis or plan.mesh.axis_names[-1]
     if axis not in plan.mesh.axis_names:
         raise ValueError(f"the plan's mesh has no axis {axis!r}, it has {', '.join(plan.mesh.axis_names)}")
+    have = dict(model.named_parameters())
+    for name, tensor in plan.parameters.items():
+        if name not in have or tuple(have[name].shape) != tensor.shape:
+            shape = f"has {name} of shape {tuple(have[name].shape)}" if name in have else f"has no parameter {name}"
+            raise PlanMismatchError(f"the plan is for another model: this one {shape}")
     said: dict[str, str] = {}
     lost = list(_styles(plan, model, axis, said))
     lost += dict.fromkeys(_between_slices(model, said))  # once for all layers

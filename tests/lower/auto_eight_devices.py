@@ -47,6 +47,18 @@ class Recurrent(Net):
         return super().forward(self.lstm(x.unsqueeze(1).repeat(1, 3, 1))[0][:, -1], scale)
 
 
+class Positioned(Net):
+    """Its positions are a buffer, of which a part that is no multiple of the devices is looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 32)
+        self.register_buffer("positions", torch.arange(32))
+
+    def forward(self, x, scale=1.0):
+        return super().forward(x + self.table(self.positions[:12]).mean(0), scale)
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -174,6 +186,7 @@ SCENARIOS = {
     "spmd": lambda: trained(spmd, hints=HINTS),
     "policy": lambda: trained(policy),
     "policy_recurrent": lambda: trained(policy, net=Recurrent),
+    "positions": lambda: trained(spmd, net=Positioned, hints=HINTS),
     "module_loss": lambda: trained(spmd, loss_of=module_loss, hints=HINTS),
     "every_mesh": lambda: trained(spmd, mesh=None),
     "accumulation": lambda: trained(spmd, accumulate=2, hints=HINTS),

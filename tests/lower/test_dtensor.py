@@ -39,6 +39,12 @@ HINTS = {
         "cross.q_proj_weight": "[model],[]", "layer.self_attn.in_proj_weight": "[data],[model]",
         "layer.linear1.weight": "[model],[]",
     },
+    "recurrent": {
+        "tokens": "[data],[]", "both.weight_ih_l0": "[model],[]", "both.weight_hh_l1_reverse": "[data],[model]",
+        "later.weight_hh_l0": "[],[model]",
+    },
+    "packed": {"tokens": "[data],[]", "packed.weight": "[model],[]", "embed.weight": "[model],[]"},
+    "packed_whole": {"head.weight": "[model],[]"},
 }  # fmt: skip
 """Programs as small as these are planned whole; this makes their plans worth carrying out."""
 
@@ -115,6 +121,11 @@ def test_what_dtensor_cannot_express_is_named(seen):
 def test_attention_that_dtensor_cannot_split_by_heads_is_named(seen):
     lines = [line for line in seen["attentive"]["inexpressible"] if "MultiheadAttention" in line]
     assert {line.partition(" ")[0] for line in lines} == {"own", "cross", "layer.self_attn"}
+
+
+def test_recurrent_modules_that_dtensor_cannot_split_are_named(seen):
+    lines = [line for line in seen["recurrent"]["inexpressible"] if "(recurrent)" in line]
+    assert {line.partition(" ")[0] for line in lines} == {"both", "later"}
 
 
 class Devices:

@@ -52,6 +52,12 @@ def test_values_are_those_of_a_capture_of_that_step(name, monkeypatch):
         torch.testing.assert_close(found[scalar], value, rtol=1e-6, atol=0)
 
 
+def test_numbers_that_are_one_in_the_arguments_type_are_followed_as_one():
+    """RMSprop's own settings: a learning rate of 0.01 and 1 - 0.99, which is a little more."""
+    values = scalars(torch.optim.RMSprop, program(torch.optim.RMSprop), 3)
+    assert any(value == torch.tensor(0.01, dtype=value.dtype) for value in values.values())
+
+
 def test_a_state_on_the_host_advances_with_the_steps():
     captured = program(OPTIMIZERS["nadam"])
     varying = optimizer_scalars(captured_graph(captured))

@@ -12,7 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan
+from autoshard.plan import Plan, PlanMismatchError
 from tests import plans
 
 transformers = pytest.importorskip("transformers")
@@ -129,3 +129,9 @@ def test_what_it_has_no_word_for_is_named():
     assert styles == {}
     assert any(line.startswith("0.weight: split [model],[],[], no weight of an nn.Linear") for line in lost)
     assert any(line.startswith("2: Linear split [data,model],[]") for line in lost)
+
+
+def test_another_model_is_refused(program):
+    megatron = autoshard.manual_plan("megatron", program, MESH)
+    with pytest.raises(PlanMismatchError, match=r"another model: this one has no parameter"):
+        megatron.to_tp_plan(nn.Linear(2, 2))

@@ -146,13 +146,14 @@ def bf16():
 
 
 def eager_and_compile():
-    """Eager mode for everything but the step, which is compiled."""
+    """Eager mode for everything but the step, which is compiled; planning does without it."""
     import torch_xla.experimental
 
     model, reference = fresh(), fresh()
-    plan = planned(model)
     torch_xla.experimental.eager_mode(True)
     try:
+        plan = planned(model)
+        assert torch_xla.experimental.is_eager_mode()
         losses, _ = trained(plan, model, run=lambda step: torch_xla.compile(step, full_graph=True))
     finally:
         torch_xla.experimental.eager_mode(False)

@@ -1,0 +1,193 @@
+"""DTensor's hooks at a module's border: what enters and leaves it is redistributed, its parameters handed to it.
+
+Attention and recurrent modules, inside which DTensor has no rules, run with whole weights, split along the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+from autoshard.capture.tracing import tensor_type
+from autoshard.lower.module_values import BorderValue
+
+if TYPE_CHECKING:
+    from autoshard.lower.dtensor import DTensorPlan
+
+Placements = tuple[Placement, ...]
+
+
+class Border:
+    """Hooks that redistribute what enters and leaves a module, and hand it its parameters as it is to read them."""
+
+    def __init__(
+        self,
+        lowered: DTensorPlan,
+        inputs: Sequence[BorderValue],
+        outputs: Sequence[BorderValue],
+        reads: Mapping[str, Placements],
+    ) -> None:
+        """For a module of the lowered plan."""
+        self.lowered, self.inputs, self.outputs, self.reads = lowered, inputs, outputs, reads
+        self.kept: list[dict[str, Any]] = []
+
+    def install(self, module: torch.nn.Module) -> None:
+        """Hook the module."""
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Place what enters, and the parameters."""
+        own: dict[str, Any] = {}
+        for name in self.reads:
+            path, _, key = name.rpartition(".")
+            owner = module.get_submodule(path)
+            for table in (owner._parameters, owner._buffers):
+                if table.get(key) is not None:
+                    own[name] = table, key, table[key]
+        self.kept.append(own)
+        for name, (table, key, tensor) in own.items():
+            table[key] = tensor.redistribute(placements=self.reads[name])
+        return self.placed(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
+
+    def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put the parameters back, and place what leaves."""
+        for table, key, tensor in (self.kept.pop() if self.kept else {}).values():
+            table[key] = tensor
+        placed = self.placed(self.outputs, output)
+        # The sum of a lookup in a split table can be made once only (DTensor keeps its mask until then).
+        return tree_map(reduced, placed) if isinstance(module, torch.nn.Embedding) else placed
+
+    def placed(self, values: Sequence[BorderValue], tree: Any) -> Any:
+        """A tree of tensors, those that are one of the values by shape and dtype placed as planned."""
+        wanted = {(value.shape, value.dtype): value.spec for value in values}
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            kind = tensor_type(leaf)
+            spec = wanted.get((kind.shape, kind.dtype))
+            return leaf if spec is None else leaf.redistribute(placements=self.lowered.placements(spec))
+
+        return tree_map(one, tree) if wanted else tree
+
+
+class Attention(Border):
+    """The same of `torch.nn.MultiheadAttention`, which runs split along the batch alone, with whole weights.
+
+    It takes its packed projection apart, and merges batch and heads, by views that DTensor has no placements for.
+    """
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Place what enters, and the parameters."""
+        args, kwargs = super().before(module, args, kwargs)
+        query = kwargs["query"] if "query" in kwargs else args[0]
+        batch = (0 if module.batch_first else 1) if query.ndim == 3 else None
+        kept: Placements = (Replicate(),) * self.lowered.device_mesh.ndim
+        if isinstance(query, DTensor):
+            kept = tuple(p if p == Shard(batch) else Replicate() for p in query.placements)
+        whole = (Replicate(),) * len(kept)
+        known: dict[int, Any] = {}  # that one tensor is query, key and value decides how they are projected
+
+        def placed(leaf: Any, wanted: Placements) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if id(leaf) not in known:
+                known[id(leaf)] = leaf.redistribute(placements=wanted)
+            return known[id(leaf)]
+
+        read = [placed(leaf, kept if i < 3 else whole) for i, leaf in enumerate(args)]
+        named = {n: placed(leaf, kept if n in ("query", "key", "value") else whole) for n, leaf in kwargs.items()}
+        return tuple(read), named
+
+
+class Recurrent(Border):
+    """The same of LSTM, GRU and RNN, whose loop is one op of torch, without a rule in DTensor.
+
+    Each process runs it on its part of the batch, with whole weights, whose gradients are summed over the parts.
+    """
+
+    def __init__(self, *what: Any) -> None:
+        """For a module of the lowered plan."""
+        super().__init__(*what)
+        self.running: list[tuple[Any, Placements, Any]] = []
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Place what enters, and the parameters."""
+        args, kwargs = super().before(module, args, kwargs)
+        given = kwargs["input"] if "input" in kwargs else args[0]
+        packed = isinstance(given, PackedSequence)  # its rows are no batch
+        batched = not packed and given.ndim == 3
+        batch = _batch(module) if batched else None
+        split = tuple(isinstance(given, DTensor) and p == Shard(batch) for p in getattr(given, "placements", ()))
+        split = split or (False,) * self.lowered.device_mesh.ndim
+        along = _along(split, batch)
+
+        def local(leaf: Any, placements: Placements) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            return leaf.redistribute(placements=placements).to_local(grad_placements=placements)
+
+        def named(name: str, value: Any) -> Any:
+            wanted = along if name == "input" else _along(split, 1)
+            return tree_map(lambda leaf: local(leaf, wanted), value)
+
+        summed = tuple(Partial() if each else Replicate() for each in split)
+        for table, key, _ in self.kept[-1].values():
+            table[key] = table[key].to_local(grad_placements=summed)
+        size = given.shape[batch] if batch is not None else None
+        self.running.append((module._flat_weights, split, size))
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        names = ("input", "hx")
+        read = [named(name, value) for name, value in zip(names, args, strict=False)]
+        return tuple(read), {name: named(name, value) for name, value in kwargs.items()}
+
+    def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put the parameters back, and place what leaves."""
+        weights, split, size = self.running.pop()
+        module._flat_weights = weights
+        if output is not None:
+            made, state = output
+            batch = _batch(module)
+            made = tree_map(lambda leaf: self._global(leaf, split, batch, size), made)
+            output = made, tree_map(lambda leaf: self._global(leaf, split, 1, size), state)
+        return super().after(module, args, kwargs, output)
+
+    def _global(self, leaf: Any, split: Sequence[bool], batch: int, size: int | None) -> Any:
+        """A result of this process's part of the batch, of `size` rows in all, as a DTensor."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = leaf.shape
+        if size is not None:
+            shape = torch.Size(size if dim == batch else each for dim, each in enumerate(leaf.shape))
+        stride = torch.empty(shape, device="meta").stride()
+        mesh, along = self.lowered.device_mesh, _along(split, batch)
+        return DTensor.from_local(leaf.contiguous(), mesh, along, run_check=False, shape=shape, stride=stride)
+
+
+def _batch(module: torch.nn.Module) -> int:
+    """The dim of a batch in what a module reads and makes."""
+    return 0 if module.batch_first else 1
+
+
+def _along(split: Sequence[bool], dim: int | None) -> Placements:
+    return tuple(Shard(dim) if each and dim is not None else Replicate() for each in split)
+
+
+def border_of(module: torch.nn.Module) -> type[Border]:
+    """The kind of border that a module needs."""
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return Attention
+    return Recurrent if isinstance(module, torch.nn.RNNBase) else Border
+
+
+def reduced(leaf: Any) -> Any:
+    """A result of the model without sums that are still to be made."""
+    if isinstance(leaf, DTensor) and any(isinstance(each, Partial) for each in leaf.placements):
+        return leaf.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
+    return leaf
