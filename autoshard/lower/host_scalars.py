@@ -95,7 +95,7 @@ class HostScalars:
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """A number as an argument of a type holds it: RMSprop's learning rate of 0.01 and its 1 - 0.99 are one in f32."""
+    """A number as an argument of a type holds it: 0.01 and 1 - 0.99 are one in f32."""
     return float(torch.tensor(number, dtype=dtype))
 
 
