@@ -97,6 +97,7 @@ def plan_and_run(name: str, folder: Path) -> None:
     from autoshard.api import collector_paused, plan_program
     from autoshard.capture.torch_xla import capture
     from autoshard.errors import AutoshardError
+    from autoshard.graph.rules_base import GATHERED
     from autoshard.mesh import Mesh
     from autoshard.verify import run_worker
 
@@ -114,8 +115,10 @@ def plan_and_run(name: str, folder: Path) -> None:
     assert plan.predicted is not None
     step = plan.predicted.step_time_s
     without: dict[str, float] = {}
+    whole: dict[str, float] = {}
     for op in plan.replicated_ops:
-        without[op.op] = without.get(op.op, 0.0) + op.cost_s / step
+        of = whole if GATHERED in op.reason else without
+        of[op.op] = of.get(op.op, 0.0) + op.cost_s / step
     said(
         stage="run",
         planned=True,
@@ -123,6 +126,7 @@ def plan_and_run(name: str, folder: Path) -> None:
         gap=plan.solver.gap if plan.solver else None,
         split=split_share(plan),
         replicated=without,
+        whole=whole,
     )
     began = time.process_time()
     plan.save(folder / "plan.json")
@@ -295,17 +299,21 @@ def state(row: dict[str, Any]) -> str:
 
 
 def share(row: dict[str, Any]) -> float:
+    """Part of the predicted step in ops that are whole for want of a rule."""
     return sum(row.get("replicated", {}).values())
+
+
+def shares(row: dict[str, Any]) -> str:
+    """What is whole on every device, with its part of the predicted step: without a rule, and because XLA gathers it."""
+    without = [f"{op} (no rule) {part:.2%}" for op, part in sorted(row.get("replicated", {}).items())]
+    return ", ".join([*without, *(f"{op} {part:.2%}" for op, part in sorted(row.get("whole", {}).items()))])
 
 
 def line(row: dict[str, Any]) -> str:
     """One row, for a terminal."""
-    ops = ", ".join(
-        f"{op} {part:.1%}" for op, part in sorted(row.get("replicated", {}).items(), key=lambda i: -i[1])[:3]
-    )
     return (
         f"{row['entry']:32s} {state(row):18s} split {row.get('split', 0):4.0%} plan {row.get('plan_seconds', 0):5.1f} "
-        f"cpu {row.get('cpu_seconds', 0):5.1f}  {ops}  {row.get('cause') or ''}"
+        f"cpu {row.get('cpu_seconds', 0):5.1f}  {shares(row)}  {row.get('cause') or ''}"
     )
 
 
@@ -390,16 +398,15 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     """The table of docs/coverage.md."""
     rows = list(rows)
     lines = [
-        "| entry | planned | lowered | equal | split | without a rule | largest difference | plan, CPU s | all, CPU s "
+        "| entry | planned | lowered | equal | split | whole on every device | largest difference | plan, CPU s | all, CPU s "
         "| cause |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         worst = max((float(row[key]) for key in ("loss", "gradients", "parameters") if key in row), default=math.nan)
-        ops = ", ".join(f"{op} {part:.2%}" for op, part in sorted(row.get("replicated", {}).items()))
         yes = ["yes" if row.get(key) else "no" for key in ("planned", "lowered", "equal")]
         cells = [
-            row["entry"], *yes, f"{row['split']:.0%}" if "split" in row else "", ops,
+            row["entry"], *yes, f"{row['split']:.0%}" if "split" in row else "", shares(row),
             f"{worst:.0e}" if "loss" in row else "", f"{row.get('plan_seconds', 0):.1f}",
             f"{row.get('cpu_seconds', 0):.0f}", "" if row.get("equal") else str(row.get("cause", "")).replace("|", "/"),
         ]  # fmt: skip
