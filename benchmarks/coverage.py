@@ -304,7 +304,7 @@ def share(row: dict[str, Any]) -> float:
 
 
 def shares(row: dict[str, Any]) -> str:
-    """What is whole on every device, with its part of the predicted step: without a rule, and because XLA gathers it."""
+    """What is whole on every device, with its part of the predicted step: for want of a rule, or as XLA gathers it."""
     without = [f"{op} (no rule) {part:.2%}" for op, part in sorted(row.get("replicated", {}).items())]
     return ", ".join([*without, *(f"{op} {part:.2%}" for op, part in sorted(row.get("whole", {}).items()))])
 
@@ -398,8 +398,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     """The table of docs/coverage.md."""
     rows = list(rows)
     lines = [
-        "| entry | planned | lowered | equal | split | whole on every device | largest difference | plan, CPU s | all, CPU s "
-        "| cause |",
+        "| entry | planned | lowered | equal | split | whole on every device | largest difference | plan, CPU s "
+        "| all, CPU s | cause |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
