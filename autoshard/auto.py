@@ -185,7 +185,12 @@ class _Watch:
         self.restore = restore
 
     def on(self, model: torch.nn.Module) -> None:
-        """Watch this model; its parameters are placed at once."""
+        """Watch this model; its parameters are placed at once.
+
+        Raises:
+            AutoShardingError: the mesh that was asked for is not of the devices that there are.
+        """
+        _check_size(self.options)
         _split_evenly(model)
         self.handles = [
             model.register_forward_pre_hook(self.called, with_kwargs=True),
@@ -354,6 +359,19 @@ def _meshes(options: dict[str, Any]) -> list[Mesh]:
     return candidate_meshes(mesh, None, device or (None if isinstance(mesh, Mesh) else _kind()))
 
 
+def _check_size(options: Mapping[str, Any]) -> None:
+    """Refuse a mesh of another number of devices than there are."""
+    import torch_xla.runtime as xr
+
+    there = xr.global_runtime_device_count()
+    if options.get("mesh") is not None and (wrong := [m for m in _meshes(dict(options)) if m.size != there]):
+        shape = "x".join(map(str, wrong[0].shape))
+        raise AutoShardingError(
+            f"the mesh {shape} has {wrong[0].size} devices, and this program runs on {there}: the automatic mode plans "
+            "for all of them"
+        )
+
+
 def _bound(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -418,7 +436,7 @@ def _split_evenly(model: torch.nn.Module) -> None:
 
 
 def _unsplit(model: torch.nn.Module, optimizer: Any, plan: Plan) -> None:
-    """Take through the host what is placed otherwise than planned: torch_xla moves no shards between devices."""
+    """Take through the host what lies on the devices already: torch_xla moves no shards between devices."""
     import torch
     import torch_xla
 
@@ -430,9 +448,7 @@ def _unsplit(model: torch.nn.Module, optimizer: Any, plan: Plan) -> None:
     for name, tensor in tensors:
         if tensor.device.type != "xla" or name not in arguments:
             continue
-        now = torch_xla._XLAC._get_xla_sharding_spec(runtime.plain(tensor))
-        wanted = str(runtime.op_sharding(plan.mesh, arguments[name].spec))
-        if now and now != wanted:
+        if torch_xla._XLAC._get_xla_sharding_spec(runtime.plain(tensor)):
             fresh = runtime.plain(tensor.detach()).cpu().to("xla")
             inner = torch._from_functional_tensor(fresh) if torch._is_functional_tensor(fresh) else fresh
             runtime.replace_value(runtime.plain(tensor), inner)

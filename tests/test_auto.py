@@ -66,6 +66,15 @@ def test_the_first_step_is_planned_and_the_others_follow_the_plan(seen, name):
     assert found["warnings"] == []
 
 
+@pytest.mark.parametrize(
+    "name", ["spmd", "policy", "policy_recurrent", "positions", "module_loss", "every_mesh", "cached"]
+)
+def test_steps_after_the_first_have_every_annotation_of_the_plan(seen, name):
+    found = scenario(seen, name)
+    assert found["lacking"] == [0, 0, 0]
+    assert found["otherwise"] == []
+
+
 def test_the_planned_program_is_compiled_once(seen):
     assert scenario(seen, "spmd")["compiles"][2:] == [0, 0]
 
@@ -98,6 +107,12 @@ def test_what_cannot_be_planned_is_left_to_propagation_with_a_warning(seen, name
 def test_an_optimizer_of_other_parameters_is_named(seen):
     (said,) = scenario(seen, "stale")["warnings"]
     assert "holds no parameter of the model that was trained" in said
+
+
+def test_a_mesh_of_other_devices_is_refused_before_anything_is_placed(seen):
+    found = scenario(seen, "small_mesh")
+    assert "the mesh 2x2 has 4 devices, and this program runs on 8" in found["said"]
+    assert not found["sharding"]
 
 
 def test_a_second_start_finds_its_plan(seen):

@@ -38,8 +38,8 @@ def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[.
     """Give each sample input to who wants it.
 
     A tensor is the one positional argument; a tuple or list the positional ones: those that the model's forward has no
-    place for go to `loss_fn`, after the model's output. A mapping gives arguments by name: those that only `loss_fn`
-    names go there.
+    place for go to `loss_fn`, after the model's output; if forward takes any number (a wrapper's `*args`), the last
+    ones that `loss_fn` cannot do without. A mapping gives arguments by name: those that only `loss_fn` names go there.
 
     Raises:
         CaptureError: there are none, or they do not fit; says what forward wants.
@@ -52,6 +52,8 @@ def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[.
         sample_inputs = (sample_inputs,)
     if isinstance(sample_inputs, tuple | list):
         places = _places(model.forward)
+        if places is None and loss_fn is not None:
+            places = max(1, len(sample_inputs) - _needed(loss_fn))
         taken = len(sample_inputs) if places is None or loss_fn is None else min(places, len(sample_inputs))
         inputs = Inputs(tuple(sample_inputs[:taken]), {}, tuple(sample_inputs[taken:]))
     elif isinstance(sample_inputs, Mapping) or hasattr(sample_inputs, "items"):
@@ -121,6 +123,12 @@ def _places(function: Callable[..., Any]) -> int | None:
     if not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _needed(loss_fn: Callable[..., Any]) -> int:
+    """How many arguments a loss cannot do without, beside the model's output."""
+    positional = [p for p in _parameters(loss_fn) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return max(0, sum(p.default is p.empty for p in positional) - 1)
 
 
 def _signature(function: Callable[..., Any]) -> str:

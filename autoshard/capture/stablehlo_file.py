@@ -32,6 +32,7 @@ from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, Ou
 from autoshard.errors import SourceError
 from autoshard.graph.inline import inline_calls
 from autoshard.graph.stablehlo import SHARDING_ATTRIBUTES, entry_block, functions_of, mlir_context
+from autoshard.graph.stablehlo_attrs import SPLIT_BY_HAND
 
 FRONTEND = "stablehlo"
 _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
@@ -198,9 +199,23 @@ class _Reader:
         return TensorType(tuple(mlir_type.shape), str(mlir_type.element_type))
 
     def remove_shardings(self) -> None:
-        """Take out what was sharded by hand, and what says for how many devices."""
+        """Take out annotations, and what says for how many devices.
+
+        Raises:
+            SourceError: some of it is written for the parts of one device (jax's `shard_map`).
+        """
         from jaxlib.mlir import ir
 
+        by_hand: list[Any] = []
+
+        def look(op: Any) -> Any:
+            if op.name == "sdy.manual_computation":
+                by_hand.append(op)
+            return ir.WalkResult.ADVANCE
+
+        self.module.operation.walk(look)
+        if by_hand:
+            raise SourceError(f"{self.where}: {SPLIT_BY_HAND}")
         for view in list(self.block.operations):
             op = view.operation
             sharding = op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding"

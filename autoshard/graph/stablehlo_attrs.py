@@ -227,7 +227,18 @@ def _name(op: Any, attribute: str) -> str:
     return str(op.attributes[attribute]).rstrip(">").split()[-1]
 
 
+_BY_HAND = frozenset({"SPMDFullToShardShape", "SPMDShardToFullShape"})
+"""Where a program goes over to the parts of one device, and back."""
+SPLIT_BY_HAND = (
+    "the program is split by hand in places (torch_xla's enable_manual_sharding, jax's shard_map): what is computed on "
+    "the parts of one device cannot be planned; leave that out of the planned program, or make it a custom call with a "
+    "rule (autoshard.register_rule)"
+)
+
+
 def _custom_call(op: Any) -> dict[str, Any]:
+    if op.attributes["call_target_name"].value in _BY_HAND:
+        raise ValueError(SPLIT_BY_HAND)
     config = str(op.attributes["backend_config"]) if "backend_config" in op.attributes else ""
     return {"target": op.attributes["call_target_name"].value, "config": config}
 

@@ -105,11 +105,11 @@ def _positions(ops: tuple[OpSignature, ...], types: Mapping[str, str], producer:
         return []
     inputs = ops[consumer].inputs
 
-    def passed_on(read: Producer) -> bool:
-        """Whether every op from the value to `read` may have returned what it was given."""
+    def passed_on(read: Producer, by: frozenset[str] | None) -> bool:
+        """Whether every op from the value to `read`, of those named or of any, may have returned what it was given."""
         while read != producer:
             op = _of_one(ops, read)
-            if op is None or op.name.split(".")[1] not in UNCHANGED:
+            if op is None or (by is not None and op.name.split(".")[1] not in by):
                 return False
             before = op.inputs[-1]
             given = types.get(before) if isinstance(before, str) else before and ops[before[0]].outputs[before[1]]
@@ -118,25 +118,19 @@ def _positions(ops: tuple[OpSignature, ...], types: Mapping[str, str], producer:
             read = before
         return True
 
-    def made_from(read: Producer) -> bool:
-        while read != producer:
-            op = _of_one(ops, read)
-            if op is None:
-                return False
-            read = op.inputs[-1]
-        return True
-
-    for meant in (lambda read: read == producer, passed_on):
+    for meant in (lambda read: read == producer, lambda read: passed_on(read, UNCHANGED)):
         if found := [i for i, read in enumerate(inputs) if meant(read)]:
             return found
-    found = [i for i, read in enumerate(inputs) if made_from(read)]
-    return found if len({inputs[i] for i in found}) == 1 else []  # by an op not known to: it can be one tensor only
+    # The graph has it that the op reads the value itself: what is between has been dropped, as a product by 1 is, and
+    # left the type as it was. Where one tensor alone can be meant, it is that.
+    found = [i for i, read in enumerate(inputs) if passed_on(read, None)]
+    return found if len({inputs[i] for i in found}) == 1 else []
 
 
 UNCHANGED = frozenset(
     {"_reshape_alias_copy", "_to_copy", "_unsafe_view", "alias", "alias_copy", "clone", "contiguous", "copy", "detach"}
     | {"detach_copy", "expand", "expand_copy", "lift_fresh", "lift_fresh_copy", "reshape", "slice", "slice_copy"}
-    | {"squeeze_copy", "view", "view_copy"}
+    | {"squeeze_copy", "view", "view_copy", "aot_mark_sharding", "dynamo_mark_sharding"}
 )
 """Aten ops that return what they are given if it has the type of their result."""
 

@@ -331,3 +331,16 @@ def test_copies_of_arguments_are_captured() -> None:
     program = capture(Copies(), torch.zeros(4, 8))
     assert [op.name for op in program.ops].count("aten.clone.default") == 4
     assert {a.name for a in program.arguments} == {"weight", "shift", "x"}
+
+
+def test_a_wrapper_of_any_arguments_leaves_the_loss_what_it_needs() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 2)
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self.inner(*args, **kwargs)
+
+    program = capture(Wrapper(), (torch.empty(3, 4), torch.empty(3, 2)), loss_fn=torch.nn.functional.mse_loss)
+    assert [each.type.shape for each in program.arguments if each.role == "input"] == [(3, 2), (3, 4)]

@@ -170,6 +170,22 @@ def test_a_file_of_torch_xla_names_its_parameters(files, tmp_path):
     ]  # fmt: skip
 
 
+MANUAL = """
+module {
+  sdy.mesh @mesh = <["d"=8]>
+  func.func @main(%x: tensor<16x4xf32>) -> tensor<16x4xf32> {
+    %0 = sdy.manual_computation(%x) in_shardings=[<@mesh, [{"d"}, {}]>] out_shardings=[<@mesh, [{"d"}, {}]>]
+        manual_axes={"d"} (%part: tensor<2x4xf32>) {
+      %1 = stablehlo.add %part, %part : tensor<2x4xf32>
+      sdy.return %1 : tensor<2x4xf32>
+    } : (tensor<16x4xf32>) -> tensor<16x4xf32>
+    return %0 : tensor<16x4xf32>
+  }
+}
+"""
+"""What jax makes of `shard_map`."""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -182,6 +198,7 @@ def test_a_file_of_torch_xla_names_its_parameters(files, tmp_path):
             FORWARD.replace("%w: tensor<16x4xf32>", "%w: tensor<16x4xf32> {tf.aliasing_output = 0 : i32}").encode(),
             "says that result 0 takes its buffer",
         ),
+        (MANUAL.encode(), "split by hand in places"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path, content, message):

@@ -311,6 +311,13 @@ def test_a_module_that_cannot_be_used_is_refused() -> None:
         build("func.func @main(%x: tensor<?xf32>) -> tensor<?xf32> { return %x : tensor<?xf32> }")
 
 
+def test_what_is_split_by_hand_is_refused() -> None:
+    """XLA ends the process where annotations and manual shardings meet."""
+    call = "%y = stablehlo.custom_call @SPMDFullToShardShape(%x) : (tensor<8xf32>) -> tensor<4xf32>"
+    with pytest.raises(ValueError, match="split by hand in places"):
+        graph_from_text(f"func.func @main(%x: tensor<8xf32>) -> tensor<4xf32> {{ {call} return %y : tensor<4xf32> }}")
+
+
 def test_the_importer_leaves_jax_and_torch_alone() -> None:
     """It costs jaxlib's MLIR, not the import of jax."""
     import subprocess

@@ -20,6 +20,7 @@ from torch.distributed.tensor import distribute_module
 import autoshard
 from autoshard import api, auto
 from tests.lower import scenarios
+from tests.lower.annotations_traced import lacking, placed_otherwise
 
 ROWS, STEPS = 16, 4
 HINTS = {"up.weight": "[model],[]", "x": "[data],[]"}
@@ -100,7 +101,7 @@ def trained(
     model = place(model, **options)
     at_once = sharding(model.up.weight)
     optimizer, theirs = optimizer_of(model.parameters()), optimizer_of(reference.parameters())
-    losses, plans, compiles = [], [], []
+    losses, plans, compiles, missing = [], [], [], []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(STEPS):
@@ -116,8 +117,11 @@ def trained(
             if clip:
                 for net in (model, reference):
                     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            planned_before = auto.current_plan()
             optimizer.step()
             optimizer.zero_grad()
+            if planned_before is not None and rows == ROWS:
+                missing.append(lacking(planned_before, [loss.detach(), *model.parameters()]))
             torch_xla.sync()
             theirs.step()
             theirs.zero_grad()
@@ -140,6 +144,8 @@ def trained(
         "planned": None if plan is None else plan.parameters["up.weight"].spec,
         "mesh": None if plan is None else plan.mesh.shape,
         "plans": plans,
+        "lacking": missing,
+        "otherwise": None if plan is None else placed_otherwise(plan, model.named_parameters()),
         "compiles": compiles,
         "warnings": [str(each.message) for each in said if "autoshard" in str(each.message)],
     }
@@ -182,6 +188,16 @@ def stale():
     return {"warnings": [str(each.message) for each in said if "autoshard" in str(each.message)]}
 
 
+def small_mesh():
+    """A mesh of fewer devices than there are."""
+    model = spmd(Net(), mesh="2x2")
+    try:
+        model(torch.randn(ROWS, 32).to("xla"))
+    except auto.AutoShardingError as error:
+        return {"said": str(error), "sharding": sharding(model.up.weight)}
+    return {"said": None}
+
+
 SCENARIOS = {
     "spmd": lambda: trained(spmd, hints=HINTS),
     "policy": lambda: trained(policy),
@@ -193,6 +209,7 @@ SCENARIOS = {
     "clipping": lambda: trained(spmd, clip=True, hints=HINTS),
     "odd_batch": lambda: trained(spmd, odd_batch=True, hints=HINTS),
     "stale": stale,
+    "small_mesh": small_mesh,
     "cached": cached,
 }
 

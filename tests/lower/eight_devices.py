@@ -23,6 +23,7 @@ from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.lower.mark_sharding import annotated_program, input_shardings
 from autoshard.mesh import Mesh
 from tests.lower.alternating import alternating
+from tests.lower.annotations_traced import lacking, placed_otherwise
 
 prepare_runtime(8)
 X = torch_xla._XLAC
@@ -123,6 +124,11 @@ def refusal(run):
     return "nothing was refused"
 
 
+def not_as_planned(plan, m, loss):
+    """Of a traced step that has not run: annotations that it lacks."""
+    return lacking(plan, [loss.detach(), *m.parameters()])
+
+
 def trains(optimizer, steps=4):
     """Steps on CPU batches that are moved inside the context."""
     plan = planned(optimizer)
@@ -137,6 +143,7 @@ def trains(optimizer, steps=4):
         with plan.annotate():
             loss = step(m, o, x.to("xla"), y.to("xla"))
             schedule.step()
+        missing = not_as_planned(plan, m, loss)
         torch_xla.sync()
         compiled.append(compiles() - start)
         losses.append(loss.item())
@@ -145,6 +152,8 @@ def trains(optimizer, steps=4):
     return {
         **difference(losses, None, m, optimizer),
         "compiled": compiled,
+        "lacking": missing,
+        "otherwise": placed_otherwise(plan, m.named_parameters()),
         "same_objects": before == [id(p) for p in m.parameters()],
         "weight": X._get_xla_sharding_spec(weight),
         "state": X._get_xla_sharding_spec(state),
@@ -185,10 +194,12 @@ def in_torch_xla_compile():
 
     def one(x, y):
         with plan.annotate():
-            return step(m, o, x, y).detach()
+            loss = step(m, o, x, y).detach()
+        missing.append(not_as_planned(plan, m, loss))
+        return loss
 
     compiled = torch_xla.compile(one, full_graph=True)
-    losses, counts = [], []
+    losses, counts, missing = [], [], []
     for i in range(4):
         x, y = (t.to("xla") for t in batch(i))
         torch_xla.sync()
@@ -196,7 +207,8 @@ def in_torch_xla_compile():
         loss = compiled(x, y)
         counts.append(compiles() - start)
         losses.append(loss.item())
-    return {**difference(losses, None, m, sgd), "compiled": counts}
+    otherwise = placed_otherwise(plan, m.named_parameters())
+    return {**difference(losses, None, m, sgd), "compiled": counts, "lacking": max(missing), "otherwise": otherwise}
 
 
 def from_a_loader():
@@ -212,9 +224,17 @@ def from_a_loader():
         shards.append(X._get_xla_sharding_spec(each["x"]))
         with plan.annotate():
             loss = step(m, o, each["x"], each["target"])
+        missing = not_as_planned(plan, m, loss)
         torch_xla.sync()
         losses.append(loss.item())
-    return {**difference(losses, None, m, sgd), "inputs": shards, "names": sorted(shardings)}
+    return {
+        **difference(losses, None, m, sgd),
+        "inputs": shards,
+        "names": sorted(shardings),
+        "lacking": missing,
+        "otherwise": placed_otherwise(plan, m.named_parameters()),
+        "inputs_otherwise": placed_otherwise(plan, [("x", each["x"]), ("target", each["target"])]),
+    }
 
 
 def whole_loop_in_one_context():
@@ -227,9 +247,10 @@ def whole_loop_in_one_context():
         for x, y in batches:
             loss = step(m, o, x, y)
             running = running + loss.detach()
+            missing = not_as_planned(plan, m, loss)
             torch_xla.sync()
             losses.append(loss.item())
-    return {**difference(losses, None, m, sgd), "running": abs(running.item() - sum(losses))}
+    return {**difference(losses, None, m, sgd), "running": abs(running.item() - sum(losses)), "lacking": missing}
 
 
 def other_programs():
@@ -392,9 +413,11 @@ def resumed():
     for i in range(2, 4):
         with plan.annotate():
             loss = step(m, o, *(t.to("xla") for t in batch(i)))
+        missing = not_as_planned(plan, m, loss)
         torch_xla.sync()
         losses.append(loss.item())
-    return difference(losses, None, m, sgd)
+    otherwise = placed_otherwise(plan, m.named_parameters())
+    return {**difference(losses, None, m, sgd), "lacking": missing, "otherwise": otherwise}
 
 
 def traced():

@@ -52,6 +52,17 @@ def test_numbers_are_those_of_one_device(seen, name):
     assert found["parameters"] < EQUAL
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["sgd", "adamw", "adamw_foreach", "radam", "dampened", "torch_xla_compile", "loader", "one_context", "resumed"],
+)
+def test_the_running_step_has_every_annotation_of_the_plan(seen, name):
+    """Of its own program, as torch_xla has traced it: what equal numbers would not show."""
+    found = scenario(seen, name)
+    assert found["lacking"] == 0
+    assert found.get("otherwise", []) == [], "parameters lie otherwise than planned after the last step"
+
+
 @pytest.mark.parametrize(("name", "first"), [("radam", 5), ("dampened", 1)])
 def test_first_steps_that_are_other_programs_run_on_what_is_sharded_as_planned(seen, name, first):
     found = scenario(seen, name)
@@ -97,6 +108,7 @@ def test_a_loader_sends_shards(seen):
     found = scenario(seen, "loader")
     assert found["names"] == ["target", "x"]
     assert all("devices=" in spec for spec in found["inputs"])
+    assert found["inputs_otherwise"] == []
 
 
 def test_a_running_loss_may_be_kept_in_the_context(seen):

@@ -131,6 +131,30 @@ def test_a_copy_behind_an_op_that_is_not_known_to_pass_values_on():
         Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(4, COLUMNS))], ops=ops))
 
 
+def test_a_copy_is_not_read_in_the_place_of_what_has_another_type():
+    """Only what changes nothing is dropped between a value and who reads it."""
+    ops = (
+        OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),
+        OpSignature("my.rows.default", ("f32[8]",), ((0, 0),)),
+        OpSignature("my.same.default", ("f32[8]",), ((1, 0),)),
+        OpSignature("aten.neg.default", ("f32[8]",), ((2, 0),)),
+    )
+    with pytest.raises(PlanError, match="op 3 is to read a copy of output 0 of op 0, but does not read it"):
+        Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(3, COLUMNS))], ops=ops))
+
+
+def test_a_copy_is_read_behind_torch_xlas_marks():
+    """Beside what is computed from the marked value alone, as the mean that a layer norm subtracts."""
+    ops = (
+        OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),
+        OpSignature("xla.aot_mark_sharding.default", ("f32[8,8]",), ((0, 0),)),
+        OpSignature("aten.neg.default", ("f32[8,8]",), ((1, 0),)),
+        OpSignature("aten.sub.Tensor", ("f32[8,8]",), ((1, 0), (2, 0))),
+    )
+    found = Schedule.of(plan([value(0, "aten.mm.default", ROWS, Copy(3, COLUMNS))], ops=ops))
+    assert found.reads == {3: {0: ((0, 0), (COLUMNS,))}}
+
+
 def test_a_copy_is_read_behind_a_clone_and_not_behind_a_transpose():
     ops = (
         OpSignature("aten.mm.default", ("f32[8,8]",), ("x", "w")),

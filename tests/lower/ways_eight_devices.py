@@ -23,6 +23,7 @@ from autoshard.mesh import Mesh, spec_axes
 from autoshard.plan import PlanMismatchError
 from tests.lower import scenarios
 from tests.lower.alternating import alternating
+from tests.lower.annotations_traced import lacking, placed_otherwise
 
 prepare_runtime(8)
 MESH = Mesh((2, 4), ("data", "model"))
@@ -70,6 +71,16 @@ def planned(model, dtype=torch.float32, mesh=MESH):
     return alternating(program, mesh)
 
 
+MISSING = {}
+"""By model: how many annotations of its plan its traced steps lacked, in the worst one."""
+
+
+def look(plan, model, loss):
+    """At a step that is traced and has not run."""
+    missing = lacking(plan, [loss.detach(), *model.parameters()])
+    MISSING[id(model)] = max(missing, MISSING.get(id(model), 0))
+
+
 def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, called=None):
     """Train under a plan, `called` in the model's place if given; returns the losses and the optimizer."""
     optimizer = sgd(model.parameters())
@@ -81,7 +92,8 @@ def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, call
             loss = torch.nn.functional.mse_loss((called or model)(x), y)
             loss.backward()
             optimizer.step()
-            return loss.detach()
+        look(plan, model, loss)
+        return loss.detach()
 
     losses = []
     for number in steps:
@@ -104,19 +116,11 @@ def alone(model, dtype=torch.float32, steps=range(STEPS)):
     return losses
 
 
-def unsplit(plan, model):
-    """Parameters that the plan splits and that are whole after training: the step that made them was not annotated."""
-    return [
-        name
-        for name, tensor in model.named_parameters()
-        if any(plan.parameters[name].spec) and "devices=" not in (torch_xla._XLAC._get_xla_sharding_spec(tensor) or "")
-    ]
-
-
 def compared(losses, wanted, model, reference, plan):
     return {
         "split": sum(any(each.spec) for each in plan.parameters.values()),
-        "unsplit": unsplit(plan, model),
+        "otherwise": placed_otherwise(plan, model.named_parameters()),
+        "lacking": MISSING.get(id(model)),
         "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)),
         "parameters": max(
             float((a.detach().cpu().float() - b.detach().float()).abs().max())
@@ -229,7 +233,7 @@ def checkpoint_between_plans():
             for part in found
             for name in found[part]
         ),
-        "unsplit": unsplit(plan, other),
+        "otherwise": placed_otherwise(plan, other.named_parameters()),
     }
 
 
@@ -257,6 +261,7 @@ def fsdpv2_beside():
             loss = torch.nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
+        look(plan, model, loss)
         torch_xla.sync()
         x, y = (xs.mark_sharding(t.to("xla"), mesh, ("fsdp", None)).global_tensor for t in batch(number))
         theirs.zero_grad()
@@ -269,7 +274,9 @@ def fsdpv2_beside():
     wanted = alone(reference)
     ours = compared(losses, wanted, model, reference, plan)
     other = compared(their_losses, wanted, beside, reference, plan)
-    return {**ours, **{key: max(ours[key], other[key]) for key in ("losses", "parameters")}}
+    shardings = {torch_xla._XLAC._get_xla_sharding_spec(each) for each in beside.parameters() if each.dim() == 2}
+    worse = {key: max(ours[key], other[key]) for key in ("losses", "parameters")}
+    return {**ours, **worse, "theirs": sorted(shardings)}
 
 
 class Accumulating(torch.nn.Module):
@@ -301,6 +308,7 @@ def gradient_accumulation():
             loss = model(*(t.to("xla") for t in batch(number)))
             loss.backward()
             optimizer.step()
+        look(plan, model, loss)
         torch_xla.sync()
         losses.append(loss.item())
     return compared(losses, alone(reference), model, reference, plan)
@@ -392,7 +400,39 @@ def layers_scanned():
     return compared(losses, alone(reference), model, reference, plan)
 
 
+class Marking(torch.nn.Module):
+    """Marks what it computes with torch_xla's own functions, and puts its barrier and its linear layers in."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        x = self.net.stem(x)
+        if x.device.type == "xla":
+            x = xs.mark_sharding_with_gradients(x, xs.get_global_mesh(), ("data", None))
+        x = self.net.blocks[0](x)
+        if x.device.type == "xla":
+            xs.mark_sharding(x, xs.get_global_mesh(), (None, "model"))
+        return self.net.blocks[1](x)
+
+
+def marks_inside():
+    import numpy
+
+    torch.manual_seed(0)
+    model = Marking()
+    reference = copy.deepcopy(model)
+    xs.set_global_mesh(xs.Mesh(numpy.arange(8), (2, 4), ("data", "model")))
+    xs.apply_backward_optimization_barrier(model.net.blocks[0])
+    xs.xla_sharding.apply_xla_patch_to_nn_linear(model)
+    plan = planned(model)
+    losses, _ = trained(plan, model)
+    return compared(losses, alone(reference), model, reference, plan)
+
+
 SCENARIOS = {
+    "marks_inside": marks_inside,
     "layers_scanned": layers_scanned,
     "values_read": values_read,
     "checkpoint_between_plans": checkpoint_between_plans,
