@@ -224,7 +224,7 @@ def _indices(index: Any) -> Any:
 
 def lowering_of(func: Any) -> Callable[..., Any] | None:
     """What lowers an overload: `(output types, *args, **kwargs) -> arrays`, or None."""
-    from autoshard.capture import aten_jax, aten_jax_index, aten_jax_window  # noqa: F401
+    from autoshard.capture import aten_jax, aten_jax_index, aten_jax_losses, aten_jax_window  # noqa: F401
 
     return aten_jax.LOWERINGS.get(str(func)) or jax_function_of(func)
 
