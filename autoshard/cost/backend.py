@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from autoshard.cost.device import Device
+from autoshard.cost.heap import best_fit, packed
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Array, Lowered
-from autoshard.cost.on_chip import packed
 from autoshard.cost.schedule import (
     Dependencies,
     Liveness,
@@ -54,6 +54,7 @@ class Compiled:
         live: temporary memory over that order.
         argument_bytes, output_bytes: of arguments, and of results that replace none.
         placement: where temporaries lie, of a device with on-chip memory.
+        gaps: whether the gaps between temporaries count as memory.
     """
 
     program: Lowered = field(repr=False)
@@ -62,6 +63,7 @@ class Compiled:
     argument_bytes: int
     output_bytes: int
     placement: Placement | None = None
+    gaps: bool = False
 
     @property
     def flops(self) -> float:
@@ -80,10 +82,15 @@ class Compiled:
         """Bytes of device memory that one device's kernels read and write; collectives left out."""
         return sum(size for kernel in self.touched for size in kernel.values())
 
-    @property
+    @cached_property
     def temporary_bytes(self) -> int:
         """Bytes of device memory for what is neither argument nor result."""
-        return self.live.peak if self.placement is None else self.placement.bytes
+        if self.placement is not None:
+            return self.placement.bytes
+        live = self.live
+        if not self.gaps:
+            return live.peak
+        return max(live.peak, best_fit([(*span, live.sizes[array]) for array, span in live.spans.items()]))
 
     @property
     def peak_bytes(self) -> int:
@@ -96,6 +103,8 @@ class Backend:
 
     alignment = 64
     """Bytes to which buffers are rounded up."""
+    gaps = False
+    """Whether the gaps between temporaries count as memory."""
 
     combined_up_to: ClassVar[Mapping[str, float]] = {}
     """Kinds of collectives of which independent ones run as one, and up to how many bytes of results."""
@@ -156,7 +165,7 @@ class Backend:
             if array.returned and not array.donated and array.maker >= 0
         )
         ordered = tuple(kernels[number] for number in order)
-        return self.placed(Compiled(program, ordered, live, arguments, outputs))
+        return self.placed(Compiled(program, ordered, live, arguments, outputs, gaps=self.gaps))
 
     def placed(self, compiled: Compiled) -> Compiled:
         """The same kernels in the same order, with temporaries where this device has room for them."""

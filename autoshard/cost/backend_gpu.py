@@ -45,6 +45,10 @@ FUSED = LOOPS | {"reduce"}
 MOST_OPERANDS = 64
 SMALL = 1024
 """Bytes of an array below which reading it once is no reason to merge kernels."""
+LIBRARY_CALL = 10e-6
+"""Seconds that the latency hiding scheduler takes a convolution to last, whatever it computes."""
+SHORTEST_SUM = 2e-6
+"""Seconds that it takes a sum to last at least."""
 PARTS = "sum_of_parts"
 """The sum behind a product that was cut along its contraction: it fuses as a producer."""
 
@@ -108,6 +112,7 @@ class GpuBackend(Backend):
     """XLA's GPU compiler."""
 
     alignment = 128
+    gaps = True
     combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, THRESHOLD)
     copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
@@ -214,9 +219,16 @@ class GpuBackend(Backend):
         """See `latency.overlapped`: a collective holds its results from its start and its operands until its end."""
         moves = [kernel.kind in COLLECTIVES for kernel in kernels]
         takes = [self._seconds(kernel, program) for kernel in kernels]
+        products = [_is(kernel, "dot_general", program) for kernel in kernels]
+        views = [
+            len(kernel.writes) > 1
+            or _is(kernel, "convolution", program)
+            or any(products[user] for user in deps.users[number])
+            for number, kernel in enumerate(kernels)
+        ]
         found = list(kernels)
         numbers = []
-        for number, ends in overlapped(order, deps, takes, moves):
+        for number, ends in overlapped(order, deps, takes, moves, views):
             if ends:
                 kernel = kernels[number]
                 held = kernel.writes if kernel.shares else (*kernel.reads, *kernel.writes)
@@ -227,13 +239,22 @@ class GpuBackend(Backend):
         return found, numbers
 
     def _seconds(self, kernel: Kernel, program: Lowered) -> float:
-        """What the scheduler takes a kernel to last."""
-        arrays = program.arrays
-        moved = sum(arrays[array].bytes for array in (*kernel.reads, *kernel.writes))
+        """What the scheduler takes a kernel to last (`SolLatencyEstimator`): no launch, unless it is a product."""
+        arrays, device = program.arrays, self.device
+        reads = kernel.writes if kernel.kind == "slice" else kernel.reads
+        moved = sum(arrays[array].bytes for array in (*reads, *kernel.writes))
         if kernel.kind in COLLECTIVES:
-            link = self.device.links[0]
-            return self.device.collective_overhead + moved / link.bandwidth
-        return roofline_seconds(kernel.flops, moved, "f32", self.device)
+            return device.collective_overhead + moved / device.links[0].bandwidth
+        if _is(kernel, "convolution", program):
+            return LIBRARY_CALL
+        if _is(kernel, "dot_general", program):
+            return roofline_seconds(kernel.flops, moved, "f32", device)
+        traffic = moved / device.memory_bandwidth
+        return max(traffic, SHORTEST_SUM) if _is(kernel, "reduce", program) else traffic
+
+
+def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
+    return any(program.steps[number].kind == kind for number in kernel.steps)
 
 
 def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:

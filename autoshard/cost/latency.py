@@ -1,21 +1,37 @@
 """The latency hiding scheduler of XLA's GPU compiler: collectives beside the kernels that neither make nor read them.
 
-From the end of the step backwards, one collective at a time is in flight (`parallel_collective_overlap_limit`): as soon
-as all that reads its result stands behind it, its end is placed, and its start once kernels have been placed that take
-as long as it does. Kernels are otherwise taken as they stood. So gathers move to the front one behind the other, and
-their results wait in memory.
+It goes from the end of the step backwards (xla/service/latency_hiding_scheduler.cc). One collective at a time is in
+flight (`parallel_collective_overlap_limit`): its end is placed as soon as all that reads its result stands behind it,
+its start once the kernels placed since take as long as it does. Of the kernels that could come next it takes, in this
+order of reasons:
+
+1. what keeps nobody waiting: a kernel is due a microsecond after what reads it (`kLessStall`);
+2. a start for which another collective waits, and no start before which there is no other collective;
+3. what waits for the most seconds of collectives, one behind the other (`kAsyncDepth`);
+4. while something is not due yet, what takes about as long as that is away (`kAvoidWaste`);
+5. what a collective's result is read by, what lets more kernels be placed, and what stood last.
+
+So gathers move to the front one behind the other, and gradients of weights wait for gaps in the chain of the others.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from autoshard.cost.schedule import Dependencies
 
+EDGE = 1e-6
+"""Seconds between a kernel and what reads it, counted from the reader (`kLowLatency`)."""
+
 
 def overlapped(
-    order: Sequence[int], deps: Dependencies, takes: Sequence[float], moves: Sequence[bool]
+    order: Sequence[int],
+    deps: Dependencies,
+    takes: Sequence[float],
+    moves: Sequence[bool],
+    views: Sequence[bool] | None = None,
 ) -> list[tuple[int, bool]]:
     """An order of (kernel, whether it is its end); a collective appears twice, as its start and as its end.
 
@@ -23,40 +39,156 @@ def overlapped(
         order: the kernels in the order that is changed.
         takes: seconds of each kernel.
         moves: whether a kernel is a collective.
+        views: whether a kernel's results are read through an instruction of no cost, such as an element of a tuple;
+            None for no kernel.
     """
-    place = {number: position for position, number in enumerate(order)}
-    waiting = [len(after) for after in deps.frees]
-    kernels: list[tuple[int, int]] = []
-    collectives: list[tuple[int, int]] = []
-    placed: list[tuple[int, bool]] = []
+    return _Backwards(order, deps, takes, moves, views or [False] * len(takes)).placed()
 
-    def release(number: int) -> None:
-        for before in deps.waits[number]:
-            waiting[before] -= 1
-            if not waiting[before]:
-                ready(before)
 
-    def ready(number: int) -> None:
-        heapq.heappush(collectives if moves[number] else kernels, (-place[number], number))
+class _Backwards:
+    """The state of the scheduler. An entry is a kernel and whether it is a collective's start."""
 
-    for number in order:
-        if not waiting[number]:
-            ready(number)
-    now = until = 0.0
-    flying: int | None = None
-    while kernels or collectives or flying is not None:
-        if flying is not None and (now >= until or not kernels):
-            now = max(now, until)
-            placed.append((flying, False))
-            release(flying)
-            flying = None
-        elif flying is None and collectives:
-            flying = heapq.heappop(collectives)[1]
-            placed.append((flying, True))
-            until = now + takes[flying]
+    def __init__(
+        self,
+        order: Sequence[int],
+        deps: Dependencies,
+        takes: Sequence[float],
+        moves: Sequence[bool],
+        views: Sequence[bool],
+    ) -> None:
+        self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
+        self.place = {number: position for position, number in enumerate(order)}
+        self.before = [0.0] * len(takes)  # seconds of collectives that a kernel waits for, one behind the other
+        self.behind = [0.0] * len(takes)  # and those that what reads it waits for
+        for number in order:
+            self.before[number] = max((self.behind[maker] for maker in deps.waits[number]), default=0.0)
+            self.behind[number] = self.before[number] + (takes[number] if moves[number] else 0.0)
+        self.waiting = [len(after) for after in deps.frees]
+        self.placed_at = [0.0] * len(takes)
+        self.now = 0.0
+        self.flying: tuple[int, float] | None = None  # the collective whose start comes next, and when it is due
+        self.ends: dict[int, float] = {}  # collectives of which all readers are placed, and when they are due
+        self.stalled: list[tuple[float, int, int]] = []  # a heap of kernels by when they are due
+        self.due: dict[float, list[int]] = {}  # kernels that are due, by the seconds of collectives before them
+        self.awaited: list[float] = []  # a heap of when what was not due yet will be
+        self.found: list[tuple[int, bool]] = []
+
+        for number in order:
+            if not self.waiting[number]:
+                self._release(number)
+
+    def placed(self) -> list[tuple[int, bool]]:
+        """All kernels."""
+        while True:
+            self._move_due()
+            if self.ends and self.flying is None:
+                self._end()
+            elif self._start_is_next():
+                self._start()
+            elif self.due:
+                self._kernel(self._best(self.due[max(self.due)]))
+            elif self.stalled:
+                self._kernel(self._least_stalled())
+            elif self.flying is not None:
+                self._start()
+            else:
+                return self.found[::-1]
+
+    def _move_due(self) -> None:
+        while self.stalled and self.stalled[0][0] <= self.now:
+            number = heapq.heappop(self.stalled)[2]
+            self.due.setdefault(self.before[number], []).append(number)
+
+    def _start_is_next(self) -> bool:
+        """Whether the start of what is in flight comes before every kernel that could be placed."""
+        if self.flying is None:
+            return False
+        number, when = self.flying
+        if when > self.now:
+            return not self.due and not (self.stalled and self.stalled[0][0] < when)
+        if self.ends or not self.due:
+            return True
+        if self.before[number] != max(self.due) or not self.before[number]:
+            return 0 < self.before[number] > max(self.due)
+        other = self._best(self.due[self.before[number]])
+        if self.awaited and self._waste(self.takes[other]) < self._waste(EDGE):
+            return False
+        return self._unlocks(number) < self._unlocks(other)
+
+    def _best(self, numbers: Sequence[int]) -> int:
+        """Of kernels that are due, and wait for the same collectives."""
+        return min(numbers, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
+
+    def _waste(self, takes: float) -> float:
+        """By how many seconds what takes so long misses the moment when something else is due."""
+        return abs(self.awaited[0] - self.now - takes) if self.awaited else 0.0
+
+    def _unlocks(self, number: int) -> tuple[bool, int, int]:
+        """Less for what a collective's end waits for, for what more kernels wait for, and for what stood later."""
+        makers = self.deps.waits[number]
+        ends = any(self.moves[maker] for maker in makers)
+        return not ends, -sum(self.waiting[maker] == 1 for maker in makers), -self.place[number]
+
+    def _least_stalled(self) -> int:
+        when = self.stalled[0][0]
+        alike = [number for due, _, number in self.stalled if due == when]
+        deepest = max(self.before[number] for number in alike)
+        return self._best([number for number in alike if self.before[number] == deepest])
+
+    def _end(self) -> None:
+        number = min(self.ends, key=lambda number: (-self.behind[number], -self.place[number]))
+        self.now = max(self.now, self.ends.pop(number))
+        self.found.append((number, True))
+        due = self.now + self.takes[number]
+        self._pass(EDGE)
+        self.flying = (number, due)
+        self._await(due)
+
+    def _start(self) -> None:
+        assert self.flying is not None
+        number, due = self.flying
+        self.flying = None
+        self._place(number, due, EDGE)
+
+    def _kernel(self, number: int) -> None:
+        if (alike := self.due.get(self.before[number])) is not None and number in alike:
+            alike.remove(number)
+            if not alike:
+                del self.due[self.before[number]]
+            self._place(number, self.now, self.takes[number])
         else:
-            number = heapq.heappop(kernels)[1]
-            placed.append((number, False))
-            now += takes[number]
-            release(number)
-    return placed[::-1]
+            entry = next(entry for entry in self.stalled if entry[2] == number)
+            self.stalled.remove(entry)
+            heapq.heapify(self.stalled)
+            self._place(number, entry[0], self.takes[number])
+
+    def _place(self, number: int, due: float, takes: float) -> None:
+        self.found.append((number, False))
+        self.now = max(self.now, due)
+        self.placed_at[number] = self.now
+        self._pass(takes)
+        for maker in self.deps.waits[number]:
+            self.waiting[maker] -= 1
+            if not self.waiting[maker]:
+                self._release(maker)
+
+    def _pass(self, takes: float) -> None:
+        self.now += takes
+        while self.awaited and self.awaited[0] < self.now:
+            heapq.heappop(self.awaited)
+
+    def _release(self, number: int) -> None:
+        """All that reads a kernel is placed."""
+        readers = self.deps.frees[number]
+        due = max(self.now, max((self.placed_at[reader] for reader in readers), default=-math.inf) + EDGE)
+        if readers and self.views[number]:  # which is placed at once
+            self.now, due = due, due + EDGE
+        if self.moves[number]:
+            self.ends[number] = due
+        else:
+            heapq.heappush(self.stalled, (due, -self.place[number], number))
+        self._await(due)
+
+    def _await(self, due: float) -> None:
+        if due > self.now:
+            heapq.heappush(self.awaited, due)

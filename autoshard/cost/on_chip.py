@@ -5,16 +5,11 @@ values are taken in order of seconds saved ÷ √size, so kernels that are bound
 for its whole life never has a buffer in device memory, unless it waits too long between two uses: no value, whatever
 its size, stays for longer than copying all of on-chip memory takes eight times (`CanAllocateInAlternateMemoryNoCopy`).
 Any other has a buffer from its maker to its last reader, and is on chip between two uses where it fits.
-
-Device memory is laid out in the order in which values are made, each in the tightest gap that holds it: gaps that are
-too small for what comes later make the whole larger than the most that is live at once.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -115,43 +110,3 @@ def _buffered(life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, 
         if not held or not kept:
             until = max(before, end - held)
     return Buffered(frozenset(near), copies, until)
-
-
-def packed(blocks: Sequence[tuple[int, int, int]]) -> int:
-    """Bytes of a heap that holds blocks of (first, last, bytes), each put into the tightest gap when it is made."""
-    height = 0
-    offsets: list[int] = []  # of what is held, ascending
-    tops: dict[int, int] = {}  # by offset
-    gaps: list[tuple[int, int]] = []  # bytes and offset of each gap below something that is held, ascending
-    ends: list[tuple[int, int]] = []  # a heap of last positions and offsets
-    for start, end, size in sorted(blocks, key=lambda block: block[0]):
-        while ends and ends[0][0] < start:
-            _release(heapq.heappop(ends)[1], offsets, tops, gaps)
-        if not size:
-            continue
-        found = bisect_left(gaps, (size, 0))
-        if found < len(gaps):
-            room, where = gaps.pop(found)
-            if room > size:
-                insort(gaps, (room - size, where + size))
-        else:
-            where = tops[offsets[-1]] if offsets else 0
-        insort(offsets, where)
-        tops[where] = where + size
-        heapq.heappush(ends, (end, where))
-        height = max(height, where + size)
-    return height
-
-
-def _release(offset: int, offsets: list[int], tops: dict[int, int], gaps: list[tuple[int, int]]) -> None:
-    """Take a block from the heap: what is free on both sides of it becomes one gap, or the end of the heap."""
-    place = bisect_left(offsets, offset)
-    del offsets[place]
-    below, top = tops[offsets[place - 1]] if place else 0, tops.pop(offset)
-    if offset > below:
-        del gaps[bisect_left(gaps, (offset - below, below))]
-    if place < len(offsets):
-        above = offsets[place]
-        if above > top:
-            del gaps[bisect_left(gaps, (above - top, top))]
-        insort(gaps, (above - below, below))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from autoshard.cost import backend_tpu
 from autoshard.cost.backend_tpu import TpuBackend, TpuFusion
 from autoshard.cost.device import load_device
+from autoshard.cost.heap import packed
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
-from autoshard.cost.on_chip import Buffered, Life, off_chip, packed
+from autoshard.cost.on_chip import Buffered, Life, off_chip
 from autoshard.cost.place_tpu import SLICES, TUPLE_BYTES, Placing, _and_gain
 from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
 from autoshard.cost.schedule import Dependencies, dependencies, greedy, liveness

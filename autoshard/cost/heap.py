@@ -1,0 +1,84 @@
+"""Heaps: how compilers lay blocks out whose lives are known, and how much memory that takes, gaps included."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+Block = tuple[int, int, int]
+"""(first position, last position, bytes)."""
+
+
+def best_fit(blocks: Sequence[Block]) -> int:
+    """Bytes of a heap into which the largest blocks are put first, or the longest lived: whichever takes less.
+
+    Each block lies in the tightest gap between those that live beside it, or on top of them (XLA's
+    `GlobalDecreasingSizeBestFitHeap`, which its CPU and GPU compilers use for temporaries).
+    """
+    largest = sorted(blocks, key=lambda block: (-block[2], block[0] - block[1]))
+    longest = sorted(blocks, key=lambda block: (block[0] - block[1], -block[2]))
+    return min(_tightest(largest), _tightest(longest))
+
+
+def _tightest(blocks: Sequence[Block]) -> int:
+    """Bytes of a heap that holds blocks, each put into the tightest gap that its life leaves, in this order."""
+    starts, ends, sizes = np.array(blocks, dtype=np.int64).reshape(-1, 3).T
+    offsets = np.zeros_like(starts)
+    for number, (start, end, size) in enumerate(blocks):
+        beside = np.flatnonzero((starts[:number] <= end) & (ends[:number] >= start))
+        if not len(beside):
+            continue
+        beside = beside[np.argsort(offsets[beside], kind="stable")]
+        tops = np.maximum.accumulate(offsets[beside] + sizes[beside])
+        below = np.concatenate(([0], tops[:-1]))
+        gaps = offsets[beside] - below
+        fits = np.flatnonzero(gaps >= size)
+        offsets[number] = below[fits[np.argmin(gaps[fits])]] if len(fits) else tops[-1]
+    return int((offsets + sizes).max()) if len(blocks) else 0
+
+
+def packed(blocks: Sequence[Block]) -> int:
+    """Bytes of a heap that holds blocks in the order in which they are made, each put into the tightest gap then.
+
+    So libtpu lays out device memory: gaps that are too small for what comes later make the whole larger than the most
+    that is live at once.
+    """
+    height = 0
+    offsets: list[int] = []  # of what is held, ascending
+    tops: dict[int, int] = {}  # by offset
+    gaps: list[tuple[int, int]] = []  # bytes and offset of each gap below something that is held, ascending
+    ends: list[tuple[int, int]] = []  # a heap of last positions and offsets
+    for start, end, size in sorted(blocks, key=lambda block: block[0]):
+        while ends and ends[0][0] < start:
+            _release(heapq.heappop(ends)[1], offsets, tops, gaps)
+        if not size:
+            continue
+        found = bisect_left(gaps, (size, 0))
+        if found < len(gaps):
+            room, where = gaps.pop(found)
+            if room > size:
+                insort(gaps, (room - size, where + size))
+        else:
+            where = tops[offsets[-1]] if offsets else 0
+        insort(offsets, where)
+        tops[where] = where + size
+        heapq.heappush(ends, (end, where))
+        height = max(height, where + size)
+    return height
+
+
+def _release(offset: int, offsets: list[int], tops: dict[int, int], gaps: list[tuple[int, int]]) -> None:
+    """Take a block from the heap: what is free on both sides of it becomes one gap, or the end of the heap."""
+    place = bisect_left(offsets, offset)
+    del offsets[place]
+    below, top = tops[offsets[place - 1]] if place else 0, tops.pop(offset)
+    if offset > below:
+        del gaps[bisect_left(gaps, (offset - below, below))]
+    if place < len(offsets):
+        above = offsets[place]
+        if above > top:
+            del gaps[bisect_left(gaps, (above - top, top))]
+        insort(gaps, (above - below, below))
