@@ -6,7 +6,7 @@ is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collec
 30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one array into which
 their operands are copied (`AllReduceContiguous`). They run one after the other, in post-order
 (`CollectivesScheduleLinearizer`): what waits for the last of them waits for them all. Of three orders the one with the
-lowest peak is taken (`DefaultMemoryScheduler`); the latency hiding scheduler is off by default.
+lowest peak is taken (`DefaultMemoryScheduler`), and then changed by the latency hiding scheduler (`latency.py`).
 """
 
 from __future__ import annotations
