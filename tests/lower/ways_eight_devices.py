@@ -5,6 +5,7 @@ python -m tests.lower.ways_eight_devices OUT.json [SCENARIO...]
 
 import copy
 import os
+import weakref
 
 os.environ.update(
     PJRT_DEVICE="CPU",
@@ -71,14 +72,14 @@ def planned(model, dtype=torch.float32, mesh=MESH):
     return alternating(program, mesh)
 
 
-MISSING = {}
+MISSING = weakref.WeakKeyDictionary()
 """By model: how many annotations of its plan its traced steps lacked, in the worst one."""
 
 
 def look(plan, model, loss):
     """At a step that is traced and has not run."""
     missing = lacking(plan, [loss.detach(), *model.parameters()])
-    MISSING[id(model)] = max(missing, MISSING.get(id(model), 0))
+    MISSING[model] = max(missing, MISSING.get(model, 0))
 
 
 def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, called=None):
@@ -120,7 +121,7 @@ def compared(losses, wanted, model, reference, plan):
     return {
         "split": sum(any(each.spec) for each in plan.parameters.values()),
         "otherwise": placed_otherwise(plan, model.named_parameters()),
-        "lacking": MISSING.get(id(model)),
+        "lacking": MISSING.get(model),
         "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)),
         "parameters": max(
             float((a.detach().cpu().float() - b.detach().float()).abs().max())
@@ -432,7 +433,6 @@ def marks_inside():
 
 
 SCENARIOS = {
-    "marks_inside": marks_inside,
     "layers_scanned": layers_scanned,
     "values_read": values_read,
     "checkpoint_between_plans": checkpoint_between_plans,
@@ -443,6 +443,7 @@ SCENARIOS = {
     "eager_and_compile": eager_and_compile,
     "dynamo": dynamo,
     "sharded_tensors": sharded_tensors,
+    "marks_inside": marks_inside,  # last: torchax is imported then, and checkpoints ask its device for streams
 }
 
 
