@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from autoshard.capture import refusals, switches
+from autoshard.capture.attributes import Attributes
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.inputs import Inputs, input_names, split_inputs
 from autoshard.capture.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
@@ -166,7 +167,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.roots = {"": model}
         if isinstance(loss_fn, torch.nn.Module):
             self.roots["loss_fn"] = loss_fn
-        self.saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self.attributes = Attributes()
         self.stack = contextlib.ExitStack()
         self.data = KnownValues(self.data_of)
 
@@ -207,7 +208,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     def __enter__(self) -> Tracing:
         """Put placeholders in place."""
-        self.stack.callback(self._restore)
+        self.stack.callback(self.attributes.restore)
         try:
             self.stack.enter_context(
                 torch.inference_mode(False)
@@ -235,7 +236,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
     def _replace(self, prefix: str, root: torch.nn.Module) -> None:
         """Put placeholders in the place of parameters and buffers, in dicts of their own."""
         for path, module in root.named_modules():
-            self.saved.append((module, dict(module.__dict__)))
+            self.attributes.save(module)
             where = ".".join(part for part in (prefix, path) if part)
             for table in ("_parameters", "_buffers"):
                 tensors = module.__dict__.get(table) or {}
@@ -243,10 +244,9 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                     name: None if t is None else self._stand_in(t, f"{where}.{name}" if where else name)
                     for name, t in tensors.items()
                 }
-        for module, attributes in self.saved:
-            for name, value in attributes.items():
-                if name[:1] == "_" and isinstance(value, list) and value and all(id(v) in self.memo for v in value):
-                    module.__dict__[name] = [self.memo[id(v)] for v in value]  # such as an RNN's _flat_weights
+        for module, name, value in self.attributes.lists():
+            if value and all(id(v) in self.memo for v in value):
+                module.__dict__[name] = [self.memo[id(v)] for v in value]  # such as an RNN's _flat_weights
 
     def _stand_in(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in self.memo:
@@ -258,11 +258,6 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.memo[id(tensor)] = made
             self._know(name, "parameter" if role == "parameter" else "buffer", made, like=tensor)
         return self.memo[id(tensor)]
-
-    def _restore(self) -> None:
-        for module, attributes in self.saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
 
     def _know(
         self,

@@ -270,8 +270,8 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
 def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
     """Inputs like the sample ones: normal floats, tokens below the vocabulary; masks as they are, or ones.
 
-    Integers of a sample with values keep their range: each batch shuffles them. Tensors that are one object in the
-    sample are one here.
+    Integers of a sample with values keep their range: each batch shuffles them; so do floats of which none is negative
+    (probabilities, counts, pixels). Tensors that are one object in the sample are one here.
     """
     generator = torch.Generator().manual_seed(SEED + 1 + step)
     leaves, spec = tree_flatten_with_path(source.inputs)
@@ -288,7 +288,7 @@ def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
 def _random_like(
     sample: torch.Tensor, name: str, model: torch.nn.Module, images: bool, generator: torch.Generator
 ) -> torch.Tensor:
-    if sample.is_floating_point():
+    if sample.is_floating_point() and not _never_negative(sample):
         return torch.randn(sample.shape, generator=generator).to(sample.dtype)
     if not sample.is_meta:
         order = torch.randperm(sample.numel(), generator=generator)
@@ -296,6 +296,15 @@ def _random_like(
     if sample.dtype == torch.bool or "mask" in name:
         return torch.ones(sample.shape, dtype=sample.dtype)
     return torch.randint(0, _classes(model, images), sample.shape, generator=generator).to(sample.dtype)
+
+
+def _never_negative(sample: torch.Tensor) -> bool:
+    """Whether a sample says that its values are of that sort; zeros alone do not, nor does what memory held."""
+    if sample.is_meta or sample.numel() == 0:
+        return False
+    values = sample.detach().cpu().float()
+    least, most = float(values.min()), float(values.max())
+    return 0 <= least < most and 1e-3 <= most <= 2**16
 
 
 def _classes(model: torch.nn.Module, images: bool) -> int:

@@ -344,3 +344,38 @@ def test_a_wrapper_of_any_arguments_leaves_the_loss_what_it_needs() -> None:
 
     program = capture(Wrapper(), (torch.empty(3, 4), torch.empty(3, 2)), loss_fn=torch.nn.functional.mse_loss)
     assert [each.type.shape for each in program.arguments if each.role == "input"] == [(3, 2), (3, 4)]
+
+
+class Recorder(nn.Module):
+    """Registers a hook in its first run, as transformers' models do, and keeps what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.kept: list[torch.Tensor] = []
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "hooked", False):
+            self.layer.register_forward_hook(lambda module, args, output: self.kept.append(output))
+            self.hooked = True
+        self.seen["x"] = x
+        self.kept.clear()
+        self.layer(x)
+        return torch.stack(self.kept).sum(0)
+
+
+@pytest.mark.parametrize("ran_before", [True, False])
+def test_what_a_forward_pass_registers_and_keeps_goes_with_its_capture(ran_before: bool) -> None:
+    """SegFormer's hidden states had come twice after a capture: hooks had stayed, not what says that they are there."""
+    model = Recorder()
+    x = torch.ones(4, 16)
+    before = model(x) if ran_before else None
+    kept = list(model.kept)
+    capture(model, (x,), loss_fn=lambda out: out.mean(), optimizer=plain)
+    assert list(model.kept) == kept
+    assert list(model.seen) == (["x"] if ran_before else [])
+    assert len(model.layer._forward_hooks) == ran_before
+    after = model(x)
+    assert len(model.kept) == 1
+    torch.testing.assert_close(after, before if ran_before else model.layer(x))

@@ -239,6 +239,17 @@ def test_batches_are_new_each_step_and_the_same_each_time():
     assert bool(first["attention_mask"].all())
 
 
+def test_floats_that_are_never_negative_stay_so():
+    """Targets of a binary cross entropy had been drawn from a normal distribution, which it refuses."""
+    model = torch.nn.Linear(4, 1)
+    chances = torch.tensor([0.0, 0.25, 1.0, 0.5])
+    source = Source(model, (torch.randn(4, 4), chances, torch.zeros(8), torch.full((4,), 1e-41)))
+    values, targets, zeros, held = run_worker.random_batch(source, model, 0)
+    assert sorted(targets.tolist()) == sorted(chances.tolist())
+    assert all(float(each.min()) < 0 for each in (values, zeros, held))
+    assert not any(bool((run_worker.random_batch(source, model, step)[1] < 0).any()) for step in range(4))
+
+
 def test_weights_are_made_for_a_model_on_meta_and_kept_otherwise():
     with torch.device("meta"):
         bare = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
