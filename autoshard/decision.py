@@ -250,8 +250,8 @@ def decide(
             given = "; ".join(f"{name}={format_spec(spec)}" for name, spec in hints.items())
             raise NoPlanError(
                 f"no plan exists on mesh {shape}: the hints contradict each other, or what the program allows "
-                f"(a state has its parameter's sharding, an updated tensor the one it had): {given}. Marks that tensors "
-                "carry, FSDPv2's among them, are hints too; keep='none' leaves them out"
+                f"(a state has its parameter's sharding, an updated tensor the one it had): {given}. Marks that "
+                "tensors carry, FSDPv2's among them, are hints too; keep='none' leaves them out"
             )
         found = "exists" if solution.status is Status.INFEASIBLE else "was found"
         raise NoPlanError(

@@ -113,6 +113,7 @@ def test_hints_that_contradict_each_other_are_both_named() -> None:
     said = refused("the hints contradict each other", mlp(), hints=hints, **TRAIN)
     assert "0.weight=[data],[]" in said
     assert "0.weight.momentum_buffer=[],[data]" in said
+    assert "keep='none'" in said
 
 
 def test_of_all_meshes_the_least_memory_is_named() -> None:
