@@ -1,10 +1,11 @@
 """TPU slices: libtpu compiles one program per slice, in which what crosses the data-centre network is a host transfer.
 
 A module of several slices is partitioned over the devices of one. A collective over devices of several is taken apart:
-an all-reduce into a reduce-scatter within the slice, a transfer of type ALL_REDUCE between equal devices of the slices,
-and an all-gather within the slice (small ones: an all-reduce and a transfer); an all-gather into a transfer and an
-all-gather. Transfers are pairs of `send` and `recv` for `xla_megascale_runtime`, with one rendezvous name. Here they
-are read as collectives over the axes that lie across slices, and put together again with what goes with them.
+an all-reduce into a reduce-scatter within the slice (a small one: an all-reduce, of which a part is taken), a transfer
+of type ALL_REDUCE between equal devices of the slices, and an all-gather within the slice (the smallest: an all-reduce
+and a transfer); an all-gather into a transfer and an all-gather. Transfers are pairs of `send` and `recv` for
+`xla_megascale_runtime`, with one rendezvous name. Here they are read as collectives over the axes that lie across
+slices, and put together again with what goes with them.
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> l
             if not transfer(send) or send.name not in by_name:
                 continue
             between = by_name[send.name]
-            before = by_name.get(_source(module, computation, send.operands[0]))
+            source, cut = _source(module, computation, send.operands[0])
+            before = by_name.get(source)
             other = receiver(computation, send)
             after = by_name.get(_sink(module, computation, other.name)) if other is not None else None
-            parts = _parts(between, before, after)
+            parts = _parts(between, before, after, cut)
             if parts:
                 axes = mesh.in_order({axis for part in (between, *parts) for axis in part.axes})
                 first = parts[0]
@@ -152,14 +154,20 @@ def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> l
 
 
 def _parts(
-    between: CompiledCollective, before: CompiledCollective | None, after: CompiledCollective | None
+    between: CompiledCollective, before: CompiledCollective | None, after: CompiledCollective | None, cut: bool
 ) -> list[CompiledCollective]:
-    """What belongs to a transfer: the one with the bytes of the whole first."""
+    """What belongs to a transfer: the one with the bytes of the whole first.
+
+    Args:
+        cut: whether a part of what `before` makes is transferred.
+    """
     if between.kind == "all-reduce" and before is not None:
-        if before.kind == "reduce-scatter" and after is not None and after.kind == "all-gather":
-            return [before, after]
-        if before.kind == "all-reduce":
+        if before.kind == ("all-reduce" if cut else "reduce-scatter") and after is not None:
+            return [before, after] if after.kind == "all-gather" else []
+        if before.kind == "all-reduce" and not cut:
             return [before]
+    if cut:
+        return []
     if between.kind == "reduce-scatter" and before is not None and before.kind == "reduce-scatter":
         return [before]
     if between.kind == "all-gather" and after is not None and after.kind == "all-gather":
@@ -167,16 +175,29 @@ def _parts(
     return []
 
 
-def _source(module: Module, computation: Computation, name: str) -> str:
-    """The collective that a value comes from, through moves alone."""
+def _source(module: Module, computation: Computation, name: str) -> tuple[str, bool]:
+    """The collective that a value comes from, through moves alone, and whether it is a part of what that made."""
+    cut = False
     for _ in range(16):
         value = computation.instructions.get(name)
         if value is None:
-            return ""
-        if value.opcode not in _MOVES:
-            return _collective(module, value)
+            return "", cut
+        if _takes_part(module, value):
+            cut = True
+        elif value.opcode not in _MOVES and value.target != "ZeroCrop":  # the tile's rest, not cleared
+            return _collective(module, value), cut
         name = value.operands[0]
-    return ""
+    return "", cut
+
+
+def _takes_part(module: Module, value: Instruction) -> bool:
+    """Whether an instruction cuts a part out of its first operand, and does nothing else."""
+    if value.opcode != "fusion":
+        return value.opcode == "dynamic-slice"
+    inside = [other for called in value.called for other in module.computations[called].instructions.values()]
+    cuts = [other for other in inside if other.opcode == "dynamic-slice"]
+    rest = {other.opcode for other in inside} - _MOVES - {"dynamic-slice", "parameter", "constant"}
+    return len(cuts) == 1 and not rest
 
 
 def _sink(module: Module, computation: Computation, name: str) -> str:

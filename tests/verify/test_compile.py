@@ -17,7 +17,7 @@ from autoshard.verify import compile as compiling
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import CompileError, compile_module
 from autoshard.verify.judge import judge
-from autoshard.verify.targets import TargetError, parse_target
+from autoshard.verify.targets import TargetError, on_target, parse_target
 from autoshard.verify.work import compiled_work
 from tests.verify.small import MESH, W, X, program
 
@@ -118,16 +118,18 @@ def test_an_involuntary_rematerialisation_is_heard():
     assert "devices=[1,2,4]<=[8] last_tile_dim_replicate" in compiled.rematerializations[0]
 
 
-@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "h100:8", "tpu-v5e:2x2:2slices"])
 def test_devices_that_are_not_there(target):
     try:
         parse_target(target).packages()
     except TargetError as error:
         pytest.skip(str(error))
-    found, compiled = bytes_of(lambda graph: Annotations({X: ((*MESH.axis_names,), ())}), target)
+    mesh = on_target(Mesh((2, 4), device=target.partition(":")[0]), parse_target(target))
+    found, compiled = bytes_of(lambda graph: Annotations({X: ((*MESH.axis_names,), ())}), target, mesh)
     assert found == {("all-reduce", ("data", "model")): 4 * 32 * 16}
     assert compiled.num_devices == 8
-    assert judge(compiled, MESH).step_time_s > 0
+    assert judge(compiled, mesh).step_time_s > 0
+    assert ("_xla_megascale_target" in compiled.hlo_text) == ("slices" in target)
 
 
 # ---- the cache and what goes wrong
