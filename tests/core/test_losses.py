@@ -5,8 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-pytest.importorskip("torchax")
-
 import autoshard
 
 ROWS, CLASSES = 6, 5
