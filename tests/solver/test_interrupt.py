@@ -69,7 +69,7 @@ def signalled(self, stage):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 
 solve._Run.report = signalled
-cli.main(["solve", sys.argv[2], "-o", sys.argv[3], "--json"])
+cli.main(["solve", sys.argv[2], "-o", sys.argv[3], "--json", "--time-limit", "600"])
 """
 
 
