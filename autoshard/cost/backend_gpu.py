@@ -59,7 +59,7 @@ class GpuFusion(Fusion):
     def __init__(self, program: Lowered) -> None:
         """For one device's program."""
         super().__init__(program)
-        self.little: dict[int, int | None] = {}  # array -> `_broadcast_from`
+        self.little = self._broadcasts()
 
     def inlined(self, step: Step) -> bool:
         """Loops, and sums of a product's parts."""
@@ -85,27 +85,28 @@ class GpuFusion(Fusion):
         if step.kind in ("slice", SLICE):  # it reads what it makes
             return False
         array = self.arrays[step.writes[0]]
-        sizes = [(self.arrays[operand].bytes, self._broadcast_from(operand)) for operand in dict.fromkeys(step.reads)]
+        sizes = [(self.arrays[operand].bytes, self.little.get(operand)) for operand in dict.fromkeys(step.reads)]
         small = [of for _, of in sizes if of is not None]
         read = sum(small) if len(small) == len(sizes) else sum(size for size, _ in sizes)
         return kernels * read > read + array.bytes + kernels * array.bytes
 
-    def _broadcast_from(self, operand: int) -> int | None:
-        """Bytes that an operand is made from by broadcasts alone, and elementwise steps behind them; else None.
+    def _broadcasts(self) -> dict[int, int]:
+        """Array -> bytes that it is made from, of arrays made by broadcasts alone, and elementwise steps behind them.
 
-        That runs wherever it is read (a mask of a head's classes).
+        These run wherever they are read (a mask of a head's classes).
         """
-        if operand not in self.little:
-            self.little[operand] = None
-            maker = self.arrays[operand].maker
-            step = self.steps[maker] if maker >= 0 else None
-            if step is not None and step.kind in ("broadcast_in_dim", "iota"):
-                self.little[operand] = sum(self.arrays[array].bytes for array in step.reads)
-            elif step is not None and len(step.writes) == 1 and (step.kind in ELEMENTWISE or step.kind == "reshape"):
-                parts = [self._broadcast_from(array) for array in dict.fromkeys(step.reads)]
-                known = [part for part in parts if part is not None]
-                self.little[operand] = sum(known) if len(known) == len(parts) else None
-        return self.little[operand]
+        found: dict[int, int] = {}
+        for step in self.steps:
+            if step.kind in ("broadcast_in_dim", "iota"):
+                size = sum(self.arrays[array].bytes for array in step.reads)
+            elif len(step.writes) == 1 and (step.kind in ELEMENTWISE or step.kind == "reshape"):
+                if any(array not in found for array in step.reads):
+                    continue
+                size = sum(found[array] for array in dict.fromkeys(step.reads))
+            else:
+                continue
+            found.update(dict.fromkeys(step.writes, size))
+        return found
 
 
 class GpuBackend(Backend):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.cost.schedule import Dependencies
 
@@ -45,6 +45,32 @@ def overlapped(
     return _Backwards(order, deps, takes, moves, views or [False] * len(takes)).placed()
 
 
+_Rank = tuple[bool, int, int]
+
+
+class _Due:
+    """Kernels that are due: of those that take equally long the one of the least rank is found at once."""
+
+    def __init__(self) -> None:
+        self.rank: dict[int, _Rank] = {}
+        self.heaps: dict[float, list[tuple[_Rank, int]]] = {}  # by seconds; what has another rank now is no entry
+
+    def put(self, number: int, takes: float, rank: _Rank) -> None:
+        """Add a kernel, or change its rank."""
+        self.rank[number] = rank
+        heapq.heappush(self.heaps.setdefault(takes, []), (rank, number))
+
+    def firsts(self) -> Iterator[tuple[float, tuple[_Rank, int]]]:
+        """(seconds, (rank, kernel)) of the first of those that take so long."""
+        for takes, heap in list(self.heaps.items()):
+            while heap and self.rank.get(heap[0][1]) != heap[0][0]:
+                heapq.heappop(heap)
+            if heap:
+                yield takes, heap[0]
+            else:
+                del self.heaps[takes]
+
+
 class _Backwards:
     """The state of the scheduler. An entry is a kernel and whether it is a collective's start."""
 
@@ -65,11 +91,12 @@ class _Backwards:
             self.behind[number] = self.before[number] + (takes[number] if moves[number] else 0.0)
         self.waiting = [len(after) for after in deps.frees]
         self.placed_at = [0.0] * len(takes)
+        self.is_placed = [False] * len(takes)
         self.now = 0.0
         self.flying: tuple[int, float] | None = None  # the collective whose start comes next, and when it is due
         self.ends: dict[int, float] = {}  # collectives of which all readers are placed, and when they are due
         self.stalled: list[tuple[float, int, int]] = []  # a heap of kernels by when they are due
-        self.due: dict[float, list[int]] = {}  # kernels that are due, by the seconds of collectives before them
+        self.due: dict[float, _Due] = {}  # kernels that are due, by the seconds of collectives before them
         self.awaited: list[float] = []  # a heap of when what was not due yet will be
         self.found: list[tuple[int, bool]] = []
 
@@ -86,7 +113,7 @@ class _Backwards:
             elif self._start_is_next():
                 self._start()
             elif self.due:
-                self._kernel(self._best(self.due[max(self.due)]))
+                self._kernel(self._best(max(self.due)))
             elif self.stalled:
                 self._kernel(self._least_stalled())
             elif self.flying is not None:
@@ -97,7 +124,7 @@ class _Backwards:
     def _move_due(self) -> None:
         while self.stalled and self.stalled[0][0] <= self.now:
             number = heapq.heappop(self.stalled)[2]
-            self.due.setdefault(self.before[number], []).append(number)
+            self.due.setdefault(self.before[number], _Due()).put(number, self.takes[number], self._unlocks(number))
 
     def _start_is_next(self) -> bool:
         """Whether the start of what is in flight comes before every kernel that could be placed."""
@@ -110,30 +137,37 @@ class _Backwards:
             return True
         if self.before[number] != max(self.due) or not self.before[number]:
             return 0 < self.before[number] > max(self.due)
-        other = self._best(self.due[self.before[number]])
+        other = self._best(self.before[number])
         if self.awaited and self._waste(self.takes[other]) < self._waste(EDGE):
             return False
         return self._unlocks(number) < self._unlocks(other)
 
-    def _best(self, numbers: Sequence[int]) -> int:
+    def _best(self, before: float) -> int:
         """Of kernels that are due, and wait for the same collectives."""
-        return min(numbers, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
+        return min((self._waste(takes), *first) for takes, first in self.due[before].firsts())[2]
 
     def _waste(self, takes: float) -> float:
         """By how many seconds what takes so long misses the moment when something else is due."""
         return abs(self.awaited[0] - self.now - takes) if self.awaited else 0.0
 
-    def _unlocks(self, number: int) -> tuple[bool, int, int]:
+    def _unlocks(self, number: int) -> _Rank:
         """Less for what a collective's end waits for, for what more kernels wait for, and for what stood later."""
         makers = self.deps.waits[number]
         ends = any(self.moves[maker] for maker in makers)
         return not ends, -sum(self.waiting[maker] == 1 for maker in makers), -self.place[number]
 
+    def _unlocks_more(self, number: int) -> None:
+        """Another kernel waits for this one alone now."""
+        alike = self.due.get(self.before[number])
+        if alike is not None and number in alike.rank:
+            alike.put(number, self.takes[number], self._unlocks(number))
+
     def _least_stalled(self) -> int:
         when = self.stalled[0][0]
         alike = [number for due, _, number in self.stalled if due == when]
         deepest = max(self.before[number] for number in alike)
-        return self._best([number for number in alike if self.before[number] == deepest])
+        deep = [number for number in alike if self.before[number] == deepest]
+        return min(deep, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
 
     def _end(self) -> None:
         number = min(self.ends, key=lambda number: (-self.behind[number], -self.place[number]))
@@ -151,9 +185,9 @@ class _Backwards:
         self._place(number, due, EDGE)
 
     def _kernel(self, number: int) -> None:
-        if (alike := self.due.get(self.before[number])) is not None and number in alike:
-            alike.remove(number)
-            if not alike:
+        if (alike := self.due.get(self.before[number])) is not None and number in alike.rank:
+            del alike.rank[number]
+            if not alike.rank:
                 del self.due[self.before[number]]
             self._place(number, self.now, self.takes[number])
         else:
@@ -164,6 +198,7 @@ class _Backwards:
 
     def _place(self, number: int, due: float, takes: float) -> None:
         self.found.append((number, False))
+        self.is_placed[number] = True
         self.now = max(self.now, due)
         self.placed_at[number] = self.now
         self._pass(takes)
@@ -171,6 +206,8 @@ class _Backwards:
             self.waiting[maker] -= 1
             if not self.waiting[maker]:
                 self._release(maker)
+            elif self.waiting[maker] == 1:
+                self._unlocks_more(next(reader for reader in self.deps.frees[maker] if not self.is_placed[reader]))
 
     def _pass(self, takes: float) -> None:
         self.now += takes
