@@ -59,6 +59,7 @@ def test_an_interrupt_before_anything_is_found_stays_one():
 
 SIGNALLED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from autoshard import cli
 from autoshard.solver import solve
 report = solve._Run.report
@@ -69,7 +70,7 @@ def signalled(self, stage):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 
 solve._Run.report = signalled
-cli.main(["solve", sys.argv[2], "-o", sys.argv[3], "--json", "--time-limit", "600"])
+cli.main(["solve", sys.argv[2], "-o", sys.argv[3], "--json"])
 """
 
 
