@@ -104,7 +104,7 @@ WRITTEN_LAST = frozenset(
 )  # fmt: skip
 """Aten ops that torch_xla writes as elementwise ops, the last of which makes the one output.
 
-They need no marker, which would be a third of what it writes for an optimizer's step.
+They need no marker, which would be a fifth of what it writes for an optimizer's step.
 """
 
 

@@ -166,9 +166,7 @@ def _parts(
             return [before, after] if after.kind == "all-gather" else []
         if before.kind == "all-reduce" and not cut:
             return [before]
-    if cut:
-        return []
-    if between.kind == "reduce-scatter" and before is not None and before.kind == "reduce-scatter":
+    if between.kind == "reduce-scatter" and before is not None and before.kind == "reduce-scatter" and not cut:
         return [before]
     if between.kind == "all-gather" and after is not None and after.kind == "all-gather":
         return [after]

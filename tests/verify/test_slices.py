@@ -65,9 +65,24 @@ def test_a_small_all_reduce_is_reduced_within_and_between_slices():
     assert read(body, "got.r") == [("all-reduce", ("data", "model"), 64 * 32 * 4)]
 
 
+PART = (
+    "\n  %ar = f32[64,32] all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add"
+    "\n  %zero = s32[] constant(0)"
+    "\n  %part = f32[64,8] dynamic-slice(%ar, %zero, %zero), dynamic_slice_sizes={64,8}"
+)
+
+
+def test_of_a_smaller_all_reduce_a_part_goes_over_the_network():
+    body = PART + transfer("r", "ALL_REDUCE", "part", "f32[64,8]", "f32[64,8]") + GATHER
+    assert read(body, "ag") == [("all-reduce", ("data", "model"), 64 * 32 * 4)]
+
+
 def test_an_all_gather_goes_over_the_network_first():
     body = transfer("r", "ALL_GATHER", "a", "f32[32,8]", "f32[64,8]") + GATHER
     assert read(body, "ag") == [("all-gather", ("data", "model"), 64 * 32 * 4)]
+    body = PART + transfer("r", "ALL_GATHER", "part", "f32[32,8]", "f32[64,8]") + GATHER  # a sum of its own before it
+    sums, gathers = [("all-reduce", ("model",), 64 * 32 * 4)], [("all-gather", ("data", "model"), 64 * 32 * 4)]
+    assert read(body, "ag") == sums + gathers
 
 
 def test_between_slices_alone():
