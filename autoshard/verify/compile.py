@@ -23,7 +23,7 @@ from autoshard import files
 from autoshard.errors import AutoshardError
 from autoshard.verify.targets import Target, parse_target
 
-WORKER_VERSION = 1
+WORKER_VERSION = 2
 """Raised whenever the worker compiles the same module differently: old cache entries no longer count."""
 
 WORKER = (sys.executable, "-P", "-m", "autoshard.verify.worker")

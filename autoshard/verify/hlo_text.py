@@ -233,6 +233,9 @@ class Module:
         return max(1, added[0]) if len(added) == 1 else 1
 
 
+_COPIED_PARTS = frozenset({"slice", "dynamic-slice", "dynamic-update-slice"})
+
+
 def parse_hlo(text: str) -> Module:
     """Read a printed HLO module.
 
@@ -258,7 +261,23 @@ def parse_hlo(text: str) -> Module:
                 current.instructions[instruction.name] = instruction
     if entry is None:
         raise ValueError("not an HLO module: the text has no ENTRY computation")
+    for computation in computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "async-start":
+                _unwrap(instruction, computations)
     return Module(computations, entry, partitions)
+
+
+def _unwrap(start: Instruction, computations: dict[str, Computation]) -> None:
+    """Write an asynchronous part of a copy the short way (`slice-start`), where a computation of its own holds it.
+
+    Compiled programs are printed the short way, dumps the long one.
+    """
+    (name,) = start.called or ("",)
+    if name in computations:
+        inner = computations[name].root
+        if inner.opcode in _COPIED_PARTS:
+            start.opcode, start.rest = f"{inner.opcode}-start", inner.rest
 
 
 def _parse_instruction(line: str) -> Instruction | None:

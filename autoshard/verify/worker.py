@@ -10,10 +10,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autoshard.verify.targets import Target, gpu_limits
 
@@ -23,8 +26,23 @@ _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_com
 # XLA prints a constant of at most this many elements whole.
 _PRINTED_WHOLE = 8
 
-_DUMP = "AUTOSHARD_WORKER_DUMP"
-"""Environment variable: the directory into which XLA writes the optimized program, if it is read from there."""
+_STEP = "autoshard_step"
+"""The name under which a TPU's compiler writes the program down: it also compiles parts of a few ops by themselves."""
+
+_WRITTEN_LAST = "after_optimizations_after_buffer_assignment.txt"
+"""What libtpu dumps when buffers are assigned and code generation, nearly all of its time, is still to come."""
+
+_BUFFERS = "after_optimizations-buffer-assignment.txt"
+"""And right before that."""
+
+_TABLE = re.compile(r"\(size=\d+,offset=\d+\): \(")
+"""A value of a heap that says where the parts of a tuple lie: of nothing else, a heap is not made."""
+
+_RESERVED = 31 * 512
+"""Bytes that a program of libtpu holds beside its heap."""
+
+_LOOK_S = 0.05
+"""Seconds between two looks at what has been dumped."""
 
 
 def main() -> None:
@@ -38,27 +56,63 @@ def main() -> None:
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     module = (request_path.parent / request["module"]).read_bytes()
     donate = {int(argument): int(output) for argument, output in request["donate"].items()}
-    try:
-        text, result = compile_for(module, target, donate, request.get("order", []))
-    except UnreadableProgramError:
-        _compile_again(request_path.parent / "dump")
+
+    def compiled() -> tuple[str, dict[str, Any]]:
+        return compile_for(module, target, donate, request.get("order", []))
+
+    text, result = _dumped(request_path.parent / "dump", target, compiled) if target.family == "tpu" else compiled()
     with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
+    if target.family == "tpu":
+        os._exit(0)  # the compiler still works, on code that nobody asked for
 
 
-class UnreadableProgramError(RuntimeError):
-    """The compiler made a program that jaxlib cannot read back: libtpu's XLA is another version."""
+def _dumped(
+    dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]]
+) -> tuple[str, dict[str, Any]]:
+    """What `compiled` returns, read from what libtpu dumps on the way once its passes have run and buffers are assigned.
 
-
-def _compile_again(dump: Path) -> NoReturn:
-    """Start over in this process, XLA writing what it makes of the program as text: its flags are read once."""
+    Its passes take seconds, generating code minutes. Where nothing is dumped, `compiled` runs to its end.
+    """
     dump.mkdir()
     flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+    if target.num_devices > _PRINTED_WHOLE:
+        flags += " --xla_dump_large_constants"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    os.environ[_DUMP] = str(dump)
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "autoshard.verify.worker", *sys.argv[1:]])
+    start = time.perf_counter()
+    running = ThreadPoolExecutor(1).submit(compiled)
+    size, done = -1, False
+    while not done:
+        time.sleep(_LOOK_S)
+        done = running.done()
+        for path in dump.glob(f"*.{_STEP}.*{_WRITTEN_LAST}"):
+            if done or path.stat().st_size == size > 0:
+                seconds = time.perf_counter() - start
+                buffers = path.with_name(path.name.removesuffix(_WRITTEN_LAST) + _BUFFERS).read_text()
+                return _shortened(path.read_text(), target), {"seconds": seconds, "memory": laid_out(buffers)}
+            size = path.stat().st_size
+    return running.result()
+
+
+def laid_out(assignment: str) -> dict[str, int]:
+    """Bytes of arguments, results, those that share a buffer, and the rest, as XLA prints a buffer assignment.
+
+    Those in device memory (color 0). As seen, what `get_compiled_memory_stats` says of the compiled program.
+    """
+    memory = {"argument": 0, "output": 0, "temp": 0, "alias": 0}
+    for allocation in re.split(r"^allocation \d+: ", assignment, flags=re.MULTILINE)[1:]:
+        head, *values = allocation.splitlines()
+        size, *words = head.removeprefix("size ").split(", ")
+        if any(word.startswith("color ") for word in words):
+            continue
+        argument, result = any(word.startswith("parameter ") for word in words), "maybe-live-out" in head
+        memory["argument"] += int(size) * argument
+        memory["output"] += int(size) * result
+        memory["alias"] += int(size) * (argument and result)
+        if words[-1] == "preallocated-temp:" and not all(_TABLE.search(value) for value in values):
+            memory["temp"] += int(size) + _RESERVED
+    return memory
 
 
 def compile_for(
@@ -76,6 +130,7 @@ def compile_for(
 
     with jax_mlir.make_ir_context():
         module = ir.Module.parse(stablehlo)
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(_STEP)
         _drop_layouts(module.operation)
         results = _prepare_main(module, donate)
         devices = _devices(target)
@@ -127,15 +182,7 @@ def _compiled(client: Any, module: Any, devices: Any, options: Any) -> Any:
 
 def _optimized(executable: Any, target: Target) -> str:
     """The optimized program as text."""
-    if _DUMP in os.environ:
-        written = Path(os.environ[_DUMP]).glob("*after_optimizations.txt")
-        return max(written, key=lambda path: path.stat().st_size).read_text()  # the others are programs of a few ops
-    import jax
-
-    try:
-        (module, *_) = executable.hlo_modules()
-    except jax.errors.JaxRuntimeError as error:
-        raise UnreadableProgramError(str(error)) from error
+    (module, *_) = executable.hlo_modules()
     return _print(module, target)
 
 
@@ -147,15 +194,19 @@ def _print(module: Any, target: Target) -> str:
     options.print_metadata = True
     options.print_backend_config = True
     options.print_large_constants = target.num_devices > _PRINTED_WHOLE
-    text: str = module.to_string(options)
-    if target.num_devices > _PRINTED_WHOLE:
-        limit = 400 + 12 * target.num_devices
-        lines = (
-            line.split(" constant(", 1)[0] + " constant({...})" if len(line) > limit and " constant({" in line else line
-            for line in text.splitlines()
-        )
-        text = "\n".join(lines) + "\n"
-    return text
+    return _shortened(module.to_string(options), target)
+
+
+def _shortened(text: str, target: Target) -> str:
+    """Without the constants that are longer than a table of one offset per device."""
+    if target.num_devices <= _PRINTED_WHOLE:
+        return text
+    limit = 400 + 12 * target.num_devices
+    lines = (
+        line.split(" constant(", 1)[0] + " constant({...})" if len(line) > limit and " constant({" in line else line
+        for line in text.splitlines()
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _drop_layouts(op: Any) -> None:
