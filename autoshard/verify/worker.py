@@ -71,7 +71,7 @@ def main() -> None:
 def _dumped(
     dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]]
 ) -> tuple[str, dict[str, Any]]:
-    """What `compiled` returns, read from what libtpu dumps on the way once its passes have run and buffers are assigned.
+    """What `compiled` returns, read from what libtpu dumps once its passes have run and buffers are assigned.
 
     Its passes take seconds, generating code minutes. Where nothing is dumped, `compiled` runs to its end.
     """

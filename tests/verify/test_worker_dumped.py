@@ -95,7 +95,7 @@ def test_a_part_that_is_copied_in_a_computation_of_its_own_is_a_copy():
 
 ENTRY %main (p: f32[384,768]) -> f32[96,768] {
   %p = f32[384,768]{1,0:T(8,128)} parameter(0)
-  %start = ((f32[384,768]{1,0:T(8,128)}), f32[96,768]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) async-start(%p), calls=%async_computation.1
+  %start = ((f32[384,768]{1,0}), f32[96,768]{1,0:T(8,128)S(1)}, s32[]) async-start(%p), calls=%async_computation.1
   ROOT %done = f32[96,768]{1,0:T(8,128)S(1)} async-done(%start)
 }
 """)
