@@ -224,6 +224,8 @@ class Work:
                     read += user.bytes
                 elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
                     continue  # updated in place: what is not overwritten stays
+                elif _scatters(user) and user.operands[0] == name and name not in user.operands[1:]:
+                    read += _scattered(inner, user)
                 elif _COLLECTIVE.match(user.opcode) or (user.opcode == "tuple" and user is inner.root):
                     continue  # what a collective moves beside the fusion's work, and what is only passed on
                 else:
@@ -245,8 +247,30 @@ class Work:
             update = None
             if one is not None and one.opcode == "dynamic-update-slice":
                 update = inner.instructions.get(one.operands[1])
+            elif one is not None and _scatters(one) and _is_parameter(inner, one.operands[0]):
+                total += min(self.array_bytes(shape), _scattered(inner, one))
+                continue
             total += min(self.array_bytes(shape), update.bytes) if update is not None else self.array_bytes(shape)
         return total
+
+
+def _scatters(instruction: Instruction) -> bool:
+    """Whether an instruction scatters into one array."""
+    return instruction.opcode == "scatter" and len(instruction.operands) == 3
+
+
+def _scattered(inner: Computation, scatter: Instruction) -> int:
+    """Bytes of an array that a scatter changes: elements that several updates are added to meet in the caches."""
+    updates = inner.instructions.get(scatter.operands[2])
+    return scatter.bytes if updates is None else min(scatter.bytes, updates.bytes)
+
+
+def _is_parameter(inner: Computation, name: str) -> bool:
+    """Whether a name is a fusion's operand, perhaps under another shape."""
+    found = inner.instructions.get(name)
+    while found is not None and found.opcode == "bitcast":
+        found = inner.instructions.get(found.operands[0])
+    return found is not None and found.opcode == "parameter"
 
 
 def _add(totals: dict[str, float], found: tuple[str, float]) -> dict[str, float]:

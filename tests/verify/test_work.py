@@ -134,3 +134,28 @@ def test_names_views_collectives_and_async_ends_are_no_kernels():
   %d = f32[64,32] all-gather-done(%s)
   ROOT %t = (f32[2048], f32[64,32]) tuple(%b, %d)"""
     assert kernels(body) == {}
+
+
+@pytest.mark.parametrize(("onto", "written"), [("%o", 64 * 16), ("%zeros", 1024 * 16)])
+def test_a_fused_scatter_changes_what_it_scatters_into_in_place(onto, written):
+    """8 H100, data parallel: GPT-2's table had been read and written whole, 0.1 ms of 4.3 (DLRM: 1.0 of 12.7)."""
+    more = f"""%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+%fused (o: f32[1024,16], i: s32[64,1], u: f32[64,16]) -> f32[1024,16] {{
+  %o = f32[1024,16]{{1,0}} parameter(0)
+  %j = s32[64,1]{{1,0}} parameter(1)
+  %u = f32[64,16]{{1,0}} parameter(2)
+  %zero = f32[] constant(0)
+  %zeros = f32[1024,16]{{1,0}} broadcast(%zero), dimensions={{}}
+  %t = f32[64,16]{{1,0}} tanh(%u)
+  ROOT %s = f32[1024,16]{{1,0}} scatter({onto}, %j, %t), update_window_dims={{1}}, to_apply=%add
+}}"""
+    body = """  %table = f32[1024,16]{1,0} parameter(9)
+  %rows = s32[64,1]{1,0} parameter(10)
+  %update = f32[64,16]{1,0} parameter(11)
+  ROOT %x = f32[1024,16]{1,0} fusion(%table, %rows, %update), kind=kInput, calls=%fused"""
+    read = 64 * 16 * (2 if onto == "%o" else 1) + 64
+    assert kernels(body, more=more)["x"].bytes == 4 * (read + written)
