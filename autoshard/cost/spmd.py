@@ -19,7 +19,7 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
-from autoshard.cost.spmd_chained import chained_scatters
+from autoshard.cost.spmd_chained import chained_scatters, is_annotated
 from autoshard.cost.spmd_contraction import contraction, is_transposed, may_loop
 from autoshard.cost.spmd_emission import Emission
 from autoshard.cost.spmd_gather import KeptGathers, in_whole_mesh
@@ -206,7 +206,8 @@ class Partitioner:
             last = runs[value.op].collectives[-1:]
             if not last or any(uses[each] != 1 or each in results for each in on_the_way):
                 return None
-            if self.graph.ops[value.op].kind == "scatter":  # it scatters onto the other term: see `spmd_chained`
+            maker = self.graph.ops[value.op]
+            if maker.kind == "scatter" and not is_annotated(self, maker):  # it scatters onto the other term
                 return None
             scattered = last[0].kind == "reduce-scatter"
             as_made = all(self.shardings.made[each] == read for each, read in on_the_way.items())

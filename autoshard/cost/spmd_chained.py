@@ -3,7 +3,7 @@
 A scatter-add into zeros whose result is added to something scatters onto that instead, and a scatter onto the result of
 another one with the same dims is one scatter, of indices and updates end to end. So the gradients of a table that
 encoder and decoder share are summed over devices once. Compiled so for GPUs and TPUs (T5). Scatters whose results are
-annotated stay two, whose sums are one as those of any two terms are.
+annotated stay what they are; their sums, and that of what they are added to, are one as those of any two terms are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def chained_scatters(owner: Partitioner, runs: list[OpRun]) -> None:
             if scatter is None:
                 continue
             last[op.id] = scatter
-            before = _scatter_of(owner, other) or (last.get(other.op) if _alone(owner, other) else None)
+            before = _scatter_of(owner, other)
+            if before is None and _alone(owner, other) and not _is_held(owner, other):
+                before = last.get(other.op)
             if before is not None and all(before.attrs[name] == scatter.attrs[name] for name in _SAME):
                 first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
                 _join(owner, runs, first, last[op.id])
@@ -64,7 +66,7 @@ def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> Non
         (first,), (second,) = sums
         if (first.kind, first.axes, first.bytes) == (second.kind, second.axes, second.bytes):
             runs[before.id] = replace(runs[before.id], collectives=runs[before.id].collectives[:-1])
-    if _annotated(owner, before) or _annotated(owner, scatter):
+    if is_annotated(owner, before) or is_annotated(owner, scatter):
         return
     owner.joined[before.id] = scatter.id
     steps = [
@@ -77,15 +79,20 @@ def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> Non
     runs[scatter.id] = replace(runs[scatter.id], collectives=(*ours[:moved], *added, *ours[moved:]))
 
 
-def _annotated(owner: Partitioner, scatter: Op) -> bool:
+def is_annotated(owner: Partitioner, scatter: Op) -> bool:
     """Whether an annotation lies between a scatter and the add that reads its result."""
     value: Value | None = Value(scatter.id)
     while value is not None:
-        if owner.shardings.copy_read(None, value) is not None or owner.copies_of.get(value):
+        if _is_held(owner, value):
             return True
         reader = next(iter(owner.readers.get(value, ())), None)
         value = Value(reader.id) if reader is not None and reader.kind in ("multiply", "transpose") else None
     return False
+
+
+def _is_held(owner: Partitioner, value: Value) -> bool:
+    """Whether a value itself, or a copy of it, is annotated."""
+    return owner.shardings.copy_read(None, value) is not None or bool(owner.copies_of.get(value))
 
 
 def _end_to_end(owner: Partitioner, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:

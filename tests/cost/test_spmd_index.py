@@ -191,8 +191,11 @@ def test_two_gradients_of_a_shared_table_are_one_scatter_unless_annotated() -> N
     assert apart == {("all-reduce", batch): 3 * table}
     scatters = [Value(op.id) for op in graph.ops if op.kind == "scatter"]
     annotated = Annotations(annotations.pins | dict.fromkeys(scatters, ((), ())))
+    between = next(Value(op.id) for op in graph.ops if op.kind == "add" and scatters[0] in op.operands)
+    held = Annotations(annotations.pins | {between: ((), ())})
     for target in ("gpu", "tpu"):
         joined = predicted(graph, annotations, target=target)
         assert joined == {("all-reduce", batch): 2 * table, ("all-to-all", batch): 4 * (updates + indices)}
-        # Two scatters, summed once (T5's automatic plan on v5e and 8 H100: all-to-alls were predicted).
-        assert predicted(graph, annotated, target=target) == {("all-reduce", batch): 2 * table}
+        # Summed once, with the head's gradient (as compiled for v5e and 8 H100; T5's automatic plan there).
+        assert predicted(graph, annotated, target=target) == {("all-reduce", batch): table}
+        assert predicted(graph, held, target=target) == {("all-reduce", batch): 3 * table}  # one onto the other's sum
