@@ -17,6 +17,7 @@ from autoshard.cost.lowered import Array, Lowered
 from autoshard.cost.schedule import (
     Dependencies,
     Liveness,
+    beside_results,
     breadth_first,
     dependencies,
     liveness,
@@ -105,6 +106,8 @@ class Backend:
     """Bytes to which buffers are rounded up."""
     gaps = False
     """Whether the gaps between temporaries count as memory."""
+    reuses_results = True
+    """Whether temporaries lie in buffers of results before these are made."""
 
     combined_up_to: ClassVar[Mapping[str, float]] = {}
     """Kinds of collectives of which independent ones run as one, and up to how many bytes of results."""
@@ -165,6 +168,8 @@ class Backend:
             if array.returned and not array.donated and array.maker >= 0
         )
         ordered = tuple(kernels[number] for number in order)
+        if self.reuses_results:
+            live = beside_results(live, ordered, program.arrays, self.buffer_bytes)
         return self.placed(Compiled(program, ordered, live, arguments, outputs, gaps=self.gaps))
 
     def placed(self, compiled: Compiled) -> Compiled:

@@ -23,7 +23,7 @@ from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
-from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, folded_kernels
 from autoshard.cost.schedule import (
     Dependencies,
@@ -119,6 +119,7 @@ class GpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
+        program = scattered_onto(program)
         rewriter = Rewriter(program)
         folded = folded_kernels(program)
         for number, step in enumerate(program.steps):

@@ -20,13 +20,13 @@ from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
+from autoshard.cost.rewrite import scattered_onto
 from autoshard.cost.rewrite_tpu import (
     convolved,
     laid_out_for_convolutions,
     looked_up_by_rows,
     moved_by_rows,
     scattered_by_rows,
-    scattered_onto,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
 from autoshard.cost.strips_tpu import arguments_beside_gathers, beside_gathers, cut_into_strips
@@ -184,6 +184,7 @@ class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
     alignment = 512
+    reuses_results = False
     combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": THRESHOLD}
 
     def buffer_bytes(self, array: Array) -> int:

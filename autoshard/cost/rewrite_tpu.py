@@ -7,61 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
-from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.rewrite import Rewriter, writes_onto_constant
 from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE
 
 Dims = tuple[int, int]
-
-
-def _constant(program: Lowered, scatter: Step) -> bool:
-    """Whether a scatter writes into an array of one constant that it alone reads."""
-    array = program.arrays[scatter.reads[0]]
-    return array.maker >= 0 and not program.steps[array.maker].reads and len(array.readers) == 1
-
-
-def scattered_onto(program: Lowered) -> Lowered:
-    """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between.
-
-    There one device of those that sum them scatters onto x, the others onto zeros: a select before it.
-    """
-    at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
-    gone: set[int] = set()
-    for number, step in enumerate(program.steps):
-        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) < 3 or not _constant(program, step):
-            continue
-        chain, end = [number], step.writes[0]
-        readers = program.arrays[end].readers
-        if len(readers) == 1 and program.steps[readers[0]].kind == "all-reduce":
-            chain.append(readers[0])
-            end = program.steps[readers[0]].writes[0]
-            readers = program.arrays[end].readers
-        if len(readers) != 1 or any(program.arrays[program.steps[one].writes[0]].returned for one in chain):
-            continue
-        total = program.steps[readers[0]]
-        others = [array for array in total.reads if array != end]
-        if total.kind != "add" or len(others) != 1 or readers[0] in at:
-            continue
-        steps = [program.steps[one] for one in chain]
-        steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads[1:]))
-        steps[-1] = replace(steps[-1], writes=total.writes)
-        at[readers[0]] = others[0], steps
-        gone.update((*chain, program.arrays[step.reads[0]].maker))
-    if not at:
-        return program
-    rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
-        if number in at:
-            onto, steps = at[number]
-            if len(steps) > 1:
-                selected = rewriter.array(onto)
-                rewriter.emit(Step("select", steps[0].op, (onto,), (selected,)))
-                steps[0] = replace(steps[0], reads=(selected, *steps[0].reads[1:]))
-            for one in steps:
-                rewriter.emit(one)
-        elif number not in gone:
-            rewriter.emit(step)
-    return rewriter.result()
 
 
 def scattered_by_rows(program: Lowered) -> Lowered:
@@ -288,7 +238,7 @@ def _narrow(program: Lowered, step: Step) -> bool:
 def _fill(program: Lowered, number: int) -> bool:
     """Whether a step makes an array of one constant that one scatter alone reads."""
     array = program.arrays[program.steps[number].writes[0]]
-    return len(array.readers) == 1 and _constant(program, program.steps[array.readers[0]])
+    return len(array.readers) == 1 and writes_onto_constant(program, program.steps[array.readers[0]])
 
 
 def _by_rows(rewriter: Rewriter, like: int) -> int:

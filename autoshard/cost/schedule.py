@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -356,3 +356,37 @@ def liveness(
         change[end + 1] -= sizes[array]
     timeline = np.cumsum(change[:-1])
     return Liveness(timeline, {array: (start, end) for array, (start, end) in spans.items()}, sizes, buffer)
+
+
+def beside_results(
+    live: Liveness, kernels: Sequence[Kernel], arrays: Sequence[Array], rounded: Callable[[Array], int]
+) -> Liveness:
+    """What is left of `live`, that of `kernels` in this order, where temporaries lie in buffers of results.
+
+    A buffer of a result that replaces no argument is there for all of the step: what is not larger and ends before the
+    result is made lies in it, the largest first, each in the smallest (XLA's `BufferAssigner`).
+    """
+    rooms: list[tuple[int, list[tuple[int, int]], Set[int]]] = []  # bytes, when it is taken, what it may take over
+    for position, kernel in enumerate(kernels):
+        for array in kernel.writes:
+            found = arrays[array]
+            if found.returned and not found.donated:
+                taken = {
+                    live.buffers[one] for one in kernel.reads if one in live.buffers and one not in kernel.displaced
+                }
+                rooms.append((rounded(found), [(position, len(kernels))], taken if kernel.shares else set()))
+    rooms.sort(key=lambda room: room[0])
+    change = np.zeros(len(kernels) + 1, dtype=np.int64)
+    within: set[int] = set()
+    for array in sorted(live.spans, key=lambda array: -live.sizes[array]) if rooms else ():
+        start, end = live.spans[array]
+        for size, held, taken in rooms:
+            last = end - (array in taken and live.sizes[array] == size and end == held[0][0])
+            if live.sizes[array] <= size and all(last < first or start > until for first, until in held):
+                held.append((start, last))
+                within.add(array)
+                change[start] -= live.sizes[array]
+                change[end + 1] += live.sizes[array]
+                break
+    spans = {array: span for array, span in live.spans.items() if array not in within}
+    return Liveness(live.timeline + np.cumsum(change[:-1]), spans, live.sizes, live.buffers)

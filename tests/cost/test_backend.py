@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array
 from autoshard.cost.schedule import (
+    beside_results,
     breadth_first,
     combined,
     dependencies,
@@ -49,6 +50,25 @@ def test_a_loop_takes_over_the_buffer_of_an_operand_that_ends() -> None:
     arrays[0].readers.append(3)
     kernels[3].reads = (2, 0)
     assert peak(kernels, [0, 1, 2, 3], arrays) == 200
+
+
+def test_temporaries_lie_in_buffers_of_results_until_these_are_made() -> None:
+    # 0 is read by 1 and 2; 2 makes the result in the place of 1; 3 is larger than the result.
+    kernels, arrays = program([(), (0,), (1, 0), (), (2, 3)], [60, 100, 100, 200, 4])
+    for kernel in kernels:
+        kernel.shares = True
+    arrays[2].returned, arrays[4].donated = True, True
+
+    def left(order: Sequence[int]) -> dict[int, tuple[int, int]]:
+        live = liveness(kernels, order, arrays, lambda array: array.bytes)
+        return beside_results(live, [kernels[i] for i in order], arrays, lambda array: array.bytes).spans
+
+    assert left([0, 1, 2, 3, 4]) == {0: (0, 2), 3: (3, 4)}  # 0 is still read when the result is made
+    kernels[2].reads = (1,)
+    assert left([0, 1, 2, 3, 4]) == {0: (0, 1), 3: (3, 4)}  # there is no room beside 1
+    assert left([3, 0, 1, 2, 4]) == {3: (0, 4), 0: (1, 2)}
+    kernels[2].shares = False
+    assert left([0, 1, 2, 3, 4]) == {1: (1, 2), 3: (3, 4)}  # 1 is read while the result is made, 0 is not
 
 
 def test_breadth_first_runs_what_waits_for_nothing_first() -> None:

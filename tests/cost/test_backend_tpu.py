@@ -19,7 +19,8 @@ from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
 from autoshard.cost.on_chip import Buffered, Life, off_chip
 from autoshard.cost.place_tpu import SLICES, TUPLE_BYTES, Placing, _and_gain
-from autoshard.cost.rewrite_tpu import scattered_by_rows, scattered_onto
+from autoshard.cost.rewrite import scattered_onto
+from autoshard.cost.rewrite_tpu import scattered_by_rows
 from autoshard.cost.schedule import Dependencies, dependencies, greedy, liveness
 from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, tiled
 
