@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -366,7 +366,7 @@ def beside_results(
     A buffer of a result that replaces no argument is there for all of the step: what is not larger and ends before the
     result is made lies in it, the largest first, each in the smallest (XLA's `BufferAssigner`).
     """
-    rooms: list[tuple[int, list[tuple[int, int]], Set[int]]] = []  # bytes, when it is taken, what it may take over
+    rooms: list[tuple[int, list[tuple[int, int]], set[int]]] = []  # bytes, when it is taken, what it may take over
     for position, kernel in enumerate(kernels):
         for array in kernel.writes:
             found = arrays[array]
@@ -374,7 +374,8 @@ def beside_results(
                 taken = {
                     live.buffers[one] for one in kernel.reads if one in live.buffers and one not in kernel.displaced
                 }
-                rooms.append((rounded(found), [(position, len(kernels))], taken if kernel.shares else set()))
+                taken = taken if kernel.shares else set()
+                rooms.append((rounded(found), [(position, len(kernels))], taken))
     rooms.sort(key=lambda room: room[0])
     change = np.zeros(len(kernels) + 1, dtype=np.int64)
     within: set[int] = set()
