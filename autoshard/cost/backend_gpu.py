@@ -24,7 +24,7 @@ from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter, scattered_onto
-from autoshard.cost.rewrite_conv import cudnn_convolution, folded_kernels
+from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
 from autoshard.cost.schedule import (
     Dependencies,
     combined,
@@ -66,8 +66,8 @@ class GpuFusion(Fusion):
         return step.kind in LOOPS or step.kind == PARTS
 
     def absorbs(self, step: Step) -> bool:
-        """Loops, sums and scatters take loops in."""
-        return super().absorbs(step) or step.kind in (PARTS, "scatter")
+        """Loops, sums, pools and scatters take loops in."""
+        return super().absorbs(step) or step.kind in (PARTS, "scatter", "reduce_window")
 
     def takes(self, reader: int, number: int) -> bool:
         """A scatter writes into its first operand, which must be in memory."""
@@ -119,7 +119,7 @@ class GpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
-        program = scattered_onto(program)
+        program = shared_zeros(scattered_onto(expanded_pools(program)))
         rewriter = Rewriter(program)
         folded = folded_kernels(program)
         for number, step in enumerate(program.steps):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.rewrite import Rewriter, transposed
 from autoshard.graph.ops import Op
+from autoshard.graph.simplify import fold
 
 INDEX_BYTES = 4
 """Of an index: s32."""
@@ -65,6 +66,8 @@ def kernel_of(program: Lowered, step: Step) -> Kernel | None:
     folded = []
     while (number := program.arrays[array].maker) >= 0:
         maker = program.steps[number]
+        if not maker.reads:  # a constant, turned
+            break
         order = program.graph.ops[maker.op].attrs.get("permutation", ())
         if maker.kind == "transpose" and len(order) == len(dims):
             dims = tuple(order[dim] for dim in dims)
@@ -98,8 +101,10 @@ def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
     """cuDNN reads kernels as (out features, spatial, in features), for the gradient of an input as they were.
 
     One that lies in another order is copied, once for both passes. That a gradient reads its kernel transposed and
-    reversed is part of the convolution.
+    reversed is part of the convolution. So are images that are arguments, which it reads features last. What the
+    program makes itself lies as it is read.
     """
+    step = replace(step, reads=(_features_last(rewriter, step), *step.reads[1:]))
     kernel = kernel_of(rewriter.source, step)
     if kernel is None:
         rewriter.emit(step)
@@ -107,12 +112,40 @@ def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
     out, within, *spatial = (kernel.dims[dim] for dim in op.attrs["rhs"])
     order = (within, *spatial, out) if kernel.turned else (out, *spatial, within)
     source = rewriter.instead.get(kernel.source, kernel.source)
-    if _moves(kernel.shape, order):
+    if _moves(kernel.shape, order) and _has_layout(rewriter.source, kernel.source):
         if (source, order) not in rewriter.turned:
             rewriter.turned[source, order] = rewriter.array(source)
             rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[source, order],)))
         source = rewriter.turned[source, order]
     rewriter.emit(replace(step, reads=(step.reads[0], source)))
+
+
+def _features_last(rewriter: Rewriter, step: Step) -> int:
+    """The array of images that a convolution reads: a copy, once for both passes, where they are an argument."""
+    array = step.reads[0]
+    shape = rewriter.source.arrays[array].shape
+    if shape is None or len(shape) < 3 or not _has_layout(rewriter.source, array):
+        return array
+    order = (0, *range(2, len(shape)), 1)
+    if not _moves(shape, order):
+        return array
+    if (array, order) not in rewriter.turned:
+        rewriter.turned[array, order] = rewriter.array(array)
+        rewriter.emit(Step("transpose", step.op, (array,), (rewriter.turned[array, order],)))
+    return rewriter.turned[array, order]
+
+
+def _has_layout(program: Lowered, number: int) -> bool:
+    """Whether an array lies as an argument does: it is one, a device's part of one, or one that is turned.
+
+    Others lie as they are read.
+    """
+    while (maker := program.arrays[number].maker) >= 0:
+        step = program.steps[maker]
+        if step.kind not in (SLICE, "transpose", "reverse", *COLLECTIVES) or not step.reads:
+            return False
+        number = step.reads[0]
+    return True
 
 
 def _moves(shape: tuple[int, ...] | None, order: tuple[int, ...]) -> bool:
@@ -144,6 +177,49 @@ def expanded_select_and_scatter(rewriter: Rewriter, step: Step, op: Op) -> None:
     cleared = rewriter.array(step.writes[0])
     rewriter.emit(Step("broadcast_in_dim", step.op, (), (cleared,)))
     rewriter.emit(Step("scatter", step.op, (cleared, rows, source), step.writes))
+
+
+def expanded_pools(program: Lowered) -> Lowered:
+    """`SelectAndScatterExpander` for all of a program."""
+    if all(step.kind != "select_and_scatter" for step in program.steps):
+        return program
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind == "select_and_scatter":
+            expanded_select_and_scatter(rewriter, step, program.graph.ops[step.op])
+        else:
+            rewriter.emit(step)
+    return rewriter.result()
+
+
+def shared_zeros(program: Lowered) -> Lowered:
+    """Equal arrays of zeros are one: what a pool's gradient is scattered into, and what is clipped and selected with.
+
+    It is in memory from the first of these on (a ReLU before the pool), and the scatter writes into a copy of it.
+    """
+    splat = fold(program.graph).splat
+    cleared = {
+        program.arrays[step.reads[0]].maker: step.writes[0]
+        for step in program.steps
+        if step.kind == "scatter" and program.graph.ops[step.op].kind == "select_and_scatter"
+    }
+    cleared = {maker: array for maker, array in cleared.items() if maker >= 0 and not program.steps[maker].reads}
+    shapes = {program.arrays[array].shape for array in cleared.values()}
+    zeros: dict[tuple[int, ...] | None, int] = {}
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        shape = program.arrays[step.writes[0]].shape
+        if step.kind in ("maximum", "select") and shape in shapes:
+            if any(splat.get(value) == 0 for value in program.graph.ops[step.op].operands):
+                if shape not in zeros:
+                    zeros[shape] = rewriter.array(step.writes[0])
+                    rewriter.emit(replace(step, kind="broadcast_in_dim", writes=(zeros[shape],)))
+                elif step.kind == "select":
+                    step = replace(step, reads=(*step.reads, zeros[shape]))
+        elif number in cleared and shape in zeros:
+            step = replace(step, kind="copy", reads=(zeros[shape],))
+        rewriter.emit(step)
+    return rewriter.result() if zeros else program
 
 
 def _width(rewriter: Rewriter, array: int) -> int:

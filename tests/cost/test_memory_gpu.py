@@ -58,3 +58,53 @@ def test_rows_are_scattered_onto_the_gradient_that_they_are_added_to(specs: list
     report = compiled(tied, [f32(4096, 256), ids(512), f32(512, 256), f32(512, 256), f32(512, 4096)], specs)
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.002)
     assert report.prediction.compiled.temporary_bytes == 0  # all is done in the result's buffer
+
+
+IMAGES = [f32(32, 32, 64, 64), f32(64, 32, 3, 3), f32(64, 64, 3, 3)]
+OVER_BATCH: list[Spec] = [(ALL, (), (), ()), ((), (), (), ()), ((), (), (), ())]
+
+
+def convolved(x: object, w: object) -> object:
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+
+
+def halved(x: object) -> object:
+    """A max pool of 2 x 2."""
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+
+
+def two_convolutions(x: object, w: object, v: object) -> object:
+    y, back = jax.vjp(lambda w, v: jnp.tanh(convolved(jnp.tanh(convolved(x, w)), v)), w, v)
+    return back(y)
+
+
+def pooled(x: object, w: object) -> object:
+    y, back = jax.vjp(lambda w: halved(jnp.tanh(convolved(x, w))), w)
+    return back(jnp.sin(y))
+
+
+def pooled_and_clipped(x: object, w: object) -> object:
+    y, back = jax.vjp(lambda w: halved(jnp.maximum(convolved(x, w), 0)), w)
+    return back(jnp.sin(y))
+
+
+def pooled_and_kept(x: object, w: object) -> object:
+    """As in a U-Net: what is pooled is also read by something else, whose gradient the pool's is added to."""
+
+    def both(w: object) -> object:
+        z = jnp.tanh(convolved(x, w))
+        return halved(z), convolved(z, jnp.ones((64, 64, 1, 1)))
+
+    y, back = jax.vjp(both, w)
+    return back((jnp.sin(y[0]), y[1]))
+
+
+@pytest.mark.parametrize(
+    ("function", "apart"),
+    [(two_convolutions, 0.001), (pooled, 0.001), (pooled_and_clipped, 0.001), (pooled_and_kept, 0.05)],
+)
+def test_images_are_copied_and_activations_lie_as_they_are_read(function: object, apart: float) -> None:
+    """Also with a kernel that is a constant, which had ended in an IndexError."""
+    count = 3 if function is two_convolutions else 2
+    report = compiled(function, IMAGES[:count], OVER_BATCH[:count])
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=apart)
