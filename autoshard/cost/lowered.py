@@ -440,6 +440,14 @@ class _Lowering:
         else:
             self.copies[number] = self._move(value, source, move, value.op)
 
+    def _unpadded(self, value: Value, source: int, collectives: Sequence[Collective]) -> int:
+        """A result that is gathered from parts of which some are padded: cut off what they are padded with."""
+        whole = ((),) * len(self.graph.type_of(value).shape)
+        padded = self._chain(value, source, collectives, whole, value.op)
+        array = self._array(value, -1, whole)
+        self._step(SLICE, value.op, (padded,), (array,))
+        return array
+
     def _outputs(self) -> list[int]:
         """Mark the program's results; their arrays."""
         results = []
@@ -448,6 +456,8 @@ class _Lowering:
             found = self._found(None, value)
             if found is None or found in updated:
                 continue
+            if self.partitioned.uneven.get(value):
+                found = self._unpadded(value, found, self.partitioned.uneven[value])
             results.append(found)
             array = self.arrays[found]
             array.returned = True

@@ -86,12 +86,14 @@ class Partitioned:
         copies: collectives of annotated copies (a reshard from the value to its annotation).
         copied: copy number -> how the copy is made; absent where it is the value itself.
         joined: op -> the later one that it is part of (`spmd_chained`).
+        uneven: results that are gathered whole because their parts are not even, and by what.
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)
     copies: tuple[Collective, ...] = field(repr=False)
     copied: Mapping[int, Move] = field(repr=False, default_factory=dict)
     joined: Mapping[int, int] = field(repr=False, default_factory=dict)
+    uneven: Mapping[Value, Sequence[Collective]] = field(repr=False, default_factory=dict)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -149,20 +151,21 @@ class Partitioner:
                     if move is not None:
                         made[number] = move
         copies = [one for move in made.values() for one in move.collectives]
-        copies += self._uneven_results()
+        uneven = self._uneven_results()
+        copies += [one for steps in uneven.values() for one in steps]
         scatter_later(self, runs)
         if self.target != "cpu":
             self._sum_once(runs)
             scatter_later(self, runs)
             chained_scatters(self, runs)
-        return Partitioned(tuple(runs), tuple(copies), made, self.joined)
+        return Partitioned(tuple(runs), tuple(copies), made, self.joined, uneven)
 
-    def _uneven_results(self) -> list[Collective]:
+    def _uneven_results(self) -> dict[Value, list[Collective]]:
         """Results that no annotation holds are gathered where their parts would be uneven (compiled so on all targets).
 
         Propagation may choose a result's sharding, but one that pads is given up for none at all.
         """
-        found: list[Collective] = []
+        found: dict[Value, list[Collective]] = {}
         for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
             if output.updates is not None or value.op in self.free:
                 continue
@@ -174,7 +177,7 @@ class Partitioner:
             node = ("value", value) if copy is None else ("copy", copy)
             whole = self.nothing(kind.shape)
             steps = self.resharder.reshard(kind.shape, kind.dtype, source, whole)
-            found.extend(self._once((node, ((), source, whole)), steps, value.op))
+            found[value] = self._once((node, ((), source, whole)), steps, value.op)
         return found
 
     def _sum_once(self, runs: list[OpRun]) -> None:
