@@ -20,7 +20,11 @@ from autoshard.cost.schedule import (
     beside_results,
     breadth_first,
     dependencies,
+    depth_first,
+    greedy,
     liveness,
+    post_order,
+    results_in_order,
 )
 from autoshard.cost.traffic import touched
 
@@ -140,6 +144,14 @@ class Backend:
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """In which order the kernels run."""
         return breadth_first(deps)
+
+    def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """The order with the lowest peak of three (`DefaultMemoryScheduler`)."""
+        arrays = program.arrays
+        sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
+        results = results_in_order(kernels, program)
+        orders = [greedy(kernels, deps, arrays), depth_first(deps, results, sizes), post_order(deps, results)]
+        return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:
         """Where the temporaries of kernels in their order lie; None: all in device memory."""

@@ -25,15 +25,7 @@ from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
-from autoshard.cost.schedule import (
-    Dependencies,
-    combined,
-    depth_first,
-    greedy,
-    liveness,
-    post_order,
-    results_in_order,
-)
+from autoshard.cost.schedule import Dependencies, combined
 from autoshard.cost.split_k import Product, split_k
 from autoshard.graph.groups import ELEMENTWISE
 
@@ -209,11 +201,7 @@ class GpuBackend(Backend):
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The order with the lowest peak of three."""
-        arrays = program.arrays
-        sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
-        results = results_in_order(kernels, program)
-        orders = [greedy(kernels, deps, arrays), depth_first(deps, results, sizes), post_order(deps, results)]
-        return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
+        return self.lowest_peak(kernels, deps, program)
 
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered

@@ -17,6 +17,7 @@ from typing import ClassVar
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
+from autoshard.cost.loops_tpu import RING, as_loops
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
@@ -69,7 +70,7 @@ class TpuFusion(Fusion):
     def cluster(self) -> None:
         """A product's kernel goes on as long as one elementwise step alone reads what it made."""
         for number, step in enumerate(self.steps):
-            if step.kind not in CONTRACTIONS or self.root[number] != number:
+            if step.kind not in CONTRACTIONS or self.root[number] != number or step.parts >= RING:
                 continue
             members, last = [number], number
             while (following := self._following(last)) is not None:
@@ -80,7 +81,7 @@ class TpuFusion(Fusion):
             self.ends.add(last)
 
     def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
-        return number in self.ends or super()._kept(number, step, array, readers, kernels)
+        return number in self.ends or step.parts >= RING or super()._kept(number, step, array, readers, kernels)
 
     def _following(self, number: int) -> int | None:
         made = self.arrays[self.steps[number].writes[0]]
@@ -94,8 +95,8 @@ class TpuFusion(Fusion):
         return reader if _elements(self.arrays[step.writes[0]]) == _elements(made) else None
 
     def absorbs(self, step: Step) -> bool:
-        """Loops, sums and products take in what is made elementwise."""
-        return super().absorbs(step) or step.kind in CONTRACTIONS
+        """Loops, sums and products take in what is made elementwise; not so a product in a loop of permutes."""
+        return super().absorbs(step) or (step.kind in CONTRACTIONS and step.parts < RING)
 
     def inlined(self, step: Step) -> bool:
         """Whatever makes each element of its result from few of its operands, gathers left out."""
@@ -195,7 +196,8 @@ class TpuBackend(Backend):
         return -(-size // self.alignment) * self.alignment
 
     def rewrite(self, program: Lowered) -> Lowered:
-        """See `autoshard.cost.rewrite_tpu` and `autoshard.cost.strips_tpu`."""
+        """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
+        program = as_loops(program)
         by_rows = moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program))))
         return cut_into_strips(laid_out_for_convolutions(by_rows))
 
@@ -242,8 +244,11 @@ class TpuBackend(Backend):
         """What frees most first, updates counted as in place or as new arrays: whichever needs less memory.
 
         The memory scheduler knows of no donation (`DefaultMemoryScheduler` takes the best of several orders): by what
-        it frees, the update of the largest gradient comes last.
+        it frees, the update of the largest gradient comes last. On two cores no collective but permutes runs beside
+        kernels, and the order stays as the memory scheduler left it.
         """
+        if self.device.cores > 1:
+            return self.lowest_peak(kernels, deps, program)
         orders = [self._ordered(kernels, deps, program, updates) for updates in (True, False)]
 
         def peaks(order: list[int]) -> list[int]:

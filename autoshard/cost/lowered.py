@@ -87,6 +87,7 @@ class Step:
         dim: of an all-gather or reduce-scatter the dim that it runs along, where it is one.
         values: of graph ops, the values that `reads` hold the parts of.
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
+        parts: of the permutes of a windowed einsum, how many there are of a part each.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Step:
     dim: int | None = None
     values: tuple[Value, ...] = ()
     inner: tuple[float, float] = (0.0, 0.0)
+    parts: int = 1
 
 
 @dataclass(slots=True)
@@ -399,7 +401,9 @@ class _Lowering:
                 self.arrays.append(Array(None, dtype, size, -1))
                 array = len(self.arrays) - 1
             dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
-            self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim)
+            ring = collective.kind == "collective-permute" and collective.bytes >= 2 * min(self.arrays[now].bytes, end)
+            parts = ways + 1 if ring else 1  # a device's own part goes round once more
+            self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim, parts=parts)
             now = array
         if self.arrays[now].bytes > end:
             array = self._array(value, -1, tiling)

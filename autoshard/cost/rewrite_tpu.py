@@ -223,7 +223,7 @@ def _rows_moved(program: Lowered, step: Step) -> tuple[int, int] | None:
     if array.shape is None or not window or max(window) >= len(array.shape) or not all(array.shape):
         return None
     columns = math.prod(array.shape[dim] for dim in window)
-    if row_major((math.prod(array.shape) // columns, columns)) < COPIED * tiled(array.shape):
+    if columns == 1 or row_major((math.prod(array.shape) // columns, columns)) < COPIED * tiled(array.shape):
         return None
     return place, _by_columns(program, step.writes[0] if step.kind == "gather" else step.reads[place], window)
 

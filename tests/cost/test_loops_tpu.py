@@ -1,0 +1,55 @@
+"""Products that libtpu runs as loops of permutes: what they hold in memory beside arguments and results."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, Spec
+from autoshard.verify.check import compare_compiled
+from autoshard.verify.targets import parse_target
+from tests.graph.helpers import graph_of
+
+pytest.importorskip("libtpu")
+jax = pytest.importorskip("jax")
+MESH = Mesh((2, 4), ("data", "model"))
+ALL = ("data", "model")
+ROWS: Spec = (ALL, ())
+COLUMNS: Spec = ((), ALL)
+
+
+def step(a: object, x: object, w: object) -> object:
+    return a - x @ w
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "tpu-v5p:2x2x2"])
+@pytest.mark.parametrize(
+    ("sizes", "x", "w"),
+    [
+        ((4096, 131072, 4096), COLUMNS, ROWS),  # partial sums go round
+        ((131072, 4096, 4096), ROWS, ROWS),  # rows of the weight, which are contracted: results are added up
+        ((131072, 4096, 4096), ROWS, COLUMNS),  # its columns: results are written side by side
+        ((131072, 8192, 8192), ROWS, COLUMNS),
+    ],
+    ids=["partial sums", "rows", "columns", "more columns"],
+)
+def test_a_loop_holds_copies_of_its_operands_and_the_parts_that_go_round(
+    target: str, sizes: tuple[int, int, int], x: Spec, w: Spec
+) -> None:
+    rows, inner, columns = sizes
+    shapes = [(rows, columns), (rows, inner), (inner, columns)]
+    graph = graph_of(step, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    specs = dict(zip(map(Value, graph.arguments), (ROWS, x, w), strict=True))
+    annotations = Annotations(specs)
+    mesh = dataclasses.replace(MESH, device=target.partition(":")[0])
+    module = annotate(graph.program, graph, annotations, mesh)
+    report, compiled = compare_compiled(graph, annotations, mesh, parse_target(target), module)
+    assert " while(" in compiled.hlo_text
+    assert report.fidelity.value == 0.0
+    copied = rows * inner // 8 * 2 + (inner * columns // 8 * 2 if x is COLUMNS else 0)
+    assert compiled.memory.temp > copied
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.03)
