@@ -182,6 +182,7 @@ class GpuBackend(Backend):
                 found += self._contiguous(kernel, program)
             else:
                 found.append(kernel)
+        _keep_viewed(found, program)
         return found
 
     @staticmethod
@@ -241,6 +242,43 @@ class GpuBackend(Backend):
             return roofline_seconds(kernel.flops, moved, "f32", device)
         traffic = moved / device.memory_bandwidth
         return max(traffic, SHORTEST_SUM) if _is(kernel, "reduce", program) else traffic
+
+
+def _keep_viewed(kernels: Sequence[Kernel], program: Lowered) -> None:
+    """Mark what no kernel takes over the buffer of, but scatters, which write into their operand.
+
+    Only what the very instruction makes that is read is taken over (`HeapSimulator`): no element of a tuple (one of
+    several results, a convolution's, a collective's when it ends), nothing that lies there in another shape (a part of
+    a combined all-reduce). Nor do normalisations along the last dim write over what they normalise: each is one Triton
+    kernel. Counted in 99 compiled plans: no loop or sum shares such a buffer of 1,640, and 720 do of 1,426 others.
+    """
+    maker = {array: kernel for kernel in kernels for array in kernel.writes}
+    for kernel in kernels:
+        if kernel.kind == "scatter":
+            continue
+        made = {array: maker[array] for array in kernel.reads if array in maker}
+        kernel.viewed = frozenset(array for array, one in made.items() if _is_viewed(one, program))
+        if _normalises(kernel, program):
+            kernel.displaced |= {*kernel.reads}
+
+
+def _is_viewed(kernel: Kernel, program: Lowered) -> bool:
+    """Whether what a kernel makes is read through a tuple, or in another shape."""
+    parts = not kernel.steps and kernel.kind == "slice"
+    return parts or len(kernel.writes) > 1 or kernel.kind in COLLECTIVES or _is(kernel, "convolution", program)
+
+
+def _normalises(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a kernel sums over the last dim alone, and goes on with the sums."""
+    made = {array for number in kernel.steps for array in program.steps[number].reads}
+    sums = [program.steps[number] for number in kernel.steps if program.steps[number].kind == "reduce"]
+    return any(
+        not made.isdisjoint(step.writes)
+        and (over := _over(program, step)) is not None
+        and len(over) == 2
+        and over[1][0]
+        for step in sums
+    )
 
 
 def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:

@@ -329,6 +329,7 @@ def liveness(
             if last[array] == position
             and array in buffer
             and array not in kernel.displaced
+            and array not in kernel.viewed
             and spans[buffer[array]][1] <= position
         ]
         for array in kernel.writes:
@@ -366,25 +367,27 @@ def beside_results(
     A buffer of a result that replaces no argument is there for all of the step: what is not larger and ends before the
     result is made lies in it, the largest first, each in the smallest (XLA's `BufferAssigner`).
     """
-    rooms: list[tuple[int, list[tuple[int, int]], set[int]]] = []  # bytes, when it is taken, what it may take over
+    rooms: list[tuple[int, list[tuple[int, int, int]]]] = []  # bytes, and from when to when what lies in it
+    follows: set[tuple[int, int]] = set()  # (array, one that may be made in its place)
     for position, kernel in enumerate(kernels):
         for array in kernel.writes:
-            found = arrays[array]
-            if found.returned and not found.donated:
-                taken = {
-                    live.buffers[one] for one in kernel.reads if one in live.buffers and one not in kernel.displaced
-                }
-                taken = taken if kernel.shares else set()
-                rooms.append((rounded(found), [(position, len(kernels))], taken))
+            if arrays[array].returned and not arrays[array].donated:
+                rooms.append((rounded(arrays[array]), [(position, len(kernels), array)]))
+            if kernel.shares:
+                before = [live.buffers.get(one, one) for one in kernel.reads if one not in kernel.displaced]
+                size = rounded(arrays[array])
+                follows |= {(one, array) for one in before if live.sizes.get(one) == size}
     rooms.sort(key=lambda room: room[0])
     change = np.zeros(len(kernels) + 1, dtype=np.int64)
     within: set[int] = set()
     for array in sorted(live.spans, key=lambda array: -live.sizes[array]) if rooms else ():
         start, end = live.spans[array]
-        for size, held, taken in rooms:
-            last = end - (array in taken and live.sizes[array] == size and end == held[0][0])
-            if live.sizes[array] <= size and all(last < first or start > until for first, until in held):
-                held.append((start, last))
+        for size, held in rooms:
+            if live.sizes[array] <= size and all(
+                end < first + ((array, other) in follows) or start > until - ((other, array) in follows)
+                for first, until, other in held
+            ):
+                held.append((start, end, array))
                 within.add(array)
                 change[start] -= live.sizes[array]
                 change[end + 1] += live.sizes[array]
