@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
@@ -23,6 +24,7 @@ from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.rewrite import scattered_onto
 from autoshard.cost.rewrite_tpu import (
+    COPIED,
     convolved,
     laid_out_for_convolutions,
     looked_up_by_rows,
@@ -30,8 +32,25 @@ from autoshard.cost.rewrite_tpu import (
     scattered_by_rows,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
-from autoshard.cost.strips_tpu import arguments_beside_gathers, beside_gathers, cut_into_strips
-from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, row_major, tiled
+from autoshard.cost.strip_widths_tpu import (
+    FEW,
+    SPLITS,
+    annotated_view,
+    as_images,
+    convolved_whole,
+    enlarges,
+    strip_widths,
+    with_images_apart,
+)
+from autoshard.cost.strips_tpu import (
+    arguments_beside_gathers,
+    beside_gathers,
+    cut_into_strips,
+    halo_passes,
+    shifted_copies,
+    sums_together,
+)
+from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, row_major, tiled, tiles
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
@@ -70,7 +89,8 @@ class TpuFusion(Fusion):
     def cluster(self) -> None:
         """A product's kernel goes on as long as one elementwise step alone reads what it made."""
         for number, step in enumerate(self.steps):
-            if step.kind not in CONTRACTIONS or self.root[number] != number or step.parts >= RING:
+            looped = step.parts >= RING or ring(self.program, step) is not None
+            if step.kind not in CONTRACTIONS or self.root[number] != number or looped:
                 continue
             members, last = [number], number
             while (following := self._following(last)) is not None:
@@ -95,11 +115,15 @@ class TpuFusion(Fusion):
         return reader if _elements(self.arrays[step.writes[0]]) == _elements(made) else None
 
     def absorbs(self, step: Step) -> bool:
-        """Loops, sums and products take in what is made elementwise; not so a product in a loop of permutes."""
-        return super().absorbs(step) or (step.kind in CONTRACTIONS and step.parts < RING)
+        """Loops, sums and products take in what is made elementwise; not so loops of permutes and some convolutions."""
+        if step.parts >= RING or reads_from_memory(self.program, step):
+            return super().absorbs(step)
+        return super().absorbs(step) or step.kind in CONTRACTIONS
 
     def inlined(self, step: Step) -> bool:
         """Whatever makes each element of its result from few of its operands, gathers left out."""
+        if step.kind == "broadcast_in_dim" and (self.arrays[step.writes[0]].strips or enlarges(self.program, step)):
+            return False
         return step.kind in LOOPS and step.kind not in ("gather", "dynamic_update_slice")
 
     def takes(self, reader: int, number: int) -> bool:
@@ -116,6 +140,8 @@ class TpuFusion(Fusion):
         As seen: an elementwise result of two arrays runs again in three kernels, not in four; of three arrays in two,
         not in three; of four not in two; of one array, and what is smaller than that, in any number.
         """
+        if kernels > 1 and step.kind == "multiply" and annotated_view(self.program, step):
+            return True
         made = self.arrays[step.writes[0]].bytes
         return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
 
@@ -165,6 +191,11 @@ class TpuFusion(Fusion):
         return number not in self.around and all(self.absorbs(self.steps[reader]) for reader in array.readers)
 
 
+def reads_from_memory(program: Lowered, step: Step) -> bool:
+    """Whether a convolution takes in nothing: a loop around permutes, and one of strips that need their neighbours."""
+    return step.kind == "convolution" and (ring(program, step) is not None or halo_passes(program, step) > 1)
+
+
 def _put_together(program: Lowered, array: int) -> bool:
     """Whether an array is gathered in pieces, so that no result takes over its buffer."""
     found = program.arrays[array]
@@ -198,8 +229,9 @@ class TpuBackend(Backend):
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
         program = as_loops(program)
-        by_rows = moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program))))
-        return cut_into_strips(laid_out_for_convolutions(by_rows))
+        images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
+        widths = strip_widths(images)
+        return cut_into_strips(laid_out_for_convolutions(images, widths), widths)
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -212,6 +244,8 @@ class TpuBackend(Backend):
                 kernel.shares = True
                 kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
         kernels = merged_outputs(kernels, lambda kernel: self._loop_over(kernel, program), lambda array: True)
+
+        kernels = sums_together(kernels, program)
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]
@@ -233,6 +267,8 @@ class TpuBackend(Backend):
     @staticmethod
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
         """The shape of all that an elementwise kernel writes; the dims that a product with vectors has; else None."""
+        if any(reads_from_memory(program, program.steps[number]) for number in kernel.steps):
+            return None
         shapes = {program.arrays[array].shape for array in kernel.writes}
         product = product_with_vectors(kernel, program)
         if product is not None:
@@ -324,13 +360,22 @@ class TpuBackend(Backend):
         Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
         """
         lying = convolved(program)
+        near, apart = convolved_whole(program), with_images_apart(program)
+        views = {array for step in program.steps if annotated_view(program, step) for array in step.writes}
         rounded = _Rounded(program, lying.keys())
         for kernel in kernels:
             for array in kernel.writes:
                 found = program.arrays[array]
                 if array in lying and found.shape is not None:
-                    found.bytes = found.bytes * for_convolution(found.shape, lying[array]) // _elements(found)
-                    found.tiles = convolution_tiles(found.shape, lying[array])
+                    shape, item = found.shape, found.bytes // _elements(found)
+                    if found.strips:
+                        shape = (SPLITS * shape[0], *shape[1:-1], found.strips)
+                    size = for_convolution(shape, lying[array])
+                    other = row_major(shape) if array in views else tiled(shape)
+                    few = min(shape[dim] for dim in lying[array]) < FEW and array not in near
+                    free = array in views or (size > COPIED * other and array in apart if found.strips else few)
+                    found.bytes = item * (other if free else size)
+                    found.tiles = tiles(shape) if free else convolution_tiles(shape, lying[array])
                     if rounded.is_kept_narrow(array):
                         found.dtype, found.bytes = "bf16", found.bytes // 2
                     found.shape = None
@@ -356,6 +401,9 @@ class TpuBackend(Backend):
     ) -> tuple[list[Kernel], list[int]]:
         """Copies to other layouts run beside gathers; on two cores, those of arguments alone."""
         order = arguments_beside_gathers(kernels, order, program)
+        kernels, order = shifted_copies(kernels, order, program)
+        if self.device.cores == 1:
+            kernels, order = allocated_early(kernels, order, program)
         return beside_gathers(kernels, order, program, self.device.cores == 1)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:

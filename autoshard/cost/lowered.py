@@ -8,7 +8,7 @@ constants alone is made where it is read and has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autoshard.cost.collectives import Collective
@@ -59,7 +59,8 @@ class Array:
         readers: numbers of the steps that read it, each once, ascending.
         returned: it is a result of the program.
         donated: and takes over the buffer of the argument that it updates.
-        strips: an activation of few images, which a TPU's compiler cuts into strips of space (`cost/strips_tpu.py`).
+        strips: of an activation of few images, which a TPU's compiler cuts into strips of space, the positions in each
+            (`cost/strip_widths_tpu.py`); 0: it lies whole.
         tiles: of an operand of a TPU's convolution, the tiles that it lies in; of all others 0.
     """
 
@@ -70,7 +71,7 @@ class Array:
     readers: list[int] = field(default_factory=list)
     returned: bool = False
     donated: bool = False
-    strips: bool = False
+    strips: int = 0
     tiles: int = 0
 
 
@@ -104,12 +105,20 @@ class Step:
 
 @dataclass(slots=True)
 class Lowered:
-    """A device's program: steps in program order, arrays, and those of them that are its results, in their order."""
+    """A device's program.
+
+    Attributes:
+        arrays, steps: steps in program order.
+        results: the arrays that are its results, in their order.
+        graph: what it is a part of.
+        pinned: annotated values, whose shape no pass changes before the program is partitioned.
+    """
 
     arrays: list[Array]
     steps: list[Step]
     results: list[int]
     graph: Graph
+    pinned: Set[Value] = frozenset()
 
 
 def lower(
@@ -161,7 +170,7 @@ class _Lowering:
             for value in results if self.copies_of else ():
                 for number in self.copies_of.get(value, ()):
                     self._copy(value, number)
-        return Lowered(self.arrays, self.steps, self._outputs(), self.graph)
+        return Lowered(self.arrays, self.steps, self._outputs(), self.graph, frozenset(self.shardings.pins))
 
     def _array(self, value: Value, maker: int, tiling: Tiling | None = None) -> int:
         kind = self.graph.type_of(value)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 from autoshard.cost.backend import Placement
 from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.conv_loops_tpu import ALLOCATED
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip
 from autoshard.cost.schedule import Liveness
+from autoshard.cost.strips_tpu import passes_of
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 TUPLE_BYTES = 16 * 2**10
@@ -35,7 +37,7 @@ TILE_FLOPS = 16 * 4 * 2 * 128 * 128
 """What a core could multiply (four units of 128 x 128) while it works on one tile between convolutions: 16 cycles. As
 seen: a sum over 1,024 tiles of 4 rows takes 16,147 cycles on a v5e, one over 640 of 8 rows 13,758 to 21,066."""
 
-STILL = COLLECTIVES | {BARRIER}
+STILL = COLLECTIVES | {BARRIER, ALLOCATED}
 """Kinds of kernels whose traffic of device memory is not counted: a link is slower than that, or nothing moves."""
 
 LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
@@ -170,7 +172,7 @@ class Placing:
         for kernel, sizes in zip(self.kernels, self.touched, strict=True):
             moved = 0.0 if kernel.kind in STILL else sum(sizes.values()) / self.device.memory_bandwidth
             tiles = max((self.program.arrays[array].tiles for array in sizes), default=0)
-            flops = max(kernel.flops, tiles * TILE_FLOPS)
+            flops = max(kernel.flops, tiles * passes_of(kernel, self.program) * TILE_FLOPS) if tiles else kernel.flops
             times.append(times[-1] + max(moved, flops / self.device.peak_flops("bf16")))
         return times
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.rewrite import Rewriter, writes_onto_constant
+from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE
 
@@ -254,18 +255,23 @@ KEEPS_DIMS = ELEMENTWISE | {"reduce_window", "select_and_scatter", "pad", "rever
 """Kinds of steps whose operands and results of one rank lie alike."""
 
 
-def laid_out_for_convolutions(program: Lowered) -> Lowered:
+def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     """Convolutions read and write batch and features as the two dims of a tile; what is elementwise around them too.
 
     An argument that few of both make mostly padding, such as images of three channels, is copied. The copy is in bf16,
-    as products read it, and kept from the forward pass to the gradient of the kernel, which reads it too.
+    as products read it, and kept from the forward pass to the gradient of the kernel, which reads it too; where the
+    forward pass works on strips, the gradient has a copy of its own.
+
+    Args:
+        widths: arrays in strips -> positions in each.
     """
     if not any(step.kind == "convolution" for step in program.steps):
         return program
     rewriter = Rewriter(program)
-    copies: dict[tuple[int, Dims], int] = {}
+    copies: dict[tuple[int, Dims, int], int] = {}
     for step in program.steps:
         reads = list(step.reads)
+        width = widths.get(step.writes[0], 0)
         for array, dims in _tile_dims(program, step):
             found = program.arrays[array]
             if array not in reads or found.shape is None or _made(program, found):
@@ -273,13 +279,15 @@ def laid_out_for_convolutions(program: Lowered) -> Lowered:
             size = for_convolution(found.shape, dims)
             if size < COPIED * tiled(found.shape):
                 continue
-            if (array, dims) not in copies:
+            cut = width if array == step.reads[0] else 0
+            if (array, dims, cut) not in copies:
                 narrow = found.dtype == "f32"
-                width = 2 if narrow else found.bytes // math.prod(found.shape)
-                copies[array, dims] = rewriter.array(array, size * width)
-                rewriter.arrays[copies[array, dims]].dtype = "bf16" if narrow else found.dtype
-                rewriter.emit(Step("copy", step.op, (array,), (copies[array, dims],)))
-            reads[reads.index(array)] = copies[array, dims]
+                item = 2 if narrow else found.bytes // math.prod(found.shape)
+                shape = (SPLITS * found.shape[0], *found.shape[1:-1], cut) if cut else found.shape
+                copy = copies[array, dims, cut] = rewriter.array(array, for_convolution(shape, dims) * item)
+                rewriter.arrays[copy].dtype = "bf16" if narrow else found.dtype
+                rewriter.emit(Step("copy", step.op, (array,), (copy,)))
+            reads[reads.index(array)] = copies[array, dims, cut]
         rewriter.emit(step if tuple(reads) == step.reads else replace(step, reads=tuple(reads)))
     return rewriter.result()
 

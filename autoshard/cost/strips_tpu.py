@@ -18,15 +18,19 @@ the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from autoshard.cost.conv_loops_tpu import passes
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
+from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.rewrite_tpu import KEEPS_DIMS
+from autoshard.cost.strip_widths_tpu import FEW, SPLITS, annotated_view, taps_of
+from autoshard.cost.tpu_layout import row_major
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 
@@ -34,9 +38,6 @@ if TYPE_CHECKING:
     from autoshard.cost.backend import Compiled
 
 Key = TypeVar("Key")
-
-FEW = 8
-"""Images on a device from which on they are not cut into strips: the rows of a tile."""
 
 COPIES = 20
 """Kernels that put an activation together before it leaves a device, or cut it into strips when it arrives, and what is
@@ -47,6 +48,12 @@ PARTS = 10
 
 IN_FLIGHT = 2**16
 """Bytes that a gather makes at least that other kernels run beside."""
+
+MASK = "mask"
+"""The kind of a step that makes what sums over padded strips leave out."""
+
+READ_WHOLE = frozenset({"reduce_window", "select_and_scatter", "pad"})
+"""Kinds of steps that read strips put together, where they do not keep to them."""
 
 EARLY = "early copy"
 """The kind of copies that run beside a gather."""
@@ -137,14 +144,80 @@ def _computed(ops: Iterable[tuple[str, tuple[Key, ...], tuple[Key, ...]]]) -> se
     return found
 
 
-def cut_into_strips(program: Lowered) -> Lowered:
+def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     """Activations in strips are marked; they are put together before a collective moves them, and cut again after."""
     strips = few(program)
     if any(step.kind in MOVING and _moves(step, strips) for step in program.steps):
         program = _put_together(program, strips)
-    for array in strips:
-        program.arrays[array].strips = True
+    program = _whole_again(_masked(program, widths), widths)
+    for array, width in widths.items():
+        program.arrays[array].strips = width
     return program
+
+
+def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """What pools strips whole, or puts them beside others, reads a copy, one for both passes (`BatchToSpace`)."""
+    copies: dict[int, int] = {}
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        view = annotated_view(program, step)
+        if not (view or step.kind in READ_WHOLE) or step.writes[0] in widths:
+            rewriter.emit(step)
+            continue
+        for array in step.reads:
+            if array in widths and array not in copies:
+                found = program.arrays[array]
+                size = found.bytes * row_major(found.shape or ()) // _count(found) if view else found.bytes
+                copies[array] = rewriter.array(array, size)
+                rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+        rewriter.emit(replace(step, reads=tuple(copies.get(array, array) for array in step.reads)))
+    return rewriter.result() if copies else program
+
+
+def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Sums over images leave out what strips are padded with: they read a mask, one for all strips of one shape."""
+    masks: dict[tuple[int, ...], int] = {}
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        shape = program.arrays[step.reads[0]].shape if step.reads else None
+        width = widths.get(step.reads[0], 0) if step.reads else 0
+        if step.kind != "reduce" or shape is None or width * SPLITS <= shape[-1] or not _over_images(program, step):
+            rewriter.emit(step)
+            continue
+        key = shape[0], shape[-1], width
+        if key not in masks:
+            size = shape[0] * SPLITS * width
+            rewriter.arrays.append(Array((shape[0] * SPLITS, width), "i1", size, -1))
+            masks[key] = len(rewriter.arrays) - 1
+            rewriter.emit(Step(MASK, step.op, (), (masks[key],)))
+        rewriter.emit(replace(step, reads=(*step.reads, masks[key])))
+    return rewriter.result() if masks else program
+
+
+def _over_images(program: Lowered, step: Step) -> bool:
+    """Whether a sum leaves the features alone."""
+    made = program.arrays[step.writes[0]]
+    read = program.arrays[step.reads[0]].shape or ()
+    return 0 in program.graph.ops[step.op].attrs["dims"] and len(read) > 1 and _count(made) == read[1]
+
+
+def _count(array: Array) -> int:
+    return math.prod(array.shape) if array.shape is not None else array.bytes // 4
+
+
+def sums_together(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
+    """Sums that read one mask run as one, if neither needs another: what they sum waits for the last of them."""
+    masks = {step.writes[0] for step in program.steps if step.kind == MASK}
+    if not masks:
+        return kernels
+
+    def key(kernel: Kernel) -> Hashable:
+        step = program.steps[kernel.steps[-1]]
+        if step.kind != "reduce" or step.reads[-1] not in masks:
+            return None
+        return program.arrays[step.reads[0]].shape
+
+    return merged_outputs(kernels, key, lambda array: array in masks)
 
 
 def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
@@ -175,6 +248,48 @@ def _copied(rewriter: Rewriter, step: Step, array: int, into: int | None = None)
     return made
 
 
+def passes_of(kernel: Kernel, program: Lowered) -> int:
+    """How often a kernel between convolutions goes over its tiles, with the copies that it needs.
+
+    What a sum for each image reads of strips is put together first; a sum over all images of what a convolution makes
+    runs with it.
+    """
+    steps = [program.steps[number] for number in kernel.steps]
+    if kernel.kind == "reduce" and not any(step.kind == "convolution" for step in steps):
+        sums = [step for step in steps if step.kind == "reduce"]
+        if all(_over_images(program, step) for step in sums):
+            return 0 if len(steps) == 1 and _convolved(program, steps[0].reads[0]) else 1
+        return max(1, sum(program.arrays[array].strips > 0 for array in kernel.reads))
+    return max((passes(program, step) * halo_passes(program, step) for step in steps), default=1)
+
+
+def _convolved(program: Lowered, array: int) -> bool:
+    """Whether an array is what a convolution makes, with a bias perhaps."""
+    maker = program.arrays[array].maker
+    if maker < 0 or program.steps[maker].kind == "convolution":
+        return maker >= 0
+    if program.steps[maker].kind != "add":
+        return False
+    before = (program.arrays[one].maker for one in program.steps[maker].reads)
+    return any(one >= 0 and program.steps[one].kind == "convolution" for one in before)
+
+
+def halo_passes(program: Lowered, step: Step) -> int:
+    """How often a convolution of strips goes over its tiles: each strip is put together with the edge of the next.
+
+    As seen in a denoiser's kernels of 3 x 3 taps on v5e, cycles a tile: 18 for the convolution and 25 before it; for
+    the gradient of an input 12 and 42, for that of a kernel 9 and 98; 48 before a convolution of what lies whole.
+    """
+    arrays = program.arrays
+    strips = any(arrays[array].strips for array in (*step.reads, *step.writes))
+    if step.kind != "convolution" or len(step.reads) != 2 or not strips:
+        return 1
+    taps, gradient = taps_of(program, step)
+    if taps == 1:
+        return 1
+    return 6 if gradient else 2 if arrays[step.reads[0]].strips else 4
+
+
 def beside_gathers(
     kernels: list[Kernel], order: list[int], program: Lowered, early: bool
 ) -> tuple[list[Kernel], list[int]]:
@@ -199,7 +314,7 @@ def beside_gathers(
         ready = max([made[array], *(position for position in uses[array] if position < backward)])
         beside = next((position for position in gathers if ready < position < late[0]), late[0])
         kind = program.arrays[array]
-        program.arrays.append(Array(kind.shape, kind.dtype, kind.bytes, kind.maker, strips=True))
+        program.arrays.append(Array(kind.shape, kind.dtype, kind.bytes, kind.maker, strips=kind.strips))
         copy = len(program.arrays) - 1
         before.setdefault(beside, []).append(len(found))
         how = "copy" if beside == late[0] else EARLY
@@ -208,6 +323,43 @@ def beside_gathers(
         found[reader] = replace(found[reader], reads=(*found[reader].reads, copy))
     changed = [each for position, number in enumerate(order) for each in (*before.get(position, ()), number)]
     return found, changed
+
+
+def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) -> tuple[list[Kernel], list[int]]:
+    """Strips whose edges a convolution takes from their neighbours are kept twice until its kernel's gradient.
+
+    Once as they are made, once as images in strips; the gradient puts them together anew.
+    """
+    found, behind = list(kernels), dict[int, int]()
+    for number, kernel in enumerate(kernels):
+        for place in kernel.steps:
+            step = program.steps[place]
+            if halo_passes(program, step) <= 1 or program.graph.ops[step.op].attrs["stride"][-1] != 1:
+                continue
+            array = step.reads[0]
+            if not program.arrays[array].strips or taps_of(program, step)[1]:
+                continue
+            gradients = [reader for reader in program.arrays[array].readers if _gradient_of(program, reader, array)]
+            readers = [one for one, other in enumerate(kernels) if any(g in other.steps for g in gradients)]
+            if array not in kernel.reads or not readers or array in behind:
+                continue
+            kind = program.arrays[array]
+            size = kind.bytes // 2 if kind.dtype == "f32" else kind.bytes  # as products read it
+            program.arrays.append(Array(None, "bf16", size, kind.maker, strips=kind.strips, tiles=kind.tiles))
+            copy = len(program.arrays) - 1
+            behind[array] = len(found)
+            found.append(Kernel((), (array,), (copy,), "copy", kernel.place))
+            for one in (number, *readers):
+                found[one] = replace(found[one], reads=(*found[one].reads, copy))
+    makers = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    after = {makers[array]: copy for array, copy in behind.items() if array in makers}
+    return found, [each for number in order for each in ((number, after[number]) if number in after else (number,))]
+
+
+def _gradient_of(program: Lowered, number: int, array: int) -> bool:
+    """Whether a step is the gradient of the kernel that an activation was convolved with."""
+    step = program.steps[number]
+    return step.kind == "convolution" and step.reads[0] == array and taps_of(program, step)[1]
 
 
 def arguments_beside_gathers(kernels: Sequence[Kernel], order: Sequence[int], program: Lowered) -> list[int]:

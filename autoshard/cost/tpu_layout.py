@@ -26,6 +26,11 @@ def tiled(shape: tuple[int, ...]) -> int:
     return best or 0
 
 
+def tiles(shape: tuple[int, ...]) -> int:
+    """Tiles of such an array."""
+    return tiled(shape) // (LANES * ROWS)
+
+
 def row_major(shape: tuple[int, ...]) -> int:
     """Elements of an array in tiles of 8 x 128 whose last dim is the innermost."""
     if len(shape) < 2:

@@ -30,7 +30,7 @@ def mesh_of(device: str) -> Mesh:
 
 def network(images: int, features: int = 256) -> Graph:
     """Three convolutions, and the gradient of the second's kernel: what it reads waits while the third runs."""
-    image, kernel = f"tensor<{images}x{features}x14x14xf32>", f"tensor<{features}x{features}x1x1xf32>"
+    image, kernel = f"tensor<{images}x{features}x16x16xf32>", f"tensor<{features}x{features}x1x1xf32>"
     window = "window = {stride = [1, 1]} {batch_group_count = 1 : i64, feature_group_count = 1 : i64}"
 
     def convolution(labels: str, operands: str, types: str) -> str:
