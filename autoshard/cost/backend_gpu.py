@@ -118,6 +118,11 @@ class GpuBackend(Backend):
             if number in folded:
                 rewriter.instead[step.writes[0]] = rewriter.instead.get(step.reads[0], step.reads[0])
                 continue
+            if step.kind == "all-gather" and _gathers_inside(program, step):
+                moved = rewriter.array(step.writes[0])
+                rewriter.emit(replace(step, writes=(moved,)))
+                rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
+                continue
             if step.kind == "convolution":
                 cudnn_convolution(rewriter, step, program.graph.ops[step.op])
                 continue
@@ -242,6 +247,18 @@ class GpuBackend(Backend):
             return roofline_seconds(kernel.flops, moved, "f32", device)
         traffic = moved / device.memory_bandwidth
         return max(traffic, SHORTEST_SUM) if _is(kernel, "reduce", program) else traffic
+
+
+def _gathers_inside(program: Lowered, step: Step) -> bool:
+    """Whether an all-gather runs along a dim that is not the outermost, which its result then lies by, for a product.
+
+    Products read a matrix by its columns as well as by its rows.
+    """
+    found = program.arrays[step.writes[0]]
+    shape = found.shape
+    if not step.dim or shape is None or math.prod(shape[: step.dim]) == 1 or sum(size > 1 for size in shape) == 2:
+        return False
+    return any(program.steps[reader].kind == "dot_general" for reader in found.readers)
 
 
 def _keep_viewed(kernels: Sequence[Kernel], program: Lowered) -> None:

@@ -143,3 +143,14 @@ def test_results_of_convolutions_and_softmaxes_are_not_written_over(
     """ResNet forward only on 8 H100: -17 %, now 0.0."""
     report = compiled(function, arguments, specs)
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("split", [((), ALL, ()), ((), (), ALL)])
+def test_what_is_gathered_along_an_inner_dim_is_copied_for_a_batch_of_products(split: Spec) -> None:
+    """Four transformer blocks under FSDP, forward only: -11 %, now +3."""
+    report = compiled(
+        lambda x, w: jnp.tanh(jnp.einsum("etd,edf->etf", x, w)),
+        [f32(8, 512, 256), f32(8, 256, 512)],
+        [((), ALL, ()), split],
+    )
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.001)
