@@ -7,9 +7,10 @@ carry `replica_groups` as `{{0,4},…}`, as iota `[2,4]<=[8]`, or over a named m
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -28,16 +29,24 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)[ (].*\{\s*$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TILE = re.compile(r"T\(([\d,]+)\)")
 _ATEN = re.compile(r"(?:^|[/;\s(])op(\d+)(?=$|[./;:\s)])")
 
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """One array: element type, dims of one device's part, and whether its layout puts it into memory space 1."""
+    """One array, as its layout says it is stored.
+
+    Attributes:
+        dtype, dims: of one device's part.
+        on_chip: whether it is in memory space 1.
+        padding: elements that fill up tiles.
+    """
 
     dtype: str
     dims: tuple[int, ...]
     on_chip: bool = False
+    padding: int = 0
 
     @property
     def elements(self) -> int:
@@ -52,13 +61,34 @@ class ArrayShape:
         """Bytes, padding of tiles left out."""
         return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes with padding."""
+        return ((self.elements + self.padding) * DTYPE_BITS[self.dtype] + 7) // 8
+
+
+@lru_cache(maxsize=1 << 14)
+def _padding(dims: tuple[int, ...], layout: str) -> int:
+    """Elements that fill up the tiles of a layout such as `1,0:T(8,128)(2,1)`: those of its first tiling."""
+    tile = _TILE.search(layout)
+    if tile is None or not dims:
+        return 0
+    order = [int(dim) for dim in layout.strip("{}").partition(":")[0].split(",")]
+    sides = [int(side) for side in tile[1].split(",")][::-1]
+    if len(sides) > len(order):
+        return 0
+    sizes = list(dims)
+    for dim, side in zip(order, sides, strict=False):
+        sizes[dim] = -(-sizes[dim] // side) * side
+    return math.prod(sizes) - math.prod(dims)
+
 
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     """The arrays of a printed shape; a tuple's in order, nested tuples flattened."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(text):
         sizes = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
-        found.append(ArrayShape(dtype, sizes, "S(1)" in layout))
+        found.append(ArrayShape(dtype, sizes, "S(1)" in layout, _padding(sizes, layout)))
     return tuple(found)
 
 

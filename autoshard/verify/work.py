@@ -32,9 +32,10 @@ class Kernel:
     Attributes:
         name: the instruction.
         flops: dtype (StableHLO's words) of the operands -> FLOPs of its dots and convolutions, one execution.
-        bytes: bytes of device memory that it reads and writes, one execution; on-chip buffers left out.
+        bytes: bytes of device memory that it reads and writes, one execution; padding of tiles counts, on-chip buffers
+            do not.
         count: executions per step.
-        launches: 1, or 0 for a copy that runs beside the others.
+        launches: 1, or 0 for a copy that runs beside the others, and on a TPU for work on single numbers.
         aten: index of the aten op that the compiler says it came from, or None.
     """
 
@@ -116,9 +117,15 @@ class Work:
                 self.flops(computation, instruction),
                 self.bytes(computation, instruction),
                 count,
-                0 if opcode in _ASYNC_COPIES else 1,
+                0 if opcode in _ASYNC_COPIES or self.is_scalar(computation, instruction) else 1,
                 aten_index(instruction.op_name),
             )
+
+    def is_scalar(self, computation: Computation, instruction: Instruction) -> bool:
+        """Whether a TPU's scalar unit computes an instruction, beside its kernels: numbers from numbers alone."""
+        read = [computation.instructions.get(name) for name in instruction.operands]
+        around = [instruction, *(one for one in read if one is not None)]
+        return self.on_chip_is_free and not any(shape.dims for one in around for shape in one.shapes)
 
     def is_free(self, instruction: Instruction) -> bool:
         """Whether a call or fusion takes no time of its own: a collective in a wrapper is no kernel."""
@@ -193,8 +200,8 @@ class Work:
         return float(sum(map(self.array_bytes, instruction.shapes)))
 
     def array_bytes(self, shape: ArrayShape) -> int:
-        """Bytes of an array if it lies in device memory, else 0."""
-        return 0 if self.on_chip_is_free and shape.on_chip else shape.bytes
+        """Bytes of an array, padding included, if it lies in device memory; else 0."""
+        return 0 if self.on_chip_is_free and shape.on_chip else shape.stored_bytes
 
     def copy_bytes(self, instruction: Instruction, operands: list[Instruction]) -> float:
         """An async copy moves its smaller array, once from and once to wherever that is device memory."""
@@ -202,7 +209,7 @@ class Work:
         source = operands[0].shapes[0] if operands and operands[0].shapes else None
         if not arrays or source is None:
             return 0.0
-        moved = min(shape.bytes for shape in arrays)
+        moved = min(shape.stored_bytes for shape in arrays)
         target = next((shape for shape in arrays if shape != source), source)
         ends = [source, target]
         return float(sum(moved for shape in ends if not (self.on_chip_is_free and shape.on_chip)))

@@ -37,8 +37,26 @@ def test_shapes_and_their_bytes(text, arrays):
 
 
 def test_memory_space_one_is_on_chip():
-    assert parse_shapes("f32[8]{0:T(256)S(1)}") == (ArrayShape("f32", (8,), True),)
-    assert parse_shapes("f32[8]{0:T(256)}") == (ArrayShape("f32", (8,), False),)
+    assert parse_shapes("f32[8]{0:T(256)S(1)}") == (ArrayShape("f32", (8,), True, 248),)
+    assert parse_shapes("f32[8]{0:T(256)}") == (ArrayShape("f32", (8,), False, 248),)
+
+
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [
+        ("f32[8]{0}", 32),
+        ("f32[]{:T(128)}", 4),
+        ("f32[8]{0:T(256)}", 1024),
+        ("f32[262144,8]{1,0:T(8,128)}", 262144 * 128 * 4),
+        ("f32[262144,8]{0,1:T(8,128)S(1)}", 262144 * 8 * 4),
+        ("bf16[3,5,130]{2,1,0:T(8,128)(2,1)}", 3 * 8 * 256 * 2),
+        ("f32[2,64,3,3]{1,0,3,2:T(2,128)}", 2 * 128 * 9 * 4),
+    ],
+)
+def test_bytes_with_the_padding_of_tiles(text, stored):
+    (shape,) = parse_shapes(text)
+    assert shape.stored_bytes == stored
+    assert shape.bytes <= stored
 
 
 def test_instructions_with_tuples_tiles_comments_and_literals():

@@ -119,12 +119,21 @@ def test_fusions_hold_dots_and_touch_slices():
 
 
 def test_on_tpu_only_device_memory_costs():
-    add = "f32[64,32]{1,0:T(8,128)} add(%p, %chip)"
+    add = "f32[64,32]{1,0} add(%p, %chip)"
     assert one(add, family="tpu").bytes == 2 * 4 * 64 * 32
-    assert one(add, family="gpu").bytes == 3 * 4 * 64 * 32
+    assert one(add, family="gpu").bytes == 2 * 4 * 64 * 32 + 4 * 64 * 128
+    padded = "f32[64,32]{1,0:T(8,128)} add(%p, %chip)"  # what it writes lies in tiles of 128 lanes
+    assert one(padded, family="tpu").bytes == 4 * 64 * 32 + 4 * 64 * 128
     fetch = "(f32[64,32]{1,0:T(8,128)S(1)}, f32[64,32]{1,0}, u32[]{:S(2)}) copy-start(%p)"
     kernel = one(fetch, family="tpu")
     assert (kernel.bytes, kernel.launches) == (4 * 64 * 32, 0)
+
+
+def test_numbers_of_a_tpu_are_no_kernels():
+    """The body of a loop of permutes: 22 of its 31 instructions count, or say where parts begin."""
+    body = "  %n = s32[] constant(3)\n  %m = s32[] add(%n, %i)\n  ROOT %x = f32[64,32]{1,0} add(%p, %p)"
+    assert {name: kernel.launches for name, kernel in kernels(body, family="tpu").items()} == {"m": 0, "x": 1}
+    assert {name: kernel.launches for name, kernel in kernels(body, family="gpu").items()} == {"m": 1, "x": 1}
 
 
 def test_names_views_collectives_and_async_ends_are_no_kernels():
