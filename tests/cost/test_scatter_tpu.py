@@ -78,6 +78,16 @@ def test_a_table_is_copied_once_to_lie_by_rows_for_its_lookups(rows: int, column
     assert moved > rows * columns * 4
 
 
+@pytest.mark.parametrize(("rows", "columns", "copied"), [(300000, 32, True), (1000000, 32, False), (400000, 48, True)])
+def test_a_table_that_would_mostly_be_padding_is_read_as_it_lies(rows: int, columns: int, copied: bool) -> None:
+    """By rows it would take more than twice as much, and more than 128 MiB more: lookups read a row from its columns."""
+    report = compiled(looked_up, [f32(rows, columns), ids(4096), ids(512)], [((), ()), ((),), ((),)])
+    held = report.memory_bytes - rows * columns * 4
+    assert (held > rows * 128 * 4) is copied
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
+    assert report.prediction.compiled.moved_bytes == pytest.approx(report.judged.bytes, rel=0.1, abs=2e6)
+
+
 @pytest.mark.parametrize("axes", [("data", "model"), ("data",)], ids=["one row each", "four rows each"])
 def test_two_scatters_into_one_table_are_one(axes: tuple[str, ...]) -> None:
     """Their updates are put end to end: rows are permuted where each device has one, else exchanged and back."""
