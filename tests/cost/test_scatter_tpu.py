@@ -80,7 +80,7 @@ def test_a_table_is_copied_once_to_lie_by_rows_for_its_lookups(rows: int, column
 
 @pytest.mark.parametrize(("rows", "columns", "copied"), [(300000, 32, True), (1000000, 32, False), (400000, 48, True)])
 def test_a_table_that_would_mostly_be_padding_is_read_as_it_lies(rows: int, columns: int, copied: bool) -> None:
-    """By rows it would take more than twice as much, and more than 128 MiB more: lookups read a row from its columns."""
+    """By rows it would take more than twice as much, and more than 128 MiB more: rows are read from its columns."""
     report = compiled(looked_up, [f32(rows, columns), ids(4096), ids(512)], [((), ()), ((),), ((),)])
     held = report.memory_bytes - rows * columns * 4
     assert (held > rows * 128 * 4) is copied
