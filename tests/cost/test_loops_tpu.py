@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from autoshard.graph.annotations import Annotations
-from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
-from autoshard.mesh import Mesh, Spec
-from autoshard.verify.check import compare_compiled
-from autoshard.verify.targets import parse_target
-from tests.graph.helpers import graph_of
+from autoshard.mesh import Spec
+from tests.cost.few_ops import compiled_for, f32
 
 pytest.importorskip("libtpu")
-jax = pytest.importorskip("jax")
-MESH = Mesh((2, 4), ("data", "model"))
 ALL = ("data", "model")
 ROWS: Spec = (ALL, ())
 COLUMNS: Spec = ((), ALL)
@@ -41,13 +32,8 @@ def test_a_loop_holds_copies_of_its_operands_and_the_parts_that_go_round(
     target: str, sizes: tuple[int, int, int], x: Spec, w: Spec
 ) -> None:
     rows, inner, columns = sizes
-    shapes = [(rows, columns), (rows, inner), (inner, columns)]
-    graph = graph_of(step, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
-    specs = dict(zip(map(Value, graph.arguments), (ROWS, x, w), strict=True))
-    annotations = Annotations(specs)
-    mesh = dataclasses.replace(MESH, device=target.partition(":")[0])
-    module = annotate(graph.program, graph, annotations, mesh)
-    report, compiled = compare_compiled(graph, annotations, mesh, parse_target(target), module)
+    arguments = [f32(rows, columns), f32(rows, inner), f32(inner, columns)]
+    report, compiled = compiled_for(target, step, arguments, [ROWS, x, w])
     assert " while(" in compiled.hlo_text
     assert report.fidelity.value == 0.0
     copied = rows * inner // 8 * 2 + (inner * columns // 8 * 2 if x is COLUMNS else 0)

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.graph.annotations import Annotations
-from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
-from autoshard.mesh import Mesh, Spec
-from autoshard.verify.check import VerifyReport, compare_compiled
-from autoshard.verify.targets import parse_target
-from tests.graph.helpers import graph_of
+from autoshard.mesh import Spec
+from autoshard.verify.check import VerifyReport
+from tests.cost.few_ops import compiled_for, f32, ids
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-MESH = Mesh((2, 4), ("data", "model"), device="h100")
 ALL = ("data", "model")
 
 
-def f32(*shape: int) -> object:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def ids(*shape: int) -> object:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
 def compiled(function: object, arguments: list[object], specs: list[Spec]) -> VerifyReport:
-    graph = graph_of(function, *arguments)
-    annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
-    module = annotate(graph.program, graph, annotations, MESH)
-    return compare_compiled(graph, annotations, MESH, parse_target("h100:8"), module)[0]
+    return compiled_for("h100:8", function, arguments, specs)[0]
 
 
 def tied(table: object, i: object, u: object, x: object, y: object) -> object:

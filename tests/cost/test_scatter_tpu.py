@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.graph.annotations import Annotations
-from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
-from autoshard.mesh import Mesh, Spec
-from autoshard.verify.check import VerifyReport, compare_compiled
-from autoshard.verify.targets import parse_target
-from autoshard.written import predict_annotations
-from tests.graph.helpers import graph_of
+from autoshard.mesh import Spec
+from autoshard.verify.check import VerifyReport
+from tests.cost.few_ops import compiled_for, f32, ids
 
 pytest.importorskip("libtpu")
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
-
-
-def f32(*shape: int) -> object:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def ids(*shape: int) -> object:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def compiled(function: object, arguments: list[object], specs: list[Spec]) -> VerifyReport:
-    graph = graph_of(function, *arguments)
-    annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
-    module = annotate(graph.program, graph, annotations, MESH)
-    return compare_compiled(graph, annotations, MESH, parse_target("tpu-v5e:2x4"), module)[0]
+    return compiled_for("tpu-v5e:2x4", function, arguments, specs)[0]
 
 
 def twice(table: object, i: object, j: object, u: object, v: object) -> object:
@@ -143,9 +126,7 @@ def test_a_table_and_its_moment_are_copied_to_lie_by_rows_for_an_update_from_row
     specs: list[Spec] = [split, split, ((),), ((), ()), ((), ())]
     report = compiled(updated, arguments, specs)
     assert report.memory_bytes == pytest.approx(42.7e6, rel=0.01)
-    graph = graph_of(updated, *arguments)
-    annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
-    found = predict_annotations(graph, annotations, MESH)
+    found = report.prediction
     assert found.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.02)
     copies = [kernel for kernel in found.compiled.kernels if kernel.kind == "copy"]
     assert len(copies) >= 4  # two arguments, and two results back
