@@ -43,7 +43,7 @@ class Collective:
         kind: XLA's name for it.
         axes: the mesh axes it runs over, in mesh order; `model[2/4]` where groups hold 2 of the 4 along an axis.
         bytes: the larger of operand and result payload per device, for one execution.
-        count: executions per step.
+        count: executions per step; of a loop of permutes (windowed einsum), how many there are of a part each.
         op: graph op that it is attributed to.
     """
 
@@ -52,6 +52,11 @@ class Collective:
     bytes: int
     count: int = 1
     op: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes per device and step."""
+        return self.bytes * self.count
 
 
 def seconds(kind: CollectiveKind, axes: Iterable[str], bytes: float, mesh: Mesh, device: Device) -> float:

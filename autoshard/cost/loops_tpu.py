@@ -42,7 +42,7 @@ def as_loops(program: Lowered) -> Lowered:
         for turn in _rounds(program, program.steps[number]):
             moved = program.steps[turn]
             assert moved.collective is not None
-            part = moved.collective.bytes // moved.parts
+            part = moved.collective.bytes
             summed = [array for array in moved.reads if program.arrays[array].maker == number]
             for array, count in [*((one, SUMMED) for one in summed), *((one, IN_FLIGHT) for one in moved.writes)]:
                 rewriter.arrays[array].bytes, rewriter.arrays[array].shape = count * part, None

@@ -248,7 +248,7 @@ class _Lowering:
     def _exchanged(self, source: int | None, collective: Collective, op: int) -> int:
         """What a collective over parts of an operand makes."""
         dtype = "f32" if source is None else self.arrays[source].dtype
-        self.arrays.append(Array(None, dtype, collective.bytes, -1))
+        self.arrays.append(Array(None, dtype, collective.total_bytes, -1))
         self._step(
             collective.kind, op, () if source is None else (source,), (len(self.arrays) - 1,), collective=collective
         )
@@ -382,7 +382,7 @@ class _Lowering:
         first = own[0]
         made = self._size(value, self.shardings.made[value])
         ways = self._ways(first)
-        size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.bytes
+        size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.total_bytes
         kind = self.graph.type_of(value)
         same = size == made
         return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
@@ -403,15 +403,14 @@ class _Lowering:
         for i, collective in enumerate(collectives):
             last = i == len(collectives) - 1
             ways = self._ways(collective)
-            size = collective.bytes // ways if collective.kind == "reduce-scatter" else collective.bytes
+            size = collective.bytes // ways if collective.kind == "reduce-scatter" else collective.total_bytes
             if last and abs(size - end) <= end // 8:
                 array = self._array(value, -1, tiling)
             else:
                 self.arrays.append(Array(None, dtype, size, -1))
                 array = len(self.arrays) - 1
             dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
-            ring = collective.kind == "collective-permute" and collective.bytes >= 2 * min(self.arrays[now].bytes, end)
-            parts = ways + 1 if ring else 1  # a device's own part goes round once more
+            parts = ways + 1 if collective.count > 1 else 1  # a device's own part goes round once more
             self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim, parts=parts)
             now = array
         if self.arrays[now].bytes > end:

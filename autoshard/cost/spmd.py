@@ -263,17 +263,25 @@ class Partitioner:
         self.made.add(key)
         return [self.collective(step, op) for step in steps]
 
-    def _around(self, key: Hashable, steps: Sequence[Step], op: int) -> tuple[Collective, ...]:
+    def _around(self, key: Hashable, ring: Ring, steps: Sequence[Step], op: int) -> tuple[Collective, ...]:
         """The permutes of a loop over an operand; the first of them is shared with other loops over it."""
-        (kind, axes, first), (_, _, further) = steps
+        (permute,) = steps
         known = key in self.made
         self.made.add(key)
-        return (self.collective((kind, axes, further if known else first + further), op),)
+        return (self.collective(permute, op, ring.parts + (not known)),)
 
-    def collective(self, step: Step, op: int) -> Collective:
-        """A step that an op needs."""
+    def collective(self, step: Step, op: int, count: int = 1) -> Collective:
+        """A step that an op needs, so many times."""
         kind, axes, size = step
-        return Collective(kind, axes, size, 1, op)
+        return Collective(kind, axes, size, count, op)
+
+    def _own(self, emission: Emission, op: int) -> list[Collective]:
+        """An op's own collectives."""
+        found = [self.collective(step, op) for step in emission.own]
+        if emission.rounds is not None:
+            place, rounds = emission.rounds
+            found[place] = replace(found[place], count=rounds)
+        return found
 
     def _op(self, op: Op) -> OpRun:
         reads = tuple(self.shardings.read(op.id, value) for value in op.operands)
@@ -313,12 +321,12 @@ class Partitioner:
                 move = in_whole_mesh(move, held)
                 end = move[2]
             if isinstance(move[0], Ring):
-                moves.append(Move(place, (node, move, op.id), end, self._around((node, move), steps, op.id)))
+                moves.append(Move(place, (node, move, op.id), end, self._around((node, move), move[0], steps, op.id)))
             else:
                 moves.append(Move(place, (node, move), end, tuple(self._once((node, move), steps, op.id, op.id))))
             collectives.extend(moves[-1].collectives)
         if op.id not in self.free:
-            collectives.extend(self.collective(step, op.id) for step in emission.own)
+            collectives.extend(self._own(emission, op.id))
         inner = tuple(replace(each, op=op.id) for each in emission.inner)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner)
 
@@ -336,8 +344,13 @@ class Partitioner:
         emission = self._emit(op, found, made)
         if emission.overcounted:
             return None
-        moves = [step for place, _, steps in emission.moves if reads[place] is not None for step in steps]
-        return (*(self.collective(step, op.id) for step in (*moves, *emission.own)), *emission.inner)
+        moves = [
+            self.collective(step, op.id, move[0].parts + 1 if isinstance(move[0], Ring) else 1)
+            for place, move, steps in emission.moves
+            if reads[place] is not None
+            for step in steps
+        ]
+        return (*moves, *self._own(emission, op.id), *emission.inner)
 
     def _as_result(self, op: Op, place: int, made: Sequence[Tiling]) -> Tiling:
         """The sharding of an operand that costs nothing in any: the result's, where it looks like one."""

@@ -36,6 +36,7 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
     moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
     own: list[Step] = []
     order: Dim = ()
+    rounds: tuple[int, int] | None = None
     for step, then in itertools.zip_longest(plan.steps, plan.steps[1:]):
         if isinstance(step, Halo):
             kind = lhs if step.place == 0 else rhs
@@ -44,11 +45,13 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
         elif isinstance(step, Loop):
             kind = out if step.place == 2 else (lhs, rhs)[step.place]
             width = 2 if step.place < 2 and kind.dtype == "f32" else bytes_of(kind.dtype)
-            first, further = _round(owner, step, width)
+            permute: Step = ("collective-permute", owner.resharder.names(step.axes), step.part * width)
             if step.place == 2:
-                own.append((*first[:2], first[2] + further[2]))
+                rounds = len(own), step.parts + 1
+                own.append(permute)
             else:
-                moves.append((step.place, (Ring(step.outer), step.source, owner.nothing(kind.shape)), (first, further)))
+                ring = Ring(step.outer, step.parts)
+                moves.append((step.place, (ring, step.source, owner.nothing(kind.shape)), (permute,)))
         elif isinstance(step, Sum):
             cut = None
             if any(step.kept):
@@ -68,7 +71,8 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
             kind = lhs if step.place == 0 else rhs
             moves.append((step.place, *_moved(owner, op, step, kind.dtype)))
     whole = partitioner.whole_macs(lhs.shape, rhs.shape, out.shape)
-    return Emission(tuple(moves), tuple(own), plan.macs / whole if whole else 1.0, reads, plan.overcounted, order)
+    share = plan.macs / whole if whole else 1.0
+    return Emission(tuple(moves), tuple(own), share, reads, plan.overcounted, order, rounds=rounds)
 
 
 def may_loop(owner: Partitioner, op: Op) -> tuple[bool, ...]:
@@ -102,12 +106,6 @@ def _hides(owner: Partitioner, op: Op, macs: int, elements: int, axes: Dim) -> b
     """See `tiles_tpu.hides`."""
     size = elements * bytes_of(op.results[0].dtype)
     return tiles_tpu.hides(2 * macs, size, owner.resharder.names(axes), owner.subaxes.mesh)
-
-
-def _round(owner: Partitioner, loop: Loop, width: int) -> tuple[Step, Step]:
-    """The permute before a loop over elements of `width` bytes, and those in it."""
-    axes, part = owner.resharder.names(loop.axes), loop.part * width
-    return ("collective-permute", axes, part), ("collective-permute", axes, loop.parts * part)
 
 
 def _moved(owner: Partitioner, op: Op, move: Resharded, dtype: str) -> tuple[MoveKey, tuple[Step, ...]]:

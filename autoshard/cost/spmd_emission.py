@@ -23,6 +23,7 @@ class Emission:
         own: the op's own collectives.
         order: the subaxes of the last sum among them, in the order of its devices.
         inner: of the bodies of a loop or branch.
+        rounds: (place among `own`, number) of the permutes in which a loop sums partial results, which are one step.
     """
 
     moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
@@ -32,3 +33,4 @@ class Emission:
     overcounted: bool = False
     order: Dim = ()
     inner: tuple[Collective, ...] = ()
+    rounds: tuple[int, int] | None = None

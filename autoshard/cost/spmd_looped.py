@@ -44,9 +44,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class Ring:
-    """Names what goes round a ring within the groups `outer`, beside what is gathered there."""
+    """Names what goes round a ring of `parts` devices within the groups `outer`, beside what is gathered there."""
 
     outer: Dim
+    parts: int
 
 
 def looped(

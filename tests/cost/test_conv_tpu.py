@@ -7,6 +7,9 @@ from fractions import Fraction
 import pytest
 
 from autoshard.capture.program import AtenOp, TensorType
+from autoshard.cost.collectives import coefficients
+from autoshard.cost.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.cost.spmd import partition
 from autoshard.cost.spmd_conv import on_elements
 from autoshard.graph.annotations import Annotations
@@ -113,8 +116,15 @@ def said(written: Written) -> dict[int, list[tuple[str, int]]]:
     graph, annotations = written.graph()
     found: dict[int, list[tuple[str, int]]] = {}
     for one in partition(graph, propagate(graph, annotations, MESH), "tpu").collectives:
-        found.setdefault(graph.ops[one.op].aten, []).append((one.kind, one.bytes))
+        found.setdefault(graph.ops[one.op].aten, []).append((one.kind, one.total_bytes))
     return found
+
+
+def turns(written: Written) -> list[tuple[int, int]]:
+    """Per loop of permutes, how many there are and bytes of each."""
+    graph, annotations = written.graph()
+    collectives = partition(graph, propagate(graph, annotations, MESH), "tpu").collectives
+    return [(one.count, one.bytes) for one in collectives if one.kind == "collective-permute"]
 
 
 # kind, images, their extents, features, taps, stride, split dim of the kernel, whether libtpu 0.0.51 made it a loop.
@@ -178,7 +188,8 @@ def test_shared_kernels_are_compiled_as_predicted():
     graph, annotations = written.graph()
     target = parse_target("tpu-v5e:2x4", MESH.size)
     compiled = compile_module(annotate(graph.program, graph, annotations, MESH), target)
-    found = normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu"))
+    collectives = compiled_collectives(compiled.hlo_text, MESH, "tpu")
+    found = normalise(collectives)
     part = 8 * 8 // 8 * 2
     assert found == {
         ("all-gather", AXES): 64 * 64 * 2,
@@ -188,6 +199,26 @@ def test_shared_kernels_are_compiled_as_predicted():
         (kind, AXES): sum(size for steps in said(written).values() for made, size in steps if made == kind)
         for kind in ("all-gather", "collective-permute")
     }
+    rounds = sum(one.count for one in collectives if one.kind == "collective-permute")
+    assert rounds == 9 + 8 == sum(count for count, _ in turns(written))
+
+
+def test_every_permute_of_a_loop_takes_its_latency():
+    # A denoiser under FSDP on v5e: 0.94 ms predicted, as if a loop were one permute, 2.80 compiled; now 2.46.
+    written = pairs((64, 3, 40))
+    part = 64 * 64 // 8 * 2 * 9
+    assert turns(written) == [(9, part), (8, part)]
+    graph, annotations = written.graph()
+    device = load_device("tpu-v5e")
+    start, per_byte = coefficients("collective-permute", AXES, MESH, device)
+    assert predict(graph, annotations, MESH, device).communication_s == pytest.approx(17 * (start + per_byte * part))
+
+
+def test_partial_sums_go_round_once_more_than_there_are_devices():
+    written = Written()
+    images = written.argument((16, 128, 32, 32))
+    written.convolution("kernel", images, written.argument((16, 128, 32, 32)), 3)
+    assert turns(written) == [(9, 128 * 128 * 9 * 4 // 8)]
 
 
 @pytest.mark.parametrize(

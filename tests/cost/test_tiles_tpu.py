@@ -286,7 +286,7 @@ def product(m, k, n, lhs, rhs, device="tpu-v5e", shape=(2, 4)):
     pins = {Value(at): split[dim] for at, dim in zip(graph.arguments, (lhs, rhs), strict=True)}
     pins[graph.aten_outputs[0, 0]] = split[0]
     found = partition(graph, propagate(graph, Annotations(pins), mesh), "tpu").collectives
-    return [(one.kind, one.bytes) for one in found]
+    return [(one.kind, one.total_bytes) for one in found]
 
 
 @pytest.mark.parametrize(
