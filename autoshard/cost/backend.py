@@ -112,6 +112,8 @@ class Backend:
     """Whether the gaps between temporaries count as memory."""
     reuses_results = True
     """Whether temporaries lie in buffers of results before these are made."""
+    fills_late = False
+    """Whether what is scattered into is cleared right before that."""
 
     combined_up_to: ClassVar[Mapping[str, float]] = {}
     """Kinds of collectives of which independent ones run as one, and up to how many bytes of results."""
@@ -150,7 +152,8 @@ class Backend:
         arrays = program.arrays
         sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
         results = results_in_order(kernels, program)
-        orders = [greedy(kernels, deps, arrays), depth_first(deps, results, sizes), post_order(deps, results)]
+        first = greedy(kernels, deps, arrays, late=self.fills_late)
+        orders = [first, depth_first(deps, results, sizes), post_order(deps, results)]
         return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:

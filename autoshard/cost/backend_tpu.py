@@ -217,6 +217,7 @@ class TpuBackend(Backend):
 
     alignment = 512
     reuses_results = False
+    fills_late = True
     combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": THRESHOLD}
 
     def buffer_bytes(self, array: Array) -> int:

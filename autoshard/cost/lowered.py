@@ -233,7 +233,7 @@ class _Lowering:
                 beside.append(self._exchanged(beside[-1], collective, number))
             own = own[count:]
         if op.kind in UPDATES and reads[0] is None:
-            reads[0] = self._filled(op.operands[0], results[0], number)
+            reads[0] = self._filled(op.operands[0], results[0], number, own)
         whole = self._gathered_whole(op, run, results[0]) if op.kind == "gather" and not own else None
         made = self._made(op, reads, results, own, beside, whole)
         if whole is not None:
@@ -338,9 +338,14 @@ class _Lowering:
                 made[after] = ()
         return None if tuple(made) == self.shardings.made[result] else tuple(made)
 
-    def _filled(self, value: Value, result: Value, op: int) -> int:
-        """The array that is updated in place where it follows from constants: it is written first."""
+    def _filled(self, value: Value, result: Value, op: int, own: Sequence[Collective]) -> int:
+        """The array that is updated in place where it follows from constants: it is written first.
+
+        It is as large as what is updated, of which collectives may leave a part (a gradient that is summed).
+        """
         array = self._array(value, -1, self.shardings.made[result])
+        if own:
+            self.arrays[array].bytes, self.arrays[array].shape = self._partial(result, own)
         self._step("broadcast_in_dim", op, (), (array,))
         return array
 

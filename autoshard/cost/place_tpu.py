@@ -21,7 +21,7 @@ from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 TUPLE_BYTES = 16 * 2**10
 """Device memory that a kernel of several results takes beside them, and each asynchronous copy; a slice of one takes
-two. It is a table of where the parts lie: blocks begin at multiples of this in libtpu's buffer assignment."""
+two. It is a table of where the parts lie: all blocks begin at multiples of this in libtpu's buffer assignment."""
 SLICES, SLICED = 4, 2**20
 """Into how many slices a copy to on-chip memory is cut, and from how many bytes on (on a v5p it is not)."""
 
@@ -42,6 +42,11 @@ STILL = COLLECTIVES | {BARRIER, ALLOCATED}
 
 LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
 """Kinds of kernels that two cores run half each, their results in on-chip memory."""
+
+
+def _in_heap(size: int) -> int:
+    """Bytes of the heap that a buffer takes."""
+    return -(-size // TUPLE_BYTES) * TUPLE_BYTES
 
 
 class Placing:
@@ -126,7 +131,7 @@ class Placing:
             moved.append(far_off)
         spans = {array: (at[0], beside[array].until) for array, at in uses.items() if array in beside}
         _reduce_in_place(spans, live, self.kernels, self.program)
-        blocks = tuple((*span, live.sizes[array]) for array, span in spans.items())
+        blocks = tuple((*span, _in_heap(live.sizes[array])) for array, span in spans.items())
         tables = sum(self._tables(life, off[place].copies) for place, life in enumerate(lives) if place in off)
         tables += sum(place not in off for place in range(len(lives), len(lives) + len(self.written)))
         tables += sum(len(kernel.writes) > 1 for kernel in self.kernels)

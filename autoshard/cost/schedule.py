@@ -204,11 +204,15 @@ def _depth_first(
     return order
 
 
-def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array], updates: bool = False) -> list[int]:
+def greedy(
+    kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array], updates: bool = False, late: bool = False
+) -> list[int]:
     """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
 
     Args:
         updates: whether results that take over an argument's buffer add nothing.
+        late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
+            then adds as much as that.
     """
     left = dict.fromkeys((array for kernel in kernels for array in kernel.writes), 0)
     for kernel in kernels:
@@ -227,14 +231,22 @@ def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array
         for kernel in kernels
     ]
     scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
+    done = bytearray(len(kernels))
+    filled = {n for n, kernel in enumerate(kernels) if late and not kernel.reads and deps.frees[n] and not scalar[n]}
+
+    def unfilled(number: int) -> int | None:
+        return next((maker for maker in deps.waits[number] if maker in filled and not done[maker]), None)
 
     def priority(number: int) -> tuple[float, float]:
         if scalar[number]:
             return float("-inf"), 0.0
+        before = unfilled(number) if filled else None
+        if before is not None:
+            return made[before], -len(deps.users[before])
         freed = sum(arrays[array].bytes for array in kernels[number].reads if left.get(array) == 1)
         return made[number] - freed, -len(deps.users[number])
 
-    waiting = [len(before) for before in deps.waits]
+    waiting = [sum(maker not in filled for maker in before) for before in deps.waits]
     stamp = 0
     current: dict[int, tuple[float, float]] = {}
     heap: list[tuple[float, float, int, int]] = []
@@ -248,13 +260,21 @@ def greedy(kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array
             heapq.heappush(heap, (*found, -stamp, number))  # of equal priorities the latest, as a multimap's end
 
     for number, count in enumerate(waiting):
-        if not count:
+        if not count and number not in filled:
             push(number)
     order = []
-    done = bytearray(len(kernels))
     while heap:
         freed, users, _, number = heapq.heappop(heap)
         if done[number] or current[number] != (freed, users):
+            continue
+        before = unfilled(number) if filled else None
+        if before is not None:
+            done[before] = 1
+            order.append(before)
+            del current[number]
+            for user in deps.frees[before]:
+                if not done[user] and not waiting[user]:
+                    push(user)
             continue
         done[number] = 1
         order.append(number)

@@ -88,6 +88,18 @@ def test_the_greedy_order_puts_off_what_only_adds() -> None:
     assert peak(kernels, breadth_first(deps), arrays) == 17000
 
 
+def test_what_is_cleared_late_adds_before_what_is_scattered_into_it_frees() -> None:
+    # 1 is made of an argument; 3 scatters it into the zeros 0, and 2 adds less than these; 4 adds more.
+    kernels, arrays = program([(), (), (1,), (0, 1, 2), (2,), (3, 4)], [300, 8000, 64, 300, 400, 64])
+    kernels[1].reads = (6,)
+    deps = dependencies(kernels)
+    assert greedy(kernels, deps, arrays) == [0, 1, 2, 3, 4, 5]
+    assert greedy(kernels, deps, arrays, late=True) == [1, 2, 0, 3, 4, 5]
+    kernels[4].reads, arrays[4] = (1,), Array((50,), "f32", 200, 4)
+    deps = dependencies(kernels)
+    assert greedy(kernels, deps, arrays, late=True) == [1, 2, 4, 0, 3, 5]
+
+
 def collective(kernels: list[Kernel], numbers: Sequence[int]) -> None:
     for number in numbers:
         kernels[number].kind = "all-reduce"
@@ -127,6 +139,7 @@ def test_every_order_respects_data_flow(parts: list[tuple[set[int], int]]) -> No
         post_order(deps, [len(kernels) - 1]),
         depth_first(deps, [], sizes),
         greedy(kernels, deps, arrays),
+        greedy(kernels, deps, arrays, late=True),
     ):
         assert sorted(order) == list(range(len(kernels)))
         at = {number: position for position, number in enumerate(order)}

@@ -39,6 +39,18 @@ def experts(weights: object, i: object, x: object) -> tuple[object, object]:
     return weights - jnp.zeros_like(weights).at[i].add(outer, mode="promise_in_bounds"), back
 
 
+def layers(first: object, second: object, i: object, x: object) -> tuple[object, object, object]:
+    """Two layers of experts: each token times a matrix and another, there and back, and both updated."""
+    own, other = (each.at[i].get(mode="promise_in_bounds") for each in (first, second))
+    inner = jnp.tanh(jnp.einsum("tij,tj->ti", own, x))
+    y = jnp.tanh(jnp.einsum("tij,tj->ti", other, inner))
+    back = jnp.einsum("tij,ti->tj", other, y) * inner
+    added = jnp.einsum("ti,tj->tij", y, inner)
+    out = jnp.einsum("tij,ti->tj", own, back)
+    moved = first - jnp.zeros_like(first).at[i].add(jnp.einsum("ti,tj->tij", back, x), mode="promise_in_bounds")
+    return moved, second - jnp.zeros_like(second).at[i].add(added, mode="promise_in_bounds"), out
+
+
 def updated(table: object, moment: object, i: object, x: object, y: object) -> tuple[object, object]:
     """A table that is embedding and head: rows are looked up, and their gradient is scattered onto the product's."""
     rows = table.at[i].get(mode="promise_in_bounds")
@@ -116,6 +128,24 @@ def test_matrices_gathered_in_pieces_do_not_give_their_place() -> None:
     arguments = [f32(8, 1024, 512), ids(128), f32(128, 512)]
     report = compiled(experts, arguments, [((), (), ()), ((),), ((), ())])
     assert report.memory_bytes >= report.prediction.peak_memory_bytes > 2 * 128 * 1024 * 512 * 4
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "tpu-v5p:2x2x2"])
+def test_what_gradients_are_scattered_into_is_cleared_right_before(target: str) -> None:
+    """So the gradient of the second layer waits for its zeros beside the first's (Mixtral's FSDP on v5p: -18 %)."""
+    arguments = [f32(8, 1024, 512), f32(8, 256, 1024), ids(1024), f32(1024, 512)]
+    split = ("data", "model")
+    report = compiled_for(target, layers, arguments, [((), (), ()), ((), (), ()), (split,), (split, ())])[0]
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.005)
+
+
+def test_zeros_are_as_large_as_the_partial_sums_that_are_scattered_into_them() -> None:
+    """Of which a device goes on with its part: one expert of eight."""
+    split = ("data", "model")
+    report = compiled(experts, [f32(8, 512, 512), ids(256), f32(256, 512)], [(split, (), ()), (split,), (split, ())])
+    program = report.prediction.compiled.program
+    read = [program.arrays[step.reads[0]].bytes for step in program.steps if step.kind == "scatter"]
+    assert read == [8 * 512 * 512 * 4]
 
 
 def test_a_table_and_its_moment_are_copied_to_lie_by_rows_for_an_update_from_rows() -> None:
