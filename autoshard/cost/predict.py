@@ -18,6 +18,7 @@ from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import propagate
 from autoshard.graph.rules import rule_for
+from autoshard.graph.simplify import simplified
 from autoshard.graph.transfer import bytes_of
 from autoshard.mesh import Mesh, Spec
 
@@ -83,6 +84,7 @@ def predict(
     Args:
         groups: `fusion_groups(graph)`, if the caller has it.
     """
+    graph = simplified(graph, device.target)
     groups = fusion_groups(graph) if groups is None else groups
     shardings = propagate(graph, annotations, mesh, device.target)
     partitioned = partition(graph, shardings, device.target)

@@ -27,7 +27,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.simplify import fold
+from autoshard.graph.simplify import fold, simplified
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.top_k import top_k_sorts
 from autoshard.graph.transfer import FORWARD_LEVEL, PASS_THROUGH, Transfers
@@ -123,6 +123,7 @@ _LATEST = Latest()
 
 def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: str) -> _Propagation:
     """The steps of one plan ask for the same: what is equal, whether numbers would be wrong, what it costs."""
+    graph = simplified(graph, target)
     key = annotations, mesh, target
     return _LATEST.of(graph, key, lambda: _Propagation(graph, annotations, mesh, target))
 

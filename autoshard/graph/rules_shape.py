@@ -108,13 +108,13 @@ def slice_(op: Signature) -> Rule:
 @rule("pad")
 def pad(op: Signature) -> Rule:
     """Dims without padding are parallel (a shift, such as low 1 and high -1, moves elements)."""
-    (operand, _), (result,) = op.operands, op.results
+    (operand, *fill), (result,) = op.operands, op.results
     factors = Factors()
     untouched = [
         not any(edges) for edges in zip(*(op.attrs[name] for name in ("low", "high", "interior")), strict=True)
     ]
     before, after = _moved(factors, operand, result, untouched)
-    return factors.rule([before, []], [after])
+    return factors.rule([before, *([] for _ in fill)], [after])
 
 
 @rule("concatenate")

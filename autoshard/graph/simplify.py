@@ -1,4 +1,6 @@
-"""What the way from StableHLO to HLO folds away before shardings are propagated.
+"""What compilers fold away or write in another way before shardings are propagated.
+
+`fold` is the way from StableHLO to HLO, the same for all; `simplified` is what the compilers of TPUs and GPUs do after it.
 
 MLIR's canonicalization folds ops on splat constants, merges equal splat constants into one, and drops ops that change
 nothing. Propagation through the merged constants ties together ops that have nothing else to do with each other, so
@@ -7,8 +9,10 @@ predicting it needs to know them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import networkx as nx
 
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
@@ -117,3 +121,43 @@ def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None
     if op.kind == "select" and op.operands[0] in splat:
         return op.operands[1 if splat[op.operands[0]] else 2]
     return None
+
+
+def simplified(graph: Graph, target: str) -> Graph:
+    """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
+
+    For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is written at a known
+    place (the gradient of a slice) is that part, padded. The CPU's compiler does so after partitioning.
+    """
+    return graph if target == "cpu" else _with_pads(graph) or graph
+
+
+@per_graph
+def _with_pads(graph: Graph) -> Graph | None:
+    """`graph` with pads for updates of splat constants; None where it has no such update."""
+    splat = fold(graph).splat
+    pads = {op.id: pad for op in graph.ops if (pad := _pad(op, graph, splat)) is not None}
+    if not pads:
+        return None
+    edges = nx.DiGraph(graph.nx)
+    for pad in pads.values():
+        edges.remove_edges_from(list(edges.in_edges(pad.id)))
+        edges.add_node(pad.id, op=pad)
+        edges.add_edge(pad.operands[0].op, pad.id, values=pad.operands)
+    return replace(graph, nx=edges, ops=tuple(pads.get(op.id, op) for op in graph.ops))
+
+
+def _pad(op: Op, graph: Graph, splat: Mapping[Value, Number]) -> Op | None:
+    """The pad of its update that a `dynamic_update_slice` is; its fill is no operand."""
+    if op.kind != "dynamic_update_slice" or op.operands[0] not in splat:
+        return None
+    _, update, *starts = op.operands
+    low = [splat.get(start) for start in starts]
+    sizes = zip(op.results[0].shape, graph.type_of(update).shape, strict=True)
+    room = [size - part for size, part in sizes]
+    if any(start is None or not 0 <= start <= left for start, left in zip(low, room, strict=True)):
+        return None
+    before = tuple(int(start) for start in low if start is not None)
+    after = tuple(left - start for left, start in zip(room, before, strict=True))
+    attrs = {"low": before, "high": after, "interior": (0,) * len(room)}
+    return replace(op, kind="pad", operands=(update,), attrs=attrs)

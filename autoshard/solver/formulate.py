@@ -29,6 +29,7 @@ from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules import rule_for
+from autoshard.graph.simplify import simplified
 from autoshard.graph.tiling import Subaxes
 from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.solver.prices import Prices
@@ -189,7 +190,7 @@ def formulate(
         hints: argument name -> the sharding it must have. Raises ValueError when a hint fits no argument.
         gathers: whether anything may be gathered: an axis that splits a value be left out where it is read.
     """
-    return _Builder(graph, mesh, device, hints or {}, gathers).build(memory)
+    return _Builder(simplified(graph, device.target), mesh, device, hints or {}, gathers).build(memory)
 
 
 class _Key(NamedTuple):
