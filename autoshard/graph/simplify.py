@@ -1,6 +1,6 @@
 """What compilers fold away or write in another way before shardings are propagated.
 
-`fold` is the way from StableHLO to HLO, the same for all; `simplified` is what the compilers of TPUs and GPUs do after it.
+`fold` is the way from StableHLO to HLO, the same for all; `simplified` is what the compilers of TPUs and GPUs do next.
 
 MLIR's canonicalization folds ops on splat constants, merges equal splat constants into one, and drops ops that change
 nothing. Propagation through the merged constants ties together ops that have nothing else to do with each other, so

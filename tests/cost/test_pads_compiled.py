@@ -27,7 +27,7 @@ def written(x: object, *parts: object) -> object:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "whole, parts",
+    ("whole", "parts"),
     [(DIM, [BATCH, BATCH, DIM]), (DIM, [LAST, LAST, LAST]), (LAST, [BATCH, DIM, LAST])],
 )
 def test_collectives_are_those_of_a_pad(target: str, whole: Spec, parts: list[Spec]) -> None:
