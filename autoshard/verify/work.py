@@ -108,7 +108,7 @@ class Work:
             trips = self.module.trip_count(instruction)
             for called in instruction.called:
                 yield from self.kernels(called, count * (1 if trips is None else trips))
-        elif opcode in ("call", "conditional") or (opcode == "async-start" and instruction.called):
+        elif opcode in ("call", "conditional") or (opcode in ("async-start", "custom-call") and instruction.called):
             for called in instruction.called:
                 yield from self.kernels(called, count)
         elif not self.is_free(instruction):

@@ -136,6 +136,25 @@ def test_numbers_of_a_tpu_are_no_kernels():
     assert {name: kernel.launches for name, kernel in kernels(body, family="gpu").items()} == {"m": 1, "x": 1}
 
 
+def test_rows_that_a_sparse_core_looks_up_are_not_the_whole_table():
+    """TPU v5p: the lookup runs in a computation of its own, which a custom call calls; the table was read whole."""
+    more = """%rows (t: f32[125000,64], j: s32[128]) -> f32[128,64] {
+  %t = f32[125000,64]{1,0} parameter(0)
+  %j = s32[128]{0} parameter(1)
+  ROOT %g = f32[128,64]{1,0} gather(%t, %j), offset_dims={1}, slice_sizes={1,64}
+}
+%inner (t: f32[125000,64], j: s32[128]) -> f32[128,64] {
+  %t = f32[125000,64]{1,0} parameter(0)
+  %j = s32[128]{0} parameter(1)
+  ROOT %looked_up = f32[128,64]{1,0} fusion(%t, %j), kind=kCustom, calls=%rows
+}"""
+    body = """  %table = f32[125000,64]{1,0} parameter(9)
+  %j = s32[128]{0} parameter(10)
+  ROOT %x = f32[128,64]{1,0} custom-call(%table, %j), custom_call_target="Wrapped", called_computations={%inner}"""
+    (kernel,) = kernels(body, more=more, family="tpu").values()
+    assert kernel.bytes == 4 * (2 * 128 * 64 + 128)
+
+
 def test_names_views_collectives_and_async_ends_are_no_kernels():
     body = """  %b = f32[2048] bitcast(%p)
   %r = f32[64,32] all-reduce(%p), replica_groups=[2,4]<=[8]
