@@ -37,11 +37,13 @@ class Placement:
         blocks: (first kernel, last kernel, bytes) of what lies in device memory.
         bookkeeping: bytes of device memory beside it.
         touched: per kernel, in order, array -> the bytes of it that it reads and writes in device memory.
+        copied: per kernel, array -> bytes that are copied on chip for it, or from there what it makes.
     """
 
     blocks: tuple[tuple[int, int, int], ...] = field(repr=False)
     bookkeeping: int
     touched: tuple[Mapping[int, int], ...] = field(repr=False)
+    copied: tuple[Mapping[int, int], ...] = field(repr=False)
 
     @cached_property
     def bytes(self) -> int:
@@ -83,9 +85,16 @@ class Compiled:
         return tuple(touched(kernel, self.program) for kernel in self.kernels)
 
     @property
+    def copied(self) -> tuple[Mapping[int, int], ...]:
+        """Per kernel, array -> bytes of copies between device and on-chip memory, for what it reads or makes."""
+        if self.placement is not None:
+            return self.placement.copied
+        return ({},) * len(self.kernels)
+
+    @property
     def moved_bytes(self) -> int:
-        """Bytes of device memory that one device's kernels read and write; collectives left out."""
-        return sum(size for kernel in self.touched for size in kernel.values())
+        """Bytes of device memory that one device's kernels, and copies, read and write; collectives left out."""
+        return sum(size for kernel in (*self.touched, *self.copied) for size in kernel.values())
 
     @cached_property
     def temporary_bytes(self) -> int:

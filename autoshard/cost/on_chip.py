@@ -46,13 +46,17 @@ class Buffered:
 
     Attributes:
         near: its uses that find it on chip all the same.
-        copies: how often it is copied there.
+        copies: how often it is copied there, or from there.
         until: the last position at which device memory must hold it: all that reads it later finds it on chip.
+        fetched: uses that it is copied there for; others find it there since.
+        evicted: whether what makes it writes it on chip, from where it is copied to the buffer.
     """
 
     near: frozenset[int]
     copies: int
     until: int
+    fetched: tuple[int, ...] = ()
+    evicted: bool = False
 
 
 def off_chip(
@@ -77,6 +81,10 @@ def off_chip(
         taken[start : end + 1] += size
         return True
 
+    def beside(start: int, size: int) -> bool:
+        """Whether there is room for as long as what is made here is copied away."""
+        return bool(int(taken[start : start + 2].max()) + size <= capacity)
+
     def short(start: int, end: int) -> bool:
         return clock is None or clock[end] - clock[start + 1] <= longest
 
@@ -85,19 +93,23 @@ def off_chip(
         life = lives[place]
         gaps = list(zip(life.uses, life.uses[1:], strict=False))
         if life.far or not all(short(*gap) for gap in gaps) or not fits(*life.span, life.bytes):
-            found[place] = _buffered(
-                life, [(start if short(start, end) else end - 1, end) for start, end in gaps], fits
-            )
+            evicted = not life.far and beside(life.uses[0], life.bytes)
+            waits = [(start if short(start, end) else end - 1, end) for start, end in gaps]
+            found[place] = _buffered(life, waits, fits, evicted)
     return found
 
 
-def _buffered(life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, int, int], bool]) -> Buffered:
+def _buffered(
+    life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, int, int], bool], evicted: bool
+) -> Buffered:
     """What becomes of a value that is on chip between two uses where it fits.
 
     Args:
         gaps: from where on it would be on chip, and the use that finds it there.
+        evicted: whether it is made on chip.
     """
     near: list[int] = []
+    fetched: list[int] = []
     copies, until, held = 0, life.uses[0], False
     for before, (start, end) in zip(life.uses, gaps, strict=False):
         kept = held and start == before
@@ -107,6 +119,8 @@ def _buffered(life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, 
         if held:
             near.append(end)
             copies += not kept
+            if not kept and not (evicted and start == life.uses[0]):
+                fetched.append(end)
         if not held or not kept:
             until = max(before, end - held)
-    return Buffered(frozenset(near), copies, until)
+    return Buffered(frozenset(near), copies, until, tuple(fetched), evicted)

@@ -117,25 +117,28 @@ class Placing:
         lives += [Life(live.sizes[array], tuple(at), self.gains[array], array in far) for array, at in uses.items()]
         off = off_chip([*lives, *self.written], self.device.on_chip_bytes, self.clock, self._longest())
         beside = {array: off[place] for place, array in enumerate((*read, *uses)) if place in off}
-        moved = []
+        moved, copied = [], []
         for position, (kernel, sizes) in enumerate(zip(self.kernels, self.touched, strict=True)):
-            far_off = {}
+            far_off, copies = {}, {}
             for array, size in sizes.items():
                 held = live.buffers.get(array, array)
-                known = held in uses or (held in read and position > read[held][1])
-                near = known and (
-                    held not in beside or (array in self.reads[position] and position in beside[held].near)
-                )
+                known = held in uses or held in read
+                reads = array in self.reads[position]
+                if known and held in beside and (position in beside[held].fetched if reads else beside[held].evicted):
+                    copies[array] = size
+                    continue
+                near = known and (held not in beside or (reads and position in beside[held].near))
                 if not near and kernel.kind not in STILL:
                     far_off[array] = size
             moved.append(far_off)
+            copied.append(copies)
         spans = {array: (at[0], beside[array].until) for array, at in uses.items() if array in beside}
         _reduce_in_place(spans, live, self.kernels, self.program)
         blocks = tuple((*span, _in_heap(live.sizes[array])) for array, span in spans.items())
         tables = sum(self._tables(life, off[place].copies) for place, life in enumerate(lives) if place in off)
         tables += sum(place not in off for place in range(len(lives), len(lives) + len(self.written)))
         tables += sum(len(kernel.writes) > 1 for kernel in self.kernels)
-        return Placement(blocks, tables * TUPLE_BYTES, tuple(moved))
+        return Placement(blocks, tables * TUPLE_BYTES, tuple(moved), tuple(copied))
 
     def _argument(self, array: int, at: Sequence[int]) -> Life:
         size = self.buffer_bytes(self.program.arrays[array])

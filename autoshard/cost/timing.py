@@ -13,19 +13,20 @@ from autoshard.mesh import Mesh
 
 
 def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
-    """Roofline of every kernel, in order; 0 for collectives."""
+    """Roofline of every kernel, 0 for collectives, and the copies to and from on-chip memory for it, in order."""
     steps, arrays = compiled.program.steps, compiled.program.arrays
     found = []
-    for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
+    for kernel, touched, copied in zip(compiled.kernels, compiled.touched, compiled.copied, strict=True):
+        copying = roofline_seconds(0.0, sum(copied.values()), "f32", device, kernels=0)
         if kernel.kind in COLLECTIVES:
-            found.append(0.0)
+            found.append(copying)
             continue
         products = [steps[number] for number in kernel.steps if steps[number].flops]
         dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
         inner = [steps[number].inner for number in kernel.steps]
         size = sum(touched.values()) + sum(each for each, _ in inner)
         kernels = 1 + int(sum(count for _, count in inner))
-        found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels))
+        found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels) + copying)
     return found
 
 

@@ -37,27 +37,28 @@ def test_what_fits_for_its_whole_life_needs_no_device_memory() -> None:
 
 def test_what_does_not_fit_for_its_whole_life_is_on_chip_between_uses() -> None:
     lives = [Life(100, (0, 1, 5, 6), 1e-6), Life(80, (2, 4), 2e-6)]
-    assert off_chip(lives, 100) == {0: Buffered(frozenset({1, 6}), copies=2, until=5)}
+    assert off_chip(lives, 100) == {0: Buffered(frozenset({1, 6}), 2, until=5, fetched=(6,), evicted=True)}
 
 
 def test_what_saves_more_comes_first() -> None:
-    assert off_chip([Life(100, (0, 5), 1e-6), Life(100, (0, 2, 4, 5), 3e-6)], 100) == {0: Buffered(frozenset(), 0, 5)}
+    both = [Life(100, (0, 5), 1e-6), Life(100, (0, 2, 4, 5), 3e-6)]
+    assert off_chip(both, 100) == {0: Buffered(frozenset(), 0, 5)}
 
 
 def test_what_waits_too_long_between_two_uses_does_not_stay_on_chip() -> None:
     clock = [float(position) for position in range(12)]
     waits = [Life(10, (0, 9)), Life(10, (0, 5, 9))]
     assert off_chip(waits, 100, clock, longest=8) == {}
-    fetched = Buffered(frozenset({9}), copies=1, until=8)  # for its reader
+    fetched = Buffered(frozenset({9}), copies=1, until=8, fetched=(9,), evicted=True)  # for its reader
     assert off_chip(waits, 100, clock, longest=7) == {0: fetched}
-    assert off_chip(waits, 100, clock, longest=3.5) == {0: fetched, 1: Buffered(frozenset({5, 9}), 1, 4)}
+    assert off_chip(waits, 100, clock, longest=3.5) == {0: fetched, 1: Buffered(frozenset({5, 9}), 1, 4, (5,), True)}
 
 
 def test_a_buffer_is_free_once_all_that_reads_it_later_finds_the_value_on_chip() -> None:
     written = Life(10, (0, 4, 6, 9), far=True)
-    assert off_chip([written], 100) == {0: Buffered(frozenset({4, 6, 9}), copies=1, until=3)}
+    assert off_chip([written], 100) == {0: Buffered(frozenset({4, 6, 9}), 1, until=3, fetched=(4,))}
     other = Life(95, (5,), 9.0)
-    assert off_chip([written, other], 100)[0] == Buffered(frozenset({4, 9}), copies=2, until=8)
+    assert off_chip([written, other], 100)[0] == Buffered(frozenset({4, 9}), 2, until=8, fetched=(4, 9))
 
 
 def test_half_of_what_is_copied_in_slices_is_there_one_kernel_earlier() -> None:
