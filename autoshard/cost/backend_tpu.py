@@ -79,11 +79,14 @@ be thousands long, and be asked after at every step.
 class TpuFusion(Fusion):
     """Products with what is elementwise around them, loops into everything."""
 
+    recomputes = True
+
     def __init__(self, program: Lowered) -> None:
         """For one device's program."""
         super().__init__(program)
         self.ends: set[int] = set()  # roots of products' kernels
         self.again_of: dict[int, bool] = {}  # array -> `_runs_again`
+        self.parted: set[int] = set()  # arrays that are kept for a device to take its part of
         self.around = convolved(program)  # arrays that convolutions read or make, and what is elementwise around them
 
     def cluster(self) -> None:
@@ -127,8 +130,14 @@ class TpuFusion(Fusion):
         return step.kind in LOOPS and step.kind not in ("gather", "dynamic_update_slice")
 
     def takes(self, reader: int, number: int) -> bool:
-        """Also in the middle of a product's kernel."""
-        return self.absorbs(self.steps[reader])
+        """Also in the middle of a product's kernel; a part is taken of what is kept, if something reads the whole."""
+        step = self.steps[reader]
+        return self.absorbs(step) and not (step.kind == SLICE and self.steps[number].writes[0] in self.parted)
+
+    def _repeated(self, number: int, step: Step) -> bool:
+        """What is kept for such a part runs again in what reads the whole, if it is made of one array."""
+        made = step.writes[0]
+        return made in self.parted and not self._reads(step, self.arrays[made].bytes)
 
     def expensive(self, step: Step) -> bool:
         """Nothing elementwise is."""
@@ -138,9 +147,13 @@ class TpuFusion(Fusion):
         """Whether running in every reader moves more than one write and a read each.
 
         As seen: an elementwise result of two arrays runs again in three kernels, not in four; of three arrays in two,
-        not in three; of four not in two; of one array, and what is smaller than that, in any number.
+        not in three; of four not in two; of one array, and what is smaller than that, in any number. What a device
+        takes its part of is kept if anything else reads it.
         """
         if kernels > 1 and step.kind == "multiply" and annotated_view(self.program, step):
+            return True
+        if kernels > 1 and any(self.steps[reader].kind == SLICE for reader in self.arrays[step.writes[0]].readers):
+            self.parted.add(step.writes[0])
             return True
         made = self.arrays[step.writes[0]].bytes
         return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
@@ -400,8 +413,8 @@ class TpuBackend(Backend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Copies to other layouts run beside gathers; on two cores, those of arguments alone."""
-        order = arguments_beside_gathers(kernels, order, program)
+        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones."""
+        order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         kernels, order = shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)

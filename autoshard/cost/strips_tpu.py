@@ -362,28 +362,36 @@ def _gradient_of(program: Lowered, number: int, array: int) -> bool:
     return step.kind == "convolution" and step.reads[0] == array and taps_of(program, step)[1]
 
 
-def arguments_beside_gathers(kernels: Sequence[Kernel], order: Sequence[int], program: Lowered) -> list[int]:
-    """Copies of arguments to another layout run beside the first gather, however late they are read."""
+def arguments_beside_gathers(
+    kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, early: bool
+) -> list[int]:
+    """Copies of arguments to another layout are made early, however late they are read.
+
+    Args:
+        early: whether all run beside the first gather; else each before the first that makes more than it.
+    """
     copies = {
-        number
-        for number, kernel in enumerate(kernels)
-        if kernel.kind == "copy" and all(program.arrays[array].maker < 0 for array in kernel.reads)
+        number: _made(kernels[number], program)
+        for number in order
+        if kernels[number].kind == "copy" and all(program.arrays[array].maker < 0 for array in kernels[number].reads)
     }
-    first = next((number for number in order if _in_flight(kernels[number], program)), None)
-    if first is None or not copies:
-        return list(order)
     changed: dict[int, None] = {}
     for number in order:
-        if number == first:
-            changed |= dict.fromkeys(one for one in order if one in copies)
+        if copies and _in_flight(kernels[number], program):
+            made = math.inf if early else _made(kernels[number], program)
+            changed |= dict.fromkeys(copy for copy, size in copies.items() if size < made)
         changed[number] = None
     return list(changed)
 
 
+def _made(kernel: Kernel, program: Lowered) -> int:
+    """Bytes of what a kernel makes."""
+    return sum(program.arrays[array].bytes for array in kernel.writes)
+
+
 def _in_flight(kernel: Kernel, program: Lowered) -> bool:
     """Whether other kernels run beside this one: a gather of some size."""
-    made = sum(program.arrays[array].bytes for array in kernel.writes)
-    return kernel.kind == "all-gather" and made >= IN_FLIGHT
+    return kernel.kind == "all-gather" and _made(kernel, program) >= IN_FLIGHT
 
 
 def _backward(kernels: Sequence[Kernel], order: Sequence[int], program: Lowered) -> int | None:

@@ -7,8 +7,18 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost.device import load_device
+from autoshard.cost.kernels import Kernel
+from autoshard.cost.lowered import Array, Lowered
 from autoshard.cost.predict import Prediction
-from autoshard.cost.strips_tpu import COPIES, EARLY, PARTS, batch_dims, copied_seconds, early_seconds
+from autoshard.cost.strips_tpu import (
+    COPIES,
+    EARLY,
+    PARTS,
+    arguments_beside_gathers,
+    batch_dims,
+    copied_seconds,
+    early_seconds,
+)
 from autoshard.decision import Decision, decide, plan_graph, with_or_without_gathers
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
@@ -171,3 +181,18 @@ def test_an_input_of_which_parts_are_read_is_split() -> None:
     graph = network(64)
     chosen = plan_graph(graph, mesh_of("tpu-v5e")).annotations
     assert chosen.pins[Value(graph.arguments[0])][0]
+
+
+def test_two_cores_copy_arguments_beside_a_gather_that_makes_more() -> None:
+    """GPT-2's moments, 26 MB, beside the gather of its head; ViT's images, 51 MB, right before their gradient."""
+    kinds = ["all-gather", "all-gather", "copy", "copy", "dot_general"]
+    sizes = [2**20, 2**25, 2**24, 2**26, 2**20]
+    kernels = [
+        Kernel((), (5,) if kind == "copy" else (0, 1, 2, 3) if number == 4 else (), (number,), kind, number)
+        for number, kind in enumerate(kinds)
+    ]
+    arrays = [Array((size // 4,), "f32", size, number) for number, size in enumerate(sizes)]
+    nothing = "module @m { func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> } }"
+    program = Lowered([*arrays, Array((4,), "f32", 16, -1)], [], [], graph_from_text(nothing))
+    assert arguments_beside_gathers(kernels, [0, 1, 2, 3, 4], program, early=True) == [2, 3, 0, 1, 4]
+    assert arguments_beside_gathers(kernels, [0, 1, 2, 3, 4], program, early=False) == [0, 2, 1, 3, 4]
