@@ -93,8 +93,12 @@ class Compiled:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of device memory that one device's kernels, and copies, read and write; collectives left out."""
-        return sum(size for kernel in (*self.touched, *self.copied) for size in kernel.values())
+        """Bytes of device memory that one device's kernels, and copies, read and write; collectives left out.
+
+        Loops and branches included.
+        """
+        inner = sum(self.program.steps[number].inner[0] for kernel in self.kernels for number in kernel.steps)
+        return round(inner) + sum(size for kernel in (*self.touched, *self.copied) for size in kernel.values())
 
     @cached_property
     def temporary_bytes(self) -> int:

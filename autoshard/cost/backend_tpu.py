@@ -18,7 +18,7 @@ from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.loops_tpu import RING, as_loops
+from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
@@ -242,7 +242,7 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
-        program = as_loops(program)
+        program = as_loops(with_bodies(program, self.device))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
         return cut_into_strips(laid_out_for_convolutions(images, widths), widths)

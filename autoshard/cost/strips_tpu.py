@@ -152,7 +152,20 @@ def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     program = _whole_again(_masked(program, widths), widths)
     for array, width in widths.items():
         program.arrays[array].strips = width
+    for number, step in enumerate(program.steps):
+        if step.kind == "convolution":
+            program.steps[number] = replace(step, flops=step.flops * _padded(program, step))
     return program
+
+
+def _padded(program: Lowered, step: Step) -> float:
+    """Positions that a convolution works on, those that strips are padded with among them, over those of the images.
+
+    Of what it makes; the gradient of a kernel sums over those of the gradients that it reads.
+    """
+    found = (program.arrays[array] for array in (step.writes[0], *step.reads[::-1]))
+    strips = next((array for array in found if array.strips and array.shape is not None), None)
+    return max(1.0, SPLITS * strips.strips / strips.shape[-1]) if strips is not None and strips.shape else 1.0
 
 
 def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
