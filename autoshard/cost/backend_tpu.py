@@ -347,12 +347,17 @@ class TpuBackend(Backend):
                     if not waiting[user] and user in places:
                         heapq.heappush(ready, places[user])
 
+        def unread(number: int) -> bool:
+            """Whether what a gather makes would wait for what else its readers need."""
+            makers = ({*deps.makers[user]} - {number} - lazy for user in deps.users[number])
+            return kernels[number].kind == "all-gather" and not any(done >= others for others in makers)
+
         def run_late() -> None:
             """What is ready, in one pass: what becomes ready behind the place where the pass is waits for the next."""
             at, passed = -1, []
             while ready:
                 place = heapq.heappop(ready)
-                if place < at:
+                if place < at or unread(late[place]):
                     passed.append(place)
                 else:
                     at = place

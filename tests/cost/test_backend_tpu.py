@@ -255,6 +255,17 @@ def test_whatever_is_ready_runs_beside_a_gather_of_weights(
     assert found == scanned(kernels, deps, arrays, updates)
 
 
+def test_no_gather_runs_beside_another_before_what_else_its_reader_needs() -> None:
+    """What a weight's gradient gathers of activations: kept from the forward pass on, +24 % (Llama's FSDP on v5e)."""
+    kinds = ["add", "dot_general", "all-gather", "dot_general", "all-gather", "all-reduce", "dot_general"]
+    reads = [(), (0,), (), (1, 2), (1,), (3,), (3, 4)]
+    kernels = [Kernel((n,), reads[n], (n,), kind, n, flops=float(kind[0] == "d")) for n, kind in enumerate(kinds)]
+    program = Lowered([Array((64,), "f32", 256, n) for n in range(7)], [], [], MATRICES)  # type: ignore[arg-type]
+    found = TpuBackend(load_device("tpu-v5e"))._ordered(kernels, dependencies(kernels), program, True)
+    assert found[:4] == [0, 1, 2, 3]
+    assert found.index(4) + 1 == found.index(6)
+
+
 def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], updates: bool) -> list[int]:
     """The same order, all that is left looked at before each gather."""
     lazy, phases = backend_tpu._lazy(kernels, deps), backend_tpu._phases(kernels, deps)
@@ -270,10 +281,17 @@ def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], upda
         order.update(dict.fromkeys(maker for maker in deps.makers[number] if maker in lazy and maker not in order))
         order.setdefault(number)
 
+    def ready(number: int) -> bool:
+        return all(maker in order or maker in lazy for maker in deps.makers[number])
+
+    def awaited(number: int) -> bool:
+        others = [[maker for maker in deps.makers[user] if maker != number] for user in deps.users[number]]
+        return any(all(maker in order or maker in lazy for maker in makers) for makers in others)
+
     for number in sequence[0]:
         if not gathers.isdisjoint((number, *(maker for maker in deps.makers[number] if maker not in order))):
             for one in late:
-                if all(maker in order or maker in lazy for maker in deps.makers[one]):
+                if ready(one) and (kernels[one].kind != "all-gather" or awaited(one)):
                     run(one)
         run(number)
     for number in late:
