@@ -30,6 +30,7 @@ from autoshard.cost.rewrite_tpu import (
     looked_up_by_rows,
     moved_by_rows,
     scattered_by_rows,
+    updated_kernels,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
 from autoshard.cost.strip_widths_tpu import (
@@ -242,7 +243,7 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
-        program = as_loops(with_bodies(program, self.device))
+        program = updated_kernels(as_loops(with_bodies(program, self.device)))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
         return cut_into_strips(laid_out_for_convolutions(images, widths), widths)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.mesh import Spec
+from autoshard.cost.device import load_device
+from autoshard.cost.predict import predict
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.lower.stablehlo import annotate
+from autoshard.mesh import Mesh, Spec
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import parse_target
 from autoshard.verify.work import compiled_work
 from tests.cost.few_ops import compiled_for, f32
+from tests.graph.helpers import graph_from_text
 
 pytest.importorskip("libtpu")
 ALL = ("data", "model")
@@ -51,3 +61,34 @@ def test_a_loop_moves_its_parts_in_every_round(target: str, moves: bool, functio
         assert predicted == 0
         assert found < 2000  # single numbers
     assert more == sum(kernel.count for kernel in inside if kernel.launches and (kernel.bytes or kernel.flops)) - 1
+
+
+@pytest.mark.parametrize(
+    ("out", "into", "taps", "copied"),
+    [(64, 64, 3, 3), (128, 64, 3, 0), (64, 128, 3, 0), (256, 128, 3, 3), (192, 96, 3, 3), (256, 64, 1, 3)],
+)
+def test_updated_kernels_are_copied_back_where_gradients_lie_otherwise(
+    out: int, into: int, taps: int, copied: int
+) -> None:
+    def update(w: jax.Array, m: jax.Array, v: jax.Array, x: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        _, back = jax.vjp(lambda w: lax.conv_general_dilated(x, w, (1, 1), [(taps // 2, taps // 2)] * 2), w)
+        m = 0.9 * m + 0.1 * back(g)[0]
+        v = 0.9 * v + 0.1 * back(g)[0] ** 2
+        return w - m / (jnp.sqrt(v) + 1e-3), m, v
+
+    kernel = f32(out, into, taps, taps)
+    arguments = [kernel, kernel, kernel, f32(32, into, 32, 32), f32(32, out, 32, 32)]
+    text = jax.jit(update).lower(*arguments).as_text()
+    graph = graph_from_text(text, updates={0: 0, 1: 1, 2: 2})
+    mesh = Mesh((2, 4), ALL, device="tpu-v5e")
+    annotations = Annotations(
+        {Value(op): spec for op, spec in zip(graph.arguments, [WHOLE] * 3 + [SPLIT] * 2, strict=True)}
+    )
+    predicted = predict(graph, annotations, mesh, load_device("tpu-v5e")).compiled
+    made = [kernel for kernel in predicted.kernels if kernel.kind == "copy"]
+    assert len([one for one in made if predicted.program.arrays[one.writes[0]].returned]) == copied
+    module = annotate(graph.program, graph, annotations, mesh)
+    compiled = compile_module(module, parse_target("tpu-v5e:2x4", mesh.size))
+    entry = compiled.hlo_text[compiled.hlo_text.index("ENTRY") :]
+    back = rf"= f32\[{out},{into},{taps},{taps}\]{{[^}}]*\)}} copy\("  # not S(1): to device memory
+    assert len([one for one in re.findall(back, entry) if "S(1)" not in one]) == copied
