@@ -112,6 +112,7 @@ class Lowered:
         results: the arrays that are its results, in their order.
         graph: what it is a part of.
         pinned: annotated values, whose shape no pass changes before the program is partitioned.
+        updates: result -> the argument whose buffer it takes over.
     """
 
     arrays: list[Array]
@@ -119,6 +120,7 @@ class Lowered:
     results: list[int]
     graph: Graph
     pinned: Set[Value] = frozenset()
+    updates: Mapping[int, int] = field(default_factory=dict)
 
 
 def lower(
@@ -140,6 +142,7 @@ class _Lowering:
     ) -> None:
         self.graph, self.shardings, self.partitioned = graph, shardings, partitioned
         self.barriers, self.ordered = barriers, ordered
+        self.updates: dict[int, int] = {}  # result -> the argument whose buffer it takes over
         self.behind: dict[Value, int] = {}  # value -> the barrier that it has come through
         self.numbers: dict[Hashable, tuple[int, ...]] = {}  # what a step computes -> the arrays that hold it
         self.names: dict[Value, Hashable] = {}  # values without an array -> what they are
@@ -170,7 +173,9 @@ class _Lowering:
             for value in results if self.copies_of else ():
                 for number in self.copies_of.get(value, ()):
                     self._copy(value, number)
-        return Lowered(self.arrays, self.steps, self._outputs(), self.graph, frozenset(self.shardings.pins))
+        made = self._outputs()
+        pinned = frozenset(self.shardings.pins)
+        return Lowered(self.arrays, self.steps, made, self.graph, pinned, self.updates)
 
     def _array(self, value: Value, maker: int, tiling: Tiling | None = None) -> int:
         kind = self.graph.type_of(value)
@@ -468,10 +473,11 @@ class _Lowering:
     def _outputs(self) -> list[int]:
         """Mark the program's results; their arrays."""
         results = []
-        updated = set()
+        own = (number for number, copy in enumerate(self.shardings.copies) if copy.result)
         for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
-            found = self._found(None, value)
-            if found is None or found in updated:
+            copy = None if output.updates is None else next(own, None)  # the solver's prices have no copies
+            found = self._found(None, value) if copy is None else self.copies[copy]
+            if found is None or found in self.updates:
                 continue
             if self.partitioned.uneven.get(value):
                 found = self._unpadded(value, found, self.partitioned.uneven[value])
@@ -479,8 +485,10 @@ class _Lowering:
             array = self.arrays[found]
             array.returned = True
             if output.updates is not None and array.maker >= 0:
-                updated.add(found)
                 array.donated = True
+                updated = self.of[Value(self.graph.arguments[output.updates])]
+                assert updated is not None
+                self.updates[found] = updated
         return results
 
 

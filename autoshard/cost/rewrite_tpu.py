@@ -16,6 +16,33 @@ from autoshard.graph.ops import Graph, Op
 Dims = tuple[int, int]
 
 
+def gathered_results(program: Lowered) -> Lowered:
+    """No all-gather writes into an argument's buffer: its result is copied there, the argument read from a copy.
+
+    So where a parameter is whole and its optimizer's state is split. Found on single updates, and in ALBERT's.
+    """
+    gathered = {
+        result: argument
+        for result, argument in program.updates.items()
+        if program.steps[program.arrays[result].maker].kind == "all-gather"
+    }
+    if not gathered:
+        return program
+    rewriter = Rewriter(program)
+    for argument in gathered.values():
+        if program.arrays[argument].readers:
+            copy = rewriter.array(argument)
+            rewriter.emit(Step("copy", program.steps[program.arrays[argument].readers[0]].op, (argument,), (copy,)))
+            rewriter.instead[argument] = copy
+    for step in program.steps:
+        rewriter.emit(step)
+    for result in gathered:
+        copy = rewriter.array(result)
+        rewriter.emit(Step("copy", program.steps[program.arrays[result].maker].op, (result,), (copy,)))
+        rewriter.instead[result] = copy
+    return rewriter.result()
+
+
 def scattered_by_rows(program: Lowered) -> Lowered:
     """Rows are scattered into an array whose last dim is the innermost, which is copied to the layout that pads less.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -26,11 +28,18 @@ def ids(*shape: int) -> object:
 
 
 def compiled_for(
-    target: str, function: object, arguments: list[object], specs: list[Spec]
+    target: str,
+    function: object,
+    arguments: list[object],
+    specs: list[Spec],
+    updates: Mapping[int, int] | None = None,
 ) -> tuple[VerifyReport, Compiled]:
-    """A function of arguments with these shardings on a mesh of data 2 x model 4; nothing else is annotated."""
+    """A function of arguments with these shardings on a mesh of data 2 x model 4; nothing else is annotated.
+
+    `updates`: result -> the argument that it takes the place of.
+    """
     mesh = Mesh((2, 4), ("data", "model"), device=target.partition(":")[0])
-    graph = graph_of(function, *arguments)
+    graph = graph_of(function, *arguments, updates=updates)
     annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
     module = annotate(graph.program, graph, annotations, mesh)
     return compare_compiled(graph, annotations, mesh, parse_target(target), module)

@@ -44,11 +44,11 @@ def graph_from_text(text: str, **kwargs: Any) -> Graph:
     return build_graph(program_from_text(text, **kwargs))
 
 
-def graph_of(function: Callable[..., Any], *arguments: Any) -> Graph:
-    """The Graph of a jax function of these (abstract or concrete) arrays."""
+def graph_of(function: Callable[..., Any], *arguments: Any, updates: Mapping[int, int] | None = None) -> Graph:
+    """The Graph of a jax function of these (abstract or concrete) arrays; `updates` as in `program_from_text`."""
     import jax
 
-    return graph_from_text(jax.jit(function, keep_unused=True).lower(*arguments).as_text())
+    return graph_from_text(jax.jit(function, keep_unused=True).lower(*arguments).as_text(), updates=updates)
 
 
 def only(graph: Graph, kind: str) -> Op:
