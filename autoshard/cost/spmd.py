@@ -484,10 +484,13 @@ class Partitioner:
             for one in moved
         ]
 
-    def sums(self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None) -> list[Step]:
+    def sums(
+        self, axes: tuple[tuple[int, ...], ...], size: int, cut: Cut | None, row_major: bool = False
+    ) -> list[Step]:
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.
 
-        TPU and GPU fold those along several dims into one. Which are reduce-scatters says `spmd_scatter`.
+        TPU and GPU fold those along several dims into one. Which are reduce-scatters says `spmd_scatter`; `row_major`
+        as in `tiles_tpu.scattered`.
         """
         if not axes:
             return []
@@ -497,7 +500,7 @@ class Partitioner:
         *first, _ = axes
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
         whole: Step = ("all-reduce", self.resharder.names(order), size)
-        return [*steps, *(self.scattered(order, size, cut, ordered=True) or (whole,))]
+        return [*steps, *(self.scattered(order, size, cut, True, row_major) or (whole,))]
 
     def order_of(self, axes: tuple[Dim, ...]) -> Dim:
         """The subaxes of the last all-reduce that sums over `axes`, in the order of its devices.

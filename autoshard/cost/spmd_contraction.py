@@ -62,7 +62,8 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
                 cut = owner.cuts.cut(then.shape, then.source, then.target, then.outer)
             if cut is not None and owner.target == "tpu" and is_transposed(owner, op):
                 cut = replace(cut, factors=cut.factors[::-1], places=cut.places[:, ::-1], shape=cut.shape[::-1])
-            own.extend(owner.sums(step.axes, math.prod(step.made) * bytes_of(out.dtype), cut))
+            size = math.prod(step.made) * bytes_of(out.dtype)
+            own.extend(owner.sums(step.axes, size, cut, tiles_tpu.lies_row_major(op.kind, step.made)))
             order = owner.order_of(step.axes)
         elif step.place == 2:
             dtype = "bf16" if spmd_rounded.rounds(owner, Value(op.id), None) else out.dtype

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoshard.cost import tiles_tpu
 from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import Cut, first_cut
@@ -171,7 +172,8 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             continue
         if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
             continue
-        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), op.kind == "gather", is_summed(owner, op))
+        row_major = tiles_tpu.lies_row_major(op.kind, op.results[0].shape)
+        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), row_major, is_summed(owner, op))
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
 

@@ -54,6 +54,15 @@ class Scattered:
     moved: float = 0.0
 
 
+def lies_row_major(kind: str, shape: Shape) -> bool:
+    """Whether what an op of this StableHLO kind makes lies row-major, whatever is padded: gathers, and products.
+
+    So does a product of no fewer rows than its batch; of fewer the batch may be the rows of a tile (33 compiled
+    for v5e, 5 to 577 rows in batches of 8 to 64).
+    """
+    return kind == "gather" or (kind == "dot_general" and len(shape) > 2 and shape[-2] >= shape[0])
+
+
 def minor_dims(shape: Shape) -> tuple[int, int]:
     """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two."""
     best = None
@@ -110,7 +119,11 @@ def scattered(
         if any(at not in (lane, row) for at in range(dim)):
             return None
         tiles = major * down * across
-        return _padded(tiles, _in_pieces(tiles, unit, piece), ways)
+        found = _padded(tiles, _in_pieces(tiles, unit, piece), ways)
+        if found is None:
+            return None
+        rows = down * ROWS / part[row]
+        return Scattered(found.padded * rows, found.moved * rows)
     if _largest_prime(across) > LONGEST:
         return None
     if major > 1:
