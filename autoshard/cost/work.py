@@ -168,23 +168,13 @@ class _Attribution:
         self.products: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.alone: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.launches = [0.0] * len(self.groups.groups)
-        for kernel, touched, copied in zip(compiled.kernels, compiled.touched, compiled.copied, strict=True):
+        for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
             if kernel.steps:
                 self._kernel(kernel, touched)
-                for group, each in self._attributed(kernel, copied).items():
-                    self._add(self.alone[group], each)
         parts = zip(self.products, self.alone, self.launches, strict=True)
         return tuple(GroupWork(*each) for each in parts)
 
     def _kernel(self, kernel: Kernel, touched: Mapping[int, int]) -> None:
-        if touched or kernel.flops:
-            root = self.groups.of.get(self.program.steps[kernel.steps[-1]].op)
-            if root is not None:
-                self.launches[root] += 1
-        self._share(kernel, self._attributed(kernel, touched))
-
-    def _attributed(self, kernel: Kernel, touched: Mapping[int, int]) -> dict[int, Counter[Value]]:
-        """Group -> bytes of each value that a kernel's steps of it read and make."""
         steps = self.program.steps
         found: dict[int, Counter[Value]] = {}
         left = dict(touched)
@@ -207,7 +197,11 @@ class _Attribution:
             for array in step.writes:
                 if array in left:
                     mine[self._local(self.origin[array], step)] += left.pop(array)
-        return found
+        if touched or kernel.flops:
+            root = self.groups.of.get(steps[kernel.steps[-1]].op)
+            if root is not None:
+                self.launches[root] += 1
+        self._share(kernel, found)
 
     def _share(self, kernel: Kernel, found: Mapping[int, Counter[Value]]) -> None:
         """Traffic beside a product counts as far as the kernel takes longer for it."""
@@ -224,14 +218,11 @@ class _Attribution:
                 scale = (max(work, own + beside) - max(work, own)) / beside
         for group, each in found.items():
             into = self.products[group] if group == owner else self.alone[group]
-            self._add(into, each, 1.0 if group == owner else scale)
-
-    def _add(self, into: dict[Value, float], sizes: Counter[Value], scale: float = 1.0) -> None:
-        for value, size in sizes.items():
-            kind = self.graph.type_of(value)
-            total = math.prod(kind.shape) * dtype_bytes(kind.dtype)
-            if total:
-                into[value] = into.get(value, 0.0) + scale * size / total
+            for value, size in each.items():
+                kind = self.graph.type_of(value)
+                total = math.prod(kind.shape) * dtype_bytes(kind.dtype)
+                if total:
+                    into[value] = into.get(value, 0.0) + (1.0 if group == owner else scale) * size / total
 
     def _inputs(self, group: int) -> frozenset[Value]:
         """What a group reads; it may be thousands of values."""
