@@ -12,6 +12,7 @@ from autoshard.cost.compute import BODIES, CONTRACTIONS, op_flops, roofline_seco
 from autoshard.cost.device import Device
 from autoshard.cost.lowered import lower
 from autoshard.cost.spmd import partition
+from autoshard.cost.spmd_undone import undone
 from autoshard.cost.timing import collective_seconds, kernel_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
@@ -86,7 +87,7 @@ def predict(
     """
     graph = simplified(graph, device.target)
     groups = fusion_groups(graph) if groups is None else groups
-    shardings = propagate(graph, annotations, mesh, device.target)
+    shardings = undone(graph, propagate(graph, annotations, mesh, device.target), device.target)
     partitioned = partition(graph, shardings, device.target)
     flops = [op_flops(op, graph) for op in graph.ops]
     target = device.target

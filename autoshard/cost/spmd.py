@@ -330,6 +330,10 @@ class Partitioner:
         inner = tuple(replace(each, op=op.id) for each in emission.inner)
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner)
 
+    def emission(self, op: Op, made: Tiling) -> Emission:
+        """What an op takes that makes its one result under `made`, and reads its operands as they are."""
+        return self._emit(op, tuple(self.shardings.read(op.id, value) for value in op.operands), (made,))
+
     def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...] | None:
         """What one op takes whose operands and results have these shardings; None where its numbers would be wrong.
 

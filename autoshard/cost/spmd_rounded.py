@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from autoshard.cost.spmd_emission import Emission
 
 
+_PASSING = MOVES | {"reverse"}
+"""Kinds behind which the products are looked for: of a kernel, a convolution's gradient reads the reverse."""
+
+
 def rounds(owner: Partitioner, value: Value, at: int | None) -> bool:
     """Whether a TPU moves a value of f32, or its copy number `at`, in bf16."""
     if owner.target != "tpu" or owner.graph.type_of(value).dtype != "f32":
@@ -53,7 +57,7 @@ def only_contracted(owner: Partitioner, value: Value, at: int | None, depth: int
     readers = [op for op in owner.readers.get(value, ()) if owner.shardings.copy_read(op.id, value) == at]
     return bool(readers or further) and all(
         multiplies_matrices(owner, op)
-        or (op.kind in MOVES and depth > 0 and only_contracted(owner, Value(op.id), None, depth - 1))
+        or (op.kind in _PASSING and depth > 0 and only_contracted(owner, Value(op.id), None, depth - 1))
         for op in readers
     )
 
