@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
@@ -92,15 +92,25 @@ class TpuFusion(Fusion):
         self.around = convolved(program)  # arrays that convolutions read or make, and what is elementwise around them
 
     def cluster(self) -> None:
-        """A product's kernel goes on as long as one elementwise step alone reads what it made."""
+        """A product's kernel goes on as long as one elementwise step alone reads what it made.
+
+        Of two products that one step reads, the kernel of its last operand goes on and the other one ends (so compiled
+        in either order, products and convolutions alike).
+        """
+        kernels: dict[int, list[int]] = {}  # last step of a product's kernel -> its steps
         for number, step in enumerate(self.steps):
-            looped = step.parts >= RING or ring(self.program, step) is not None
-            if step.kind not in CONTRACTIONS or self.root[number] != number or looped:
+            if self.root[number] != number:
                 continue
-            members, last = [number], number
-            while (following := self._following(last)) is not None:
-                members.append(following)
-                last = following
+            if step.kind in CONTRACTIONS:
+                if not (step.parts >= RING or ring(self.program, step) is not None):
+                    kernels[number] = [number]
+                continue
+            ends = [last for last in self._continues(step) if last in kernels]
+            if ends:
+                first = self.steps[kernels[ends[0]][0]].kind == "convolution"
+                before = min(ends, key=lambda e: kernels[e][0]) if first else ends[0]
+                kernels[number] = [*kernels.pop(before), number]
+        for last, members in kernels.items():
             for member in members:
                 self.root[member] = last
             self.ends.add(last)
@@ -108,16 +118,15 @@ class TpuFusion(Fusion):
     def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
         return number in self.ends or step.parts >= RING or super()._kept(number, step, array, readers, kernels)
 
-    def _following(self, number: int) -> int | None:
-        made = self.arrays[self.steps[number].writes[0]]
-        if len(made.readers) != 1 or made.returned:
-            return None
-        reader = made.readers[0]
-        step = self.steps[reader]
-        joins = step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")
-        if not joins or self.root[reader] != reader or len(step.writes) != 1:
-            return None
-        return reader if _elements(self.arrays[step.writes[0]]) == _elements(made) else None
+    def _continues(self, step: Step) -> Iterator[int]:
+        """The steps whose kernels one could be the end of: makers of what it alone reads, the last operand's first."""
+        if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")):
+            return
+        size = _elements(self.arrays[step.writes[0]])
+        for array in reversed(step.reads):
+            read = self.arrays[array]
+            if len(read.readers) == 1 and not read.returned and read.maker >= 0 and _elements(read) == size:
+                yield read.maker
 
     def absorbs(self, step: Step) -> bool:
         """Loops, sums and products take in what is made elementwise; not so loops of permutes and some convolutions."""
@@ -290,7 +299,8 @@ class TpuBackend(Backend):
         if product is not None:
             around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
             return "product", *sorted(max(around, key=math.prod))
-        return tuple(shapes) if kernel.kind in ELEMENTWISE and len(shapes) == 1 else None
+        matrices = any(program.steps[number].kind == "dot_general" for number in kernel.steps)
+        return tuple(shapes) if kernel.kind in ELEMENTWISE and not matrices and len(shapes) == 1 else None
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first, updates counted as in place or as new arrays: whichever needs less memory.

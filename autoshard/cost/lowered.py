@@ -206,7 +206,7 @@ class _Lowering:
         for move in run.moves:
             source = reads[move.place]
             taken += len(move.collectives)
-            if source is not None:
+            if source is not None and op.operands[move.place] not in self.partitioned.unsummed:
                 reads[move.place] = self._move(op.operands[move.place], source, move, number)
         own = run.collectives[taken:]
         if op.kind in MASKED:
@@ -302,6 +302,8 @@ class _Lowering:
             array = self._array(value, -1, tiling)
             if i == 0 and own:
                 self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
+            if i == 0 and not self.partitioned.unsummed.isdisjoint(op.operands):
+                self._as_whole_as(op, reads[0], self.arrays[array])
             made.append(array)
         share = self.partitioned.runs[op.id].share
         flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS | BODIES else 0.0
@@ -315,6 +317,13 @@ class _Lowering:
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)
+
+    def _as_whole_as(self, op: Op, read: int | None, made: Array) -> None:
+        """What an op makes of the terms of a sum that is scattered later has all of their numbers."""
+        term = None if read is None else self.arrays[read].shape
+        if term is not None:
+            made.shape = tuple(term[dim] for dim in op.attrs["permutation"]) if op.kind == "transpose" else term
+            made.bytes = math.prod(term) * dtype_bytes(made.dtype)
 
     def _name(self, op: Op, results: Sequence[Value]) -> None:
         """What values that need no array are: a number, or an op on such values."""
@@ -377,7 +386,7 @@ class _Lowering:
         if source is None:
             return None
         size = self._size(value, self.shardings.made[value])
-        if self.arrays[source].bytes <= size:
+        if self.arrays[source].bytes <= size or value in self.partitioned.unsummed:
             return source
         array = self._array(value, -1)
         self._step(SLICE, op, (source,), (array,))
@@ -457,7 +466,7 @@ class _Lowering:
         copy = self.shardings.copies[number]
         source = self.of[value] if copy.source is None else self.copies[copy.source]
         move = self.partitioned.copied.get(number)
-        if source is None or move is None:
+        if source is None or move is None or value in self.partitioned.unsummed:
             self.copies[number] = source
         else:
             self.copies[number] = self._move(value, source, move, value.op)

@@ -11,7 +11,7 @@ A value resharded twice to the same sharding is resharded once: the partitioner 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost import spmd_body, spmd_expanded, spmd_reorder, spmd_rounded, spmd_shape, tiles_tpu
@@ -87,6 +87,7 @@ class Partitioned:
         copied: copy number -> how the copy is made; absent where it is the value itself.
         joined: op -> the later one that it is part of (`spmd_chained`).
         uneven: results that are gathered whole because their parts are not even, and by what.
+        unsummed: values that stay whole terms of a sum until that is scattered: a slice of one comes after that.
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)
@@ -94,6 +95,7 @@ class Partitioned:
     copied: Mapping[int, Move] = field(repr=False, default_factory=dict)
     joined: Mapping[int, int] = field(repr=False, default_factory=dict)
     uneven: Mapping[Value, Sequence[Collective]] = field(repr=False, default_factory=dict)
+    unsummed: Set[Value] = field(repr=False, default_factory=frozenset)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -123,6 +125,7 @@ class Partitioner:
         self.emissions: list[Emission] = []
         self.order: dict[int, Dim] = {}
         self.joined: dict[int, int] = {}
+        self.unsummed: set[Value] = set()
         self.made: set[Hashable] = set()
         self.kept = KeptGathers(graph) if target == "tpu" else None
         self.collectives: list[Collective] = []
@@ -158,7 +161,7 @@ class Partitioner:
             self._sum_once(runs)
             scatter_later(self, runs)
             chained_scatters(self, runs)
-        return Partitioned(tuple(runs), tuple(copies), made, self.joined, uneven)
+        return Partitioned(tuple(runs), tuple(copies), made, self.joined, uneven, frozenset(self.unsummed))
 
     def _uneven_results(self) -> dict[Value, list[Collective]]:
         """Results that no annotation holds are gathered where their parts would be uneven (compiled so on all targets).
@@ -192,8 +195,11 @@ class Partitioner:
                 uses[value] = uses.get(value, 0) + 1
         results = set(self.graph.outputs)
 
-        def reduced(op: Op, place: int) -> tuple[int, Collective] | None:
-            """(op, reduction) of an operand that only this op reads; a product may be transposed in between."""
+        def reduced(op: Op, place: int) -> tuple[int, Collective, Iterable[Value]] | None:
+            """(op, reduction, values on the way) of an operand that only this op reads.
+
+            A product may be transposed in between.
+            """
             split = runs[op.id].reads[place]
             on_the_way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
             *_, value = on_the_way
@@ -217,7 +223,7 @@ class Partitioner:
             if not scattered and not (last[0].kind == "all-reduce" and as_made):
                 return None
             times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
-            return value.op, replace(last[0], bytes=times * last[0].bytes)
+            return value.op, replace(last[0], bytes=times * last[0].bytes), on_the_way
 
         for op in self.graph.ops:
             if op.kind != "add" or runs[op.id].collectives or op.operands[0] == op.operands[1]:
@@ -225,11 +231,13 @@ class Partitioner:
             left, right = reduced(op, 0), reduced(op, 1)
             if left is None or right is None or left[0] == right[0]:
                 continue
-            if len({(each.kind, each.axes, each.bytes, self.order.get(maker)) for maker, each in (left, right)}) > 1:
+            if len({(each.kind, each.axes, each.bytes, self.order.get(maker)) for maker, each, _ in (left, right)}) > 1:
                 continue
             if left[0] in self.order:
                 self.order[op.id] = self.order[left[0]]
-            for maker, _ in (left, right):
+            for maker, each, on_the_way in (left, right):
+                if each.kind == "reduce-scatter":
+                    self.unsummed.update(on_the_way)
                 runs[maker] = replace(runs[maker], collectives=runs[maker].collectives[:-1])
             runs[op.id] = replace(runs[op.id], collectives=(replace(left[1], op=op.id),))
 
