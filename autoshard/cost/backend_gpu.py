@@ -176,6 +176,7 @@ class GpuBackend(Backend):
             lambda array: arrays[array].bytes >= SMALL,
             _reads_few,
             partial(_summed, program),
+            siblings_first=True,
         )
         for kernel in kernels:
             if kernel.kind == "all-reduce" or _sums_rows(program, kernel):

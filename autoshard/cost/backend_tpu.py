@@ -22,6 +22,7 @@ from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
+from autoshard.cost.results_tpu import several_results
 from autoshard.cost.rewrite import scattered_onto
 from autoshard.cost.rewrite_tpu import (
     COPIED,
@@ -208,7 +209,7 @@ class TpuFusion(Fusion):
     def _taken_by_all(self, number: int) -> bool:
         array = self.arrays[number]
         maker = self.steps[array.maker]
-        if len(maker.writes) > 1 or array.returned or not self.inlined(maker):
+        if len(maker.writes) > 1 or array.returned or not self.inlined(maker) or array.maker in self.ends:
             return False
         if len(array.readers) == 1:
             return True
@@ -270,7 +271,7 @@ class TpuBackend(Backend):
                 kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
         kernels = merged_outputs(kernels, lambda kernel: self._loop_over(kernel, program), lambda array: True)
 
-        kernels = sums_together(kernels, program)
+        kernels = several_results(sums_together(kernels, program), program)
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]

@@ -24,6 +24,9 @@ def merged_outputs(
     shared: Callable[[int], bool],
     alike: Callable[[Kernel, Kernel], bool] = lambda one, other: True,
     hero: Callable[[Kernel], Hashable] | None = None,
+    passes: Callable[[int], bool] | None = None,
+    siblings_first: bool = False,
+    siblings: bool = True,
 ) -> list[Kernel]:
     """Merge kernels that read, or make and read, one array, as long as nothing else stands between them.
 
@@ -31,16 +34,26 @@ def merged_outputs(
         key: kernels with equal keys may run as one; what has None runs alone.
         shared: whether an array is worth reading once.
         alike: what else is asked of two kernels with equal keys.
-        hero: what kernels that run as one must agree on; those of None go with any. With it, kernels that read an array
-            merge before its maker joins them (as in XLA's GPU compiler).
+        hero: what kernels that run as one must agree on; those of None go with any.
+        passes: whether a kernel that reads an array may run as one with its maker; default any.
+        siblings_first: kernels that read an array merge before its maker joins them (as in XLA's GPU compiler).
+        siblings: whether kernels that read one array merge without its maker.
     """
-    return _Merger(kernels, hero).run([key(kernel) for kernel in kernels], shared, alike)
+    return _Merger(kernels, hero, passes, siblings_first, siblings).run(
+        [key(kernel) for kernel in kernels], shared, alike
+    )
 
 
 class _Merger:
-    def __init__(self, kernels: list[Kernel], hero: Callable[[Kernel], Hashable] | None) -> None:
-        self.kernels = kernels
-        self.siblings_first = hero is not None
+    def __init__(
+        self,
+        kernels: list[Kernel],
+        hero: Callable[[Kernel], Hashable] | None,
+        passes: Callable[[int], bool] | None,
+        siblings_first: bool,
+        siblings: bool,
+    ) -> None:
+        self.kernels, self.passes, self.siblings_first, self.siblings = kernels, passes, siblings_first, siblings
         self.heroes = [None if hero is None else hero(kernel) for kernel in kernels]
         deps = dependencies(kernels)
         self.before = _Ancestors(deps)
@@ -73,7 +86,8 @@ class _Merger:
                     if alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
                         self._join(one, other)
                         break
-                if all(self.into[earlier] != self.into[later] for earlier in before):
+                first = not self.siblings and before
+                if not first and all(self.into[earlier] != self.into[later] for earlier in before):
                     before.append(later)
         result = [self._merged(sorted(parts)) for parts in self.members if parts]
         return in_order(sorted(result, key=lambda kernel: kernel.place))
@@ -84,10 +98,21 @@ class _Merger:
 
     def _free(self, one: int, other: int) -> bool:
         """Whether neither needs the other but for results that it reads directly."""
-        if self.before.waits(one, other):
+        if self.before.waits(one, other) or not self._passed_on(one, other):
             return False
         between = self.root[self.makers[other]]
         return not self.before.any_waits(between[(between != one) & (between != other)], one)
+
+    def _passed_on(self, one: int, other: int) -> bool:
+        if self.passes is None:
+            return True
+        made = {array for number in self.members[one] for array in self.kernels[number].writes}
+        return all(
+            self.passes(array)
+            for number in self.members[other]
+            for array in self.kernels[number].reads
+            if array in made
+        )
 
     def _join(self, one: int, other: int) -> None:
         self.before.join(one, other)
