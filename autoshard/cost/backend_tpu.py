@@ -326,8 +326,8 @@ class TpuBackend(Backend):
         """What frees most first; what needs nothing but arguments right before what reads it.
 
         The latency hiding scheduler keeps for the end what no collective waits for, so gradients that are not reduced
-        yet are in memory together; and what nothing waits for, such as updates, comes last of all. It runs earlier
-        where weights are gathered on the way, beside the gather.
+        yet are in memory together; and what nothing waits for, such as updates, comes last of all. Beside a gather runs
+        all of this that is ready, and the products of gradients whose sums nothing waits for but updates.
 
         Args:
             updates: whether an update that is written over its argument adds nothing.
@@ -340,8 +340,8 @@ class TpuBackend(Backend):
             rest = [kernels[number] for number in now]
             ordered = greedy(rest, dependencies(rest), program.arrays, updates=updates or current == 0)
             sequence.append([now[number] for number in ordered])
-        beside = _weight_gathers(kernels, deps)
-        late = [*sequence[1], *sequence[2]]
+        beside = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-gather"}
+        late = [*(n for n in sequence[0] if _gradient(n, kernels, deps, phases)), *sequence[1], *sequence[2]]
         places = {number: place for place, number in enumerate(late)}
         waiting = [sum(maker not in lazy for maker in makers) for makers in deps.makers]
         ready = [place for place, number in enumerate(late) if not waiting[number]]  # of `late`, ascending
@@ -360,8 +360,10 @@ class TpuBackend(Backend):
                     if not waiting[user] and user in places:
                         heapq.heappush(ready, places[user])
 
-        def unread(number: int) -> bool:
-            """Whether what a gather makes would wait for what else its readers need."""
+        def waits(number: int) -> bool:
+            """Whether a kernel reads what is not gathered yet, or gathers what waits for what else its readers need."""
+            if not beside.isdisjoint(maker for maker in deps.makers[number] if maker not in done):
+                return True
             makers = ({*deps.makers[user]} - {number} - lazy for user in deps.users[number])
             return kernels[number].kind == "all-gather" and not any(done >= others for others in makers)
 
@@ -370,7 +372,7 @@ class TpuBackend(Backend):
             at, passed = -1, []
             while ready:
                 place = heapq.heappop(ready)
-                if place < at or unread(late[place]):
+                if place < at or waits(late[place]):
                     passed.append(place)
                 else:
                     at = place
@@ -459,6 +461,16 @@ def _phases(kernels: Sequence[Kernel], deps: Dependencies) -> list[int]:
     ]
 
 
+def _gradient(number: int, kernels: Sequence[Kernel], deps: Dependencies, phases: Sequence[int]) -> bool:
+    """Whether a kernel is a product that updates alone wait for, and a sum over devices before them."""
+
+    def late(user: int) -> bool:
+        summed = kernels[user].kind in ("all-reduce", "reduce-scatter")
+        return phases[user] > 0 or (summed and all(phases[after] > 0 for after in deps.users[user]))
+
+    return bool(kernels[number].flops) and bool(deps.users[number]) and all(map(late, deps.users[number]))
+
+
 def _lazy(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
     """Kernels that need nothing but arguments, and copies and parts of what they make for these alone."""
     found: set[int] = set()
@@ -467,15 +479,6 @@ def _lazy(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
         if deps.users[number] and (not makers or (alone and kernels[number].kind in ("copy", SLICE))):
             found.add(number)
     return found
-
-
-def _weight_gathers(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
-    """All-gathers of what no product comes before."""
-    computed: set[int] = set()  # kernels that are products or read what one makes
-    for number, makers in enumerate(deps.makers):
-        if kernels[number].flops or not computed.isdisjoint(makers):
-            computed.add(number)
-    return {n for n, kernel in enumerate(kernels) if kernel.kind == "all-gather" and n not in computed}
 
 
 def _before(deps: Dependencies, todo: list[int]) -> set[int]:

@@ -7,6 +7,8 @@ Read off loops compiled for v5e and v5p, products of 0.3 to 1.1 GB alone in a pr
 - Beside the result, another one where the parts lie along the contraction, as they are added up; else the products of
   two parts, which are written into it.
 - Of partial sums that go round, eight parts of the result.
+- Among four devices a loop has one round, and is none: operands are made in the kernels of the parts, and two parts of
+  the result lie on the way (12 products of 0.1 to 1.1 GB).
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ RING = 4
 IN_FLIGHT, SUMMED = 4, 8
 """Parts of an operand, and of partial sums, that are in memory while a loop runs."""
 
+UNROLLED = 2
+"""Parts of either where four devices exchange them."""
+
 SPILLED = 2.5
 """How often a part is moved beside where it is made, where parts do not fit on chip: cut, and written to the result. As
 seen in the first convolutions of three nets on v5e: 514, 680 and 1,053 MB, here 514, 671 and 1,028.
@@ -47,6 +52,7 @@ def as_loops(program: Lowered) -> Lowered:
     ]
     if not loops:
         return program
+    carrying = {number for number in loops if _most_parts(program, program.steps[number]) > RING + 1}
     rewriter = Rewriter(program)
     copies: dict[int, int] = {}
     for number in loops:
@@ -55,10 +61,11 @@ def as_loops(program: Lowered) -> Lowered:
             assert moved.collective is not None
             part = moved.collective.bytes
             summed = [array for array in moved.reads if program.arrays[array].maker == number]
-            for array, count in [*((one, SUMMED) for one in summed), *((one, IN_FLIGHT) for one in moved.writes)]:
+            counts = (SUMMED, IN_FLIGHT) if number in carrying else (UNROLLED, UNROLLED)
+            for array, count in [*((one, counts[0]) for one in summed), *((one, counts[1]) for one in moved.writes)]:
                 rewriter.arrays[array].bytes, rewriter.arrays[array].shape = count * part, None
     for number, step in enumerate(program.steps):
-        if number not in loops:
+        if number not in carrying:
             rewriter.emit(step)
             continue
         reads = list(step.reads)
@@ -134,11 +141,21 @@ def _adds_up(program: Lowered, step: Step, turn: Step) -> bool:
     return part is not None and len(part) == len(whole) and any(part[dim] < whole[dim] for dim in dims)
 
 
+def is_loop(program: Lowered, step: Step) -> bool:
+    """Whether parts go round while a step, a product, runs."""
+    return step.kind in CONTRACTIONS and bool(_rounds(program, step))
+
+
 def _rounds(program: Lowered, step: Step) -> list[int]:
     """The permutes in which an operand or the partial sums of a product go round."""
     makers = (program.arrays[array].maker for array in dict.fromkeys(step.reads))
     readers = (reader for array in step.writes for reader in program.arrays[array].readers)
     return [number for number in (*makers, *readers) if goes_round(program, number)]
+
+
+def _most_parts(program: Lowered, step: Step) -> int:
+    """Parts that go round while a product runs, a device's own twice."""
+    return max(program.steps[number].parts for number in _rounds(program, step))
 
 
 def _copied(program: Lowered, step: Step, array: int) -> bool:

@@ -86,8 +86,8 @@ class _Merger:
                     if alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
                         self._join(one, other)
                         break
-                first = not self.siblings and before
-                if not first and all(self.into[earlier] != self.into[later] for earlier in before):
+                alone = not self.siblings and array not in self.kernels[later].writes
+                if not alone and all(self.into[earlier] != self.into[later] for earlier in before):
                     before.append(later)
         result = [self._merged(sorted(parts)) for parts in self.members if parts]
         return in_order(sorted(result, key=lambda kernel: kernel.place))

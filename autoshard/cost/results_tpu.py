@@ -14,6 +14,7 @@ from collections.abc import Hashable
 
 from autoshard.cost.compute import dtype_bytes
 from autoshard.cost.kernels import Kernel
+from autoshard.cost.loops_tpu import is_loop
 from autoshard.cost.lowered import Array, Lowered
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite_tpu import convolved
@@ -32,6 +33,8 @@ def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
     def size(kernel: Kernel) -> Hashable:
         """The elements that a kernel goes over; None where it runs alone."""
         if not kernel.steps or not around.keys().isdisjoint((*kernel.reads, *kernel.writes)):
+            return None
+        if kernel.flops and any(is_loop(program, program.steps[number]) for number in kernel.steps):
             return None
         last = program.steps[kernel.steps[-1]]
         if last.kind == "reduce":

@@ -274,7 +274,9 @@ def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], upda
         now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == phase]
         rest = [kernels[n] for n in now]
         sequence.append([now[n] for n in greedy(rest, dependencies(rest), arrays, updates=updates or phase == 0)])
-    gathers, late = backend_tpu._weight_gathers(kernels, deps), [*sequence[1], *sequence[2]]
+    gathers = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-gather"}
+    gradients = [number for number in sequence[0] if backend_tpu._gradient(number, kernels, deps, phases)]
+    late = [*gradients, *sequence[1], *sequence[2]]
     order: dict[int, None] = {}
 
     def run(number: int) -> None:
@@ -291,7 +293,8 @@ def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], upda
     for number in sequence[0]:
         if not gathers.isdisjoint((number, *(maker for maker in deps.makers[number] if maker not in order))):
             for one in late:
-                if ready(one) and (kernels[one].kind != "all-gather" or awaited(one)):
+                gathered = gathers.isdisjoint(maker for maker in deps.makers[one] if maker not in order)
+                if gathered and ready(one) and (kernels[one].kind != "all-gather" or awaited(one)):
                     run(one)
         run(number)
     for number in late:

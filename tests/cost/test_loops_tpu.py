@@ -39,3 +39,16 @@ def test_a_loop_holds_copies_of_its_operands_and_the_parts_that_go_round(
     copied = rows * inner // 8 * 2 + (inner * columns // 8 * 2 if x is COLUMNS else 0)
     assert compiled.memory.temp > copied
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("sizes", [(4096, 30522, 3072), (8192, 131072, 768)])
+def test_among_four_devices_a_loop_is_none_and_holds_nothing(sizes: tuple[int, int, int]) -> None:
+    """Copies of its operands were predicted: +46 and +49 %."""
+    rows, inner, columns = sizes
+    arguments = [f32(rows, columns), f32(rows, inner), f32(inner, columns)]
+    specs = [(("data",), ("model",)), (("data",), ("model",)), (("model",), ())]
+    report, compiled = compiled_for("tpu-v5e:2x4", step, arguments, specs)
+    assert " while(" not in compiled.hlo_text
+    assert {row.kind for row in report.fidelity.rows} == {"collective-permute"}
+    assert report.fidelity.value == 0.0
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.01)

@@ -29,7 +29,7 @@ def kernels(seed: int) -> list[Kernel]:
     return [Kernel((i,), tuple(before), (i,), "loop", i) for i, before in enumerate(read)]
 
 
-def reference(program: list[Kernel], alike, hero=None) -> set[frozenset[int]]:
+def reference(program: list[Kernel], alike, hero, siblings_first, siblings, passes) -> set[frozenset[int]]:
     """The same merges in the same order, on a graph of the merged kernels."""
     into = list(range(len(program)))
     heroes = [hero and hero(kernel) for kernel in program]
@@ -43,14 +43,19 @@ def reference(program: list[Kernel], alike, hero=None) -> set[frozenset[int]]:
         return nx.DiGraph([(a, b) for a, b in edges if a != b])
 
     for array, group in users.items():
-        if hero and group[0] == array:  # its maker comes last
+        if siblings_first and group[0] == array:  # its maker comes last
             group = [*group[1:], array]
         for place, later in enumerate(group[1:], 1):
             for earlier in group[:place]:
                 one, other = into[earlier], into[later]
-                if hero and later == array:
+                if siblings_first and later == array:
                     one, other = other, one
                 if one == other or not alike(program[one], program[other]):
+                    continue
+                if not siblings and array not in (earlier, later):
+                    continue
+                read = {array for i, kernel in enumerate(program) if into[i] == other for array in kernel.reads}
+                if not all(passes(array) for array in read if into[array] == one):
                     continue
                 if None not in (heroes[one], heroes[other]) and heroes[one] != heroes[other]:
                     continue
@@ -65,9 +70,16 @@ def reference(program: list[Kernel], alike, hero=None) -> set[frozenset[int]]:
     return {frozenset(i for i, to in enumerate(into) if to == kept) for kept in set(into)}
 
 
-@given(st.integers(0, 10**6), st.sampled_from((0, 3, 64)), st.booleans())
-def test_what_merges_is_what_a_graph_allows(seed, few, heroes):
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from((0, 3, 64)),
+    st.booleans(),
+    st.sampled_from(["first", "last", "never"]),
+    st.booleans(),
+)
+def test_what_merges_is_what_a_graph_allows(seed, few, heroes, siblings, all_pass):
     program = kernels(seed)
+    order = {"siblings_first": siblings == "first", "siblings": siblings != "never"}
 
     def alike(one: Kernel, other: Kernel) -> bool:
         return (one.place * 7 + other.place) % 3 > 0
@@ -79,9 +91,13 @@ def test_what_merges_is_what_a_graph_allows(seed, few, heroes):
         return key(one) is not None and key(one) == key(other) and alike(one, other)
 
     hero = (lambda kernel: (None, "rows", "columns")[kernel.place % 3]) if heroes else None
+
+    def passes(array: int) -> bool:
+        return all_pass or array % 3 > 0
+
     with patch.object(multi_output, "FEW", few):  # whoever waits is found among readers, or by all bits
-        merged = merged_outputs(program, key, lambda array: True, alike, hero)
-    assert {frozenset(kernel.steps) for kernel in merged} == reference(program, both, hero)
+        merged = merged_outputs(program, key, lambda array: True, alike, hero, passes, **order)
+    assert {frozenset(kernel.steps) for kernel in merged} == reference(program, both, hero, **order, passes=passes)
     assert sorted(step for kernel in merged for step in kernel.steps) == list(range(len(program)))
 
 
