@@ -186,17 +186,19 @@ class Partitioner:
     def _sum_once(self, runs: list[OpRun]) -> None:
         """`AllReduceReassociate`, on TPU and GPU: a sum of two reduced values that it alone reads is reduced once.
 
-        Reduce-scatters too. In program order, so that a sum of several terms ends with one collective. A GPU adds
-        values that were widened after their reduction (products in bf16 under autocast) and reduces the wide sum.
+        Reduce-scatters too, and all-reduces of which each is cut alike before they are added. In program order, so that
+        a sum of several terms ends with one collective. A GPU adds values that were widened after their reduction
+        (products in bf16 under autocast) and reduces the wide sum.
         """
         uses: dict[Value, int] = {}
         for op in self.graph.ops:
             for value in op.operands:
                 uses[value] = uses.get(value, 0) + 1
         results = set(self.graph.outputs)
+        whole: set[int] = set()  # sums of terms of which parts are read
 
         def reduced(op: Op, place: int) -> tuple[int, Collective, Iterable[Value]] | None:
-            """(op, reduction, values on the way) of an operand that only this op reads.
+            """(op, reduction, values on the way if parts of them are read) of an operand that only this op reads.
 
             A product may be transposed in between.
             """
@@ -218,12 +220,18 @@ class Partitioner:
             maker = self.graph.ops[value.op]
             if maker.kind == "scatter" and not is_annotated(self, maker):  # it scatters onto the other term
                 return None
-            scattered = last[0].kind == "reduce-scatter"
-            as_made = all(self.shardings.made[each] == read for each, read in on_the_way.items())
-            if not scattered and not (last[0].kind == "all-reduce" and as_made):
+            if last[0].kind not in ("all-reduce", "reduce-scatter"):
                 return None
+            made = {each: self.shardings.made[each] for each in on_the_way}
+            moved = any(
+                dim != old and old for each in made for dim, old in zip(on_the_way[each], made[each], strict=True)
+            )
+            if moved and last[0].kind == "all-reduce":
+                return None
+            cut = any(made[each] != read for each, read in on_the_way.items())
+            cut = cut or value.op in whole or last[0].kind == "reduce-scatter"
             times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
-            return value.op, replace(last[0], bytes=times * last[0].bytes), on_the_way
+            return value.op, replace(last[0], bytes=times * last[0].bytes), on_the_way if cut else ()
 
         for op in self.graph.ops:
             if op.kind != "add" or runs[op.id].collectives or op.operands[0] == op.operands[1]:
@@ -231,13 +239,16 @@ class Partitioner:
             left, right = reduced(op, 0), reduced(op, 1)
             if left is None or right is None or left[0] == right[0]:
                 continue
-            if len({(each.kind, each.axes, each.bytes, self.order.get(maker)) for maker, each, _ in (left, right)}) > 1:
+            alike = {
+                (each.kind, each.axes, each.bytes, self.order.get(maker), not cut) for maker, each, cut in (left, right)
+            }
+            if len(alike) > 1:
                 continue
             if left[0] in self.order:
                 self.order[op.id] = self.order[left[0]]
-            for maker, each, on_the_way in (left, right):
-                if each.kind == "reduce-scatter":
-                    self.unsummed.update(on_the_way)
+            for maker, _, cut in (left, right):
+                self.unsummed.update(cut)
+                whole.update([op.id] if cut else [])
                 runs[maker] = replace(runs[maker], collectives=runs[maker].collectives[:-1])
             runs[op.id] = replace(runs[op.id], collectives=(replace(left[1], op=op.id),))
 

@@ -77,6 +77,26 @@ def test_terms_of_a_scattered_sum_are_added_whole_in_the_kernels_of_their_produc
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "tpu-v5p:2x2x2", "h100:8"])
+@pytest.mark.parametrize(
+    "cut", [((), ("model", "data")), (("model", "data"), ()), ((), ("data",)), (("data",), ())], ids=str
+)
+def test_terms_that_are_reduced_and_cut_alike_are_reduced_once(target: str, cut: Spec) -> None:
+    """Slices that no reduce-scatter makes: each of three products was reduced (Phi on v5p: 46 % of all bytes)."""
+    pytest.importorskip("libtpu" if target.startswith("tpu") else "jax_plugins.xla_cuda12")
+    mesh = Mesh((2, 4), ("data", "model"), device=target.partition(":")[0])
+    graph = sums(swapped=False)
+    made = {op: graph.aten_outputs[op, 0] for op in range(6)}
+    pins = {Value(op): (COLUMNS, ROWS)[i % 2] for i, op in enumerate(graph.arguments)}
+    pins |= {made[op]: WHOLE for op in (0, 1, 3)} | {made[op]: cut for op in (2, 4, 5)}
+    wanted = Annotations(pins, {(made[term], op): cut for term, op in ((0, 2), (1, 2), (3, 4))})
+    module = annotate(graph.program, graph, wanted, mesh)
+    report, _ = compare_compiled(graph, wanted, mesh, parse_target(target, 8), module)
+    assert [(row.kind, row.predicted_bytes, row.compiled_bytes) for row in report.fidelity.rows] == [
+        ("all-reduce", 4 * SIZE * SIZE, 4 * SIZE * SIZE)
+    ]
+
+
 def _added(text: str) -> list[int]:
     """Of every kernel with a product in a compiled program, how many additions it holds."""
     kernels = (part for part in text.split("\n\n") if " convolution(" in part)
