@@ -96,7 +96,8 @@ class TpuFusion(Fusion):
         """A product's kernel goes on as long as one elementwise step alone reads what it made.
 
         Of two products that one step reads, the kernel of its last operand goes on and the other one ends (so compiled
-        in either order, products and convolutions alike).
+        in either order). So do convolutions; of these the earlier one is taken all the same: what ResNet keeps between
+        those that it adds is not predicted, and with the last one its memory is 13 % too low, with this one 4.
         """
         kernels: dict[int, list[int]] = {}  # last step of a product's kernel -> its steps
         for number, step in enumerate(self.steps):
@@ -108,8 +109,8 @@ class TpuFusion(Fusion):
                 continue
             ends = [last for last in self._continues(step) if last in kernels]
             if ends:
-                first = self.steps[kernels[ends[0]][0]].kind == "convolution"
-                before = min(ends, key=lambda e: kernels[e][0]) if first else ends[0]
+                convolution = self.steps[kernels[ends[0]][0]].kind == "convolution"
+                before = min(ends, key=lambda last: kernels[last][0]) if convolution else ends[0]
                 kernels[number] = [*kernels.pop(before), number]
         for last, members in kernels.items():
             for member in members:

@@ -8,7 +8,7 @@ Read off loops compiled for v5e and v5p, products of 0.3 to 1.1 GB alone in a pr
   two parts, which are written into it.
 - Of partial sums that go round, eight parts of the result.
 - Among four devices a loop has one round, and is none: operands are made in the kernels of the parts, and two parts of
-  the result lie on the way (12 products of 0.1 to 1.1 GB).
+  the result lie on the way (six products on v5e; in one of them a gradient of 32 MB is kept beside, not predicted).
 """
 
 from __future__ import annotations
