@@ -26,6 +26,7 @@ from autoshard.cost.results_tpu import several_results
 from autoshard.cost.rewrite import scattered_onto
 from autoshard.cost.rewrite_tpu import (
     COPIED,
+    attentions_by_rows,
     convolved,
     gathered_results,
     laid_out_for_convolutions,
@@ -255,7 +256,7 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
-        program = updated_kernels(as_loops(with_bodies(gathered_results(program), self.device)))
+        program = updated_kernels(as_loops(with_bodies(gathered_results(attentions_by_rows(program)), self.device)))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
         return cut_into_strips(laid_out_for_convolutions(images, widths), widths)

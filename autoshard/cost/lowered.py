@@ -29,6 +29,9 @@ VIEWS = frozenset({"reshape", BARRIER})
 SLICE = "partition_slice"
 """A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
 
+ATTENTION = "attention"
+"""A softmax and the product with what it weighs, in one kernel (`cost/spmd_attention.py`)."""
+
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 
 
@@ -209,6 +212,9 @@ class _Lowering:
             if source is not None and op.operands[move.place] not in self.partitioned.unsummed:
                 reads[move.place] = self._move(op.operands[move.place], source, move, number)
         own = run.collectives[taken:]
+        logits = self.partitioned.attentions.get(number)
+        if logits is not None:
+            reads[0] = self._found(number, logits)
         if op.kind in MASKED:
             self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
         if op.kind == BARRIER and self.ordered:
@@ -313,7 +319,8 @@ class _Lowering:
         if op.kind in BODIES:
             size, kernels = body_work(op)
             inner = size * share, kernels
-        self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner)
+        kind = ATTENTION if op.id in self.partitioned.attentions else op.kind
+        self._step(kind, op.id, arrays, made, flops, values=held, inner=inner)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
-from autoshard.cost.rewrite import Rewriter, writes_onto_constant
+from autoshard.cost.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE
@@ -56,7 +56,7 @@ def scattered_by_rows(program: Lowered) -> Lowered:
     kept = [number for number in sorted(narrow) if program.arrays[program.steps[number].reads[0]].maker not in fills]
     updates = _updates_by_rows(program, [number for number in kept if _little_padded(program, number)])
     rewriter = Rewriter(program)
-    copies = {argument: _by_rows(rewriter, argument) for argument in updates.arguments}
+    copies = {argument: by_rows(rewriter, argument) for argument in updates.arguments}
     for argument, copy in copies.items():
         op = program.steps[program.arrays[argument].readers[0]].op
         rewriter.emit(Step("copy", op, (argument,), (copy,)))
@@ -64,16 +64,16 @@ def scattered_by_rows(program: Lowered) -> Lowered:
         if number in updates.steps or number in updates.lookups:
             step = replace(step, reads=tuple(copies.get(array, array) for array in step.reads))
         if number in updates.steps and program.arrays[step.writes[0]].returned:
-            made = copies[step.writes[0]] = _by_rows(rewriter, step.writes[0])
+            made = copies[step.writes[0]] = by_rows(rewriter, step.writes[0])
             rewriter.emit(replace(step, writes=(made,)))
             rewriter.emit(Step("copy", step.op, (made,), step.writes))
         elif number in fills:
-            rewriter.instead[step.writes[0]] = _by_rows(rewriter, step.writes[0])
+            rewriter.instead[step.writes[0]] = by_rows(rewriter, step.writes[0])
             rewriter.emit(replace(step, writes=(rewriter.instead[step.writes[0]],)))
         elif number in narrow:
-            onto, made = step.reads[0], _by_rows(rewriter, step.writes[0])
+            onto, made = step.reads[0], by_rows(rewriter, step.writes[0])
             if program.arrays[onto].maker not in fills:
-                onto = _by_rows(rewriter, step.writes[0])
+                onto = by_rows(rewriter, step.writes[0])
                 rewriter.emit(Step("copy", step.op, (step.reads[0],), (onto,)))
             rewriter.emit(replace(step, reads=(onto, *step.reads[1:]), writes=(made,)))
             if number in updates.scatters:
@@ -99,7 +99,7 @@ def looked_up_by_rows(program: Lowered) -> Lowered:
         if number in narrow:
             table = step.reads[0]
             if table not in copies:
-                copies[table] = _by_rows(rewriter, table)
+                copies[table] = by_rows(rewriter, table)
                 rewriter.emit(Step("copy", step.op, (table,), (copies[table],)))
             step = replace(step, reads=(copies[table], *step.reads[1:]))
         rewriter.emit(step)
@@ -274,10 +274,21 @@ def _fill(program: Lowered, number: int) -> bool:
     return len(array.readers) == 1 and writes_onto_constant(program, program.steps[array.readers[0]])
 
 
-def _by_rows(rewriter: Rewriter, like: int) -> int:
-    """A new array like one that `like` names, its last dim the innermost."""
-    shape = rewriter.arrays[like].shape or ()
-    return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))
+def attentions_by_rows(program: Lowered) -> Lowered:
+    """Values are copied to lie by rows for kernels of attention, and what these make from there (`spmd_attention`)."""
+    if all(step.kind != ATTENTION for step in program.steps):
+        return program
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind != ATTENTION:
+            rewriter.emit(step)
+            continue
+        logits, values = step.reads
+        copy, made = by_rows(rewriter, values), by_rows(rewriter, step.writes[0])
+        rewriter.emit(Step("copy", step.op, (values,), (copy,)))
+        rewriter.emit(replace(step, reads=(logits, copy), writes=(made,)))
+        rewriter.emit(Step("copy", step.op, (made,), step.writes))
+    return rewriter.result()
 
 
 MOST_PADDED, MOST_WASTED = 2, 128 * 2**20

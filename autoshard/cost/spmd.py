@@ -19,7 +19,8 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
-from autoshard.cost.spmd_chained import chained_scatters, is_annotated
+from autoshard.cost.spmd_attention import attentions
+from autoshard.cost.spmd_chained import chained_scatters
 from autoshard.cost.spmd_contraction import contraction, is_transposed, may_loop
 from autoshard.cost.spmd_emission import Emission
 from autoshard.cost.spmd_gather import KeptGathers, in_whole_mesh
@@ -29,7 +30,8 @@ from autoshard.cost.spmd_kernel import Gathering, source_of, turned
 from autoshard.cost.spmd_looped import Ring
 from autoshard.cost.spmd_reshard import Resharder, Step
 from autoshard.cost.spmd_scatter import Cuts, Dim, is_summed, scatter_later
-from autoshard.graph.groups import ELEMENTWISE, free_ops, unscaled
+from autoshard.cost.spmd_summed import sum_once
+from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -88,6 +90,7 @@ class Partitioned:
         joined: op -> the later one that it is part of (`spmd_chained`).
         uneven: results that are gathered whole because their parts are not even, and by what.
         unsummed: values that stay whole terms of a sum until that is scattered: a slice of one comes after that.
+        attentions: products that become one kernel with the softmax before them -> its logits (`spmd_attention`).
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)
@@ -96,6 +99,7 @@ class Partitioned:
     joined: Mapping[int, int] = field(repr=False, default_factory=dict)
     uneven: Mapping[Value, Sequence[Collective]] = field(repr=False, default_factory=dict)
     unsummed: Set[Value] = field(repr=False, default_factory=frozenset)
+    attentions: Mapping[int, Value] = field(repr=False, default_factory=dict)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -135,6 +139,7 @@ class Partitioner:
             for value in dict.fromkeys(op.operands):
                 self.readers.setdefault(value, []).append(op)
         self.gathering = Gathering(self) if target == "tpu" else None
+        self.attentions = attentions(graph, shardings) if target == "tpu" else {}
         self.copies_of: dict[Value, list[int]] = {}
         for number, copy in enumerate(shardings.copies):
             self.copies_of.setdefault(copy.value, []).append(number)
@@ -158,10 +163,12 @@ class Partitioner:
         copies += [one for steps in uneven.values() for one in steps]
         scatter_later(self, runs)
         if self.target != "cpu":
-            self._sum_once(runs)
+            sum_once(self, runs)
             scatter_later(self, runs)
             chained_scatters(self, runs)
-        return Partitioned(tuple(runs), tuple(copies), made, self.joined, uneven, frozenset(self.unsummed))
+        return Partitioned(
+            tuple(runs), tuple(copies), made, self.joined, uneven, frozenset(self.unsummed), self.attentions
+        )
 
     def _uneven_results(self) -> dict[Value, list[Collective]]:
         """Results that no annotation holds are gathered where their parts would be uneven (compiled so on all targets).
@@ -182,75 +189,6 @@ class Partitioner:
             steps = self.resharder.reshard(kind.shape, kind.dtype, source, whole)
             found[value] = self._once((node, ((), source, whole)), steps, value.op)
         return found
-
-    def _sum_once(self, runs: list[OpRun]) -> None:
-        """`AllReduceReassociate`, on TPU and GPU: a sum of two reduced values that it alone reads is reduced once.
-
-        Reduce-scatters too, and all-reduces of which each is cut alike before they are added. In program order, so that
-        a sum of several terms ends with one collective. A GPU adds values that were widened after their reduction
-        (products in bf16 under autocast) and reduces the wide sum.
-        """
-        uses: dict[Value, int] = {}
-        for op in self.graph.ops:
-            for value in op.operands:
-                uses[value] = uses.get(value, 0) + 1
-        results = set(self.graph.outputs)
-        whole: set[int] = set()  # sums of terms of which parts are read
-
-        def reduced(op: Op, place: int) -> tuple[int, Collective, Iterable[Value]] | None:
-            """(op, reduction, values on the way if parts of them are read) of an operand that only this op reads.
-
-            A product may be transposed in between.
-            """
-            split = runs[op.id].reads[place]
-            on_the_way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
-            *_, value = on_the_way
-            turn = self.graph.ops[value.op]
-            if self.target == "gpu" and _widens(self.graph, turn):
-                value = turn.operands[0]
-                on_the_way |= dict.fromkeys(unscaled(self.graph, value), split)
-                *_, value = on_the_way
-                turn = self.graph.ops[value.op]
-            if turn.kind == "transpose" and is_transposed(self, self.graph.ops[turn.operands[0].op]):
-                value = turn.operands[0]
-                on_the_way[value] = split[::-1]
-            last = runs[value.op].collectives[-1:]
-            if not last or any(uses[each] != 1 or each in results for each in on_the_way):
-                return None
-            maker = self.graph.ops[value.op]
-            if maker.kind == "scatter" and not is_annotated(self, maker):  # it scatters onto the other term
-                return None
-            if last[0].kind not in ("all-reduce", "reduce-scatter"):
-                return None
-            made = {each: self.shardings.made[each] for each in on_the_way}
-            moved = any(
-                dim != old and old for each in made for dim, old in zip(on_the_way[each], made[each], strict=True)
-            )
-            if moved and last[0].kind == "all-reduce":
-                return None
-            cut = any(made[each] != read for each, read in on_the_way.items())
-            cut = cut or value.op in whole or last[0].kind == "reduce-scatter"
-            times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
-            return value.op, replace(last[0], bytes=times * last[0].bytes), on_the_way if cut else ()
-
-        for op in self.graph.ops:
-            if op.kind != "add" or runs[op.id].collectives or op.operands[0] == op.operands[1]:
-                continue
-            left, right = reduced(op, 0), reduced(op, 1)
-            if left is None or right is None or left[0] == right[0]:
-                continue
-            alike = {
-                (each.kind, each.axes, each.bytes, self.order.get(maker), not cut) for maker, each, cut in (left, right)
-            }
-            if len(alike) > 1:
-                continue
-            if left[0] in self.order:
-                self.order[op.id] = self.order[left[0]]
-            for maker, _, cut in (left, right):
-                self.unsummed.update(cut)
-                whole.update([op.id] if cut else [])
-                runs[maker] = replace(runs[maker], collectives=runs[maker].collectives[:-1])
-            runs[op.id] = replace(runs[op.id], collectives=(replace(left[1], op=op.id),))
 
     def _copy(self, op: Op, number: int) -> Move | None:
         copy = self.shardings.copies[number]
@@ -308,7 +246,8 @@ class Partitioner:
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         if self.target == "tpu" and op.kind in ("dot_general", "convolution"):
-            key = (key, may_loop(self, op), spmd_rounded.rounds(self, Value(op.id), None), is_transposed(self, op))
+            rounded = spmd_rounded.rounds(self, Value(op.id), None)
+            key = (key, may_loop(self, op), rounded, is_transposed(self, op), op.id in self.attentions)
         if self.target == "tpu" and op.kind == "gather":
             key = (key, is_summed(self, op))
         emission = self.memo.get(key)
@@ -597,11 +536,3 @@ class Partitioner:
         share = math.prod(self.subaxes.shard(shape, base)) / whole if whole else 1.0
         emission = self.moved(op, reads, tuple(wanted), share, own)
         return replace(emission, order=self.order_of(partial[::-1]))
-
-
-def _widens(graph: Graph, op: Op) -> bool:
-    """Whether an op makes floating-point numbers wider."""
-    if op.kind != "convert":
-        return False
-    narrow, wide = graph.type_of(op.operands[0]).dtype, op.results[0].dtype
-    return {narrow, wide} <= {"f16", "bf16", "f32", "f64"} and bytes_of(narrow) < bytes_of(wide)

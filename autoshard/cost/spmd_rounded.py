@@ -34,8 +34,11 @@ def rounds(owner: Partitioner, value: Value, at: int | None) -> bool:
 def multiplies_matrices(owner: Partitioner, op: Op) -> bool:
     """Whether an op is a contraction of which both operands have dims of their own.
 
-    A TPU's compiler makes the others sums of elementwise products, in f32 (`AlgebraicSimplifier::HandleDot`).
+    A TPU's compiler makes the others sums of elementwise products, in f32 (`AlgebraicSimplifier::HandleDot`), and some
+    one kernel with a softmax, which reads f32.
     """
+    if op.id in owner.attentions:
+        return False
     if op.kind != "dot_general":
         return op.kind in CONTRACTIONS
     dims = owner.transfers.contraction(op)

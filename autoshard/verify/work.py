@@ -347,9 +347,11 @@ def _meeting(
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
-    """FLOPs of calls into cuBLAS and cuDNN."""
+    """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention."""
     target = instruction.target
     shapes = _shapes(computation, instruction)
+    if instruction.op_name == "online-softmax" and len(shapes) > 1:
+        return _wider(shapes), 2.0 * instruction.shapes[0].elements * shapes[0].dims[-1]
     if target.startswith(("__cublas$", "__onednn$matmul")) and len(shapes) > 1:
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]

@@ -61,6 +61,12 @@ def test_cublas_calls_are_dots():
     assert one(call).flops == {"f32": 2 * 64 * 16 * 32}
 
 
+def test_a_tpus_kernel_of_attention_holds_a_product():
+    call = 'f32[64,16] custom-call(%p, %w), custom_call_target="tpu_custom_call", metadata={op_name="online-softmax"}'
+    assert one(call).flops == {"f32": 2 * 64 * 16 * 32}
+    assert one(call.replace("online-softmax", "mine")).flops == {}
+
+
 # 8 positions a dim, 3 taps, padding 1: 8 * 3 - 2 pairs meet the image.
 CONVOLUTION = 2 * (2 * 5 * 3) * (8 * 3 - 2) ** 2
 
