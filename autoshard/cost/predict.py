@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from autoshard.cost.backend import Compiled, backend_of
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
-from autoshard.cost.device import Device
+from autoshard.cost.device import Device, Target
 from autoshard.cost.lowered import lower
-from autoshard.cost.spmd import partition
+from autoshard.cost.spmd import Partitioned, partition
 from autoshard.cost.spmd_undone import undone
 from autoshard.cost.timing import collective_seconds, kernel_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
+from autoshard.graph.merge import equal_ops, merged
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import propagate
+from autoshard.graph.propagate import Shardings, propagate
 from autoshard.graph.rules import rule_for
 from autoshard.graph.simplify import simplified
 from autoshard.graph.transfer import bytes_of
@@ -85,12 +86,15 @@ def predict(
     Args:
         groups: `fusion_groups(graph)`, if the caller has it.
     """
-    graph = simplified(graph, device.target)
-    groups = fusion_groups(graph) if groups is None else groups
-    shardings = undone(graph, propagate(graph, annotations, mesh, device.target), device.target)
-    partitioned = partition(graph, shardings, device.target)
-    flops = [op_flops(op, graph) for op in graph.ops]
     target = device.target
+    graph = simplified(graph, target)
+    groups = fusion_groups(graph) if groups is None else groups
+    flops = [op_flops(op, graph) for op in graph.ops]
+    shardings, partitioned = _partitioned(graph, annotations, mesh, target)
+    equal = _moved_again(graph, annotations, shardings, partitioned) if target == "tpu" else {}
+    if equal:
+        graph, annotations = merged(graph, annotations, equal)
+        shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     lowered = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")
     compiled = backend_of(device).compile(lowered)
     kernels = _per_op(compiled, device)
@@ -110,10 +114,27 @@ def predict(
         peak_memory_bytes=compiled.peak_bytes,
         compiled=compiled,
         replicated_ops=_replicated(graph, groups.free, device),
-        specs=shardings.specs,
+        specs=shardings.specs | {value: shardings.specs[first] for value, first in equal.items()},
         kernel_s=tuple(kernels),
         collective_s=tuple(times),
     )
+
+
+def _partitioned(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> tuple[Shardings, Partitioned]:
+    shardings = undone(graph, propagate(graph, annotations, mesh, target), target)
+    return shardings, partition(graph, shardings, target)
+
+
+def _moved_again(
+    graph: Graph, annotations: Annotations, shardings: Shardings, partitioned: Partitioned
+) -> dict[Value, Value]:
+    """What a TPU's compiler makes one of, if a collective depends on any of it: value -> the one that is left."""
+    equal = equal_ops(graph, annotations)
+    moved = {shardings.copies[number].value for number, move in partitioned.copied.items() if move.collectives}
+    for op, run in zip(graph.ops, partitioned.runs, strict=True):
+        if run.collectives:
+            moved |= {Value(op.id), *(op.operands[move.place] for move in run.moves if move.collectives)}
+    return {} if moved.isdisjoint(equal) else equal
 
 
 def _per_op(compiled: Compiled, device: Device) -> list[tuple[int | None, float]]:

@@ -269,7 +269,9 @@ class Partitioner:
                 value, dims, reader = source_of(self, op, place)
                 move = (move[0], turned(move[1], dims), turned(end, dims))
             copy = self.shardings.copy_read(reader, value)
-            node = ("value", value) if copy is None else ("copy", copy)
+            node: Hashable = ("value", value) if copy is None else ("copy", copy)
+            if self.target == "tpu" and op.kind == "gather" and place == 1 and "64" in self.graph.type_of(value).dtype:
+                node = (node, "clamped")  # to 32 bits before it is moved; a scatter's indices are not
             if move[1] is not None:
                 steps = spmd_reorder.before_convert(self, value, copy, steps)
             if copy is None and move[1] is not None:

@@ -26,6 +26,7 @@ from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.memo import Latest
+from autoshard.graph.merge import COMMUTES, EXPRESSIONS, MERGED
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.simplify import fold, simplified
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -35,14 +36,6 @@ from autoshard.mesh import Mesh, Spec
 
 _FROM_FIRST = frozenset({"power", "reverse", "slice", "pad", "shift_left", "shift_right_arithmetic"})
 """Kinds whose sharding follows their first operand alone, at the first level (`PickRepresentativeOperand`)."""
-
-_EXPRESSIONS = ELEMENTWISE | {"broadcast_in_dim", "slice"}
-"""Kinds that make constant expressions of constant expressions (`HloConstantSplitter`)."""
-
-_MERGED = _EXPRESSIONS | {"iota", "reshape", "transpose", "dot_general", "gather", "pad", "concatenate", "reverse"}
-"""Kinds of which equal ops are merged: those that `Op.attrs` says everything about."""
-
-_COMMUTES = frozenset({"add", "multiply", "maximum", "minimum", "and", "or", "xor"})
 
 _LEVELS = (0, 1, 2, 3, 3)
 """Aggressiveness of each round; XLA runs the last one twice."""
@@ -234,11 +227,11 @@ class _Propagation:
         nodes = self.operands[first]
         if op.kind in ("constant", "iota") or (Value(op.id) in self.folded.splat and len(op.results) == 1):
             self.expressions.add(self._node(Value(op.id)))
-        elif op.kind in _EXPRESSIONS and nodes and self.expressions.issuperset(nodes):
+        elif op.kind in EXPRESSIONS and nodes and self.expressions.issuperset(nodes):
             self.expressions.add(first)
-        if op.kind not in _MERGED or self._node(Value(op.id)) != first:
+        if op.kind not in MERGED or self._node(Value(op.id)) != first or op.attrs.get("reducer") == "other":
             return
-        key = (op.kind, op.results, tuple(op.attrs.items()), tuple(sorted(nodes)) if op.kind in _COMMUTES else nodes)
+        key = (op.kind, op.results, tuple(op.attrs.items()), tuple(sorted(nodes)) if op.kind in COMMUTES else nodes)
         known = equal.setdefault(key, op.id)
         if known != op.id:
             self.merged[Value(op.id)] = Value(known)
