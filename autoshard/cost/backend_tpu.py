@@ -17,6 +17,7 @@ from typing import ClassVar
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
+from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
@@ -59,9 +60,6 @@ from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 THRESHOLD = 120 * 2**20
 """Bytes of results up to which collectives are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
-
-PIECE = 2**20
-"""Bytes of a row beyond which it is gathered in pieces. As seen (Mixtral on v5e): 1 MiB is not, 2 MiB are."""
 
 IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
 """Kinds that write into their operands' buffers."""
@@ -225,14 +223,8 @@ def reads_from_memory(program: Lowered, step: Step) -> bool:
 
 def _put_together(program: Lowered, array: int) -> bool:
     """Whether an array is gathered in pieces, so that no result takes over its buffer."""
-    found = program.arrays[array]
-    if found.maker < 0 or program.steps[found.maker].kind != "gather" or found.shape is None:
-        return False
-    window = program.graph.ops[program.steps[found.maker].op].attrs["offset_dims"]
-    if max(window, default=0) >= len(found.shape):
-        return False
-    row = math.prod(found.shape[dim] for dim in window)
-    return bool(found.bytes * row > PIECE * _elements(found))
+    maker = program.arrays[array].maker
+    return maker >= 0 and program.steps[maker].kind == JOINED
 
 
 def _elements(array: Array) -> int:
@@ -256,7 +248,8 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
-        program = updated_kernels(as_loops(with_bodies(gathered_results(attentions_by_rows(program)), self.device)))
+        program = gathered_results(gathered_in_pieces(attentions_by_rows(program), self.device.kind))
+        program = updated_kernels(as_loops(with_bodies(program, self.device)))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
         return cut_into_strips(laid_out_for_convolutions(images, widths), widths)

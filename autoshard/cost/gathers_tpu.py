@@ -1,0 +1,73 @@
+"""Gathers of long rows on a TPU: in pieces, each from a slice of the table, put together again behind.
+
+libtpu's passes `tpu_gather_split` and `concat-decomposer`, read off compiled single gathers (libtpu 0.0.51; v5e, v5p
+and v6e, f32 and bf16): a row of more than 2^18 numbers, tiles filled up, is gathered in so many pieces that none is
+longer (2^19 on v6e). The table is cut up first, whole. Up to four pieces that one step reads are put together inside of
+that; more, or for several readers, one after the other are written into their place in an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoshard.cost.kernels import Kernel
+from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.tpu_layout import row_major
+
+PIECE = 2**18
+"""Numbers of a row that are gathered at once."""
+
+LONGER = {"tpu-v6e": 2**19}
+"""On other device kinds."""
+
+INSIDE = 4
+"""Pieces that are put together inside of what reads them."""
+
+JOINED = "joined"
+"""Kind of the step that writes the others into their places."""
+
+
+def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
+    """`program` with gathers of long rows in pieces, for a device kind.
+
+    What is written into an array is gathered right before, so that one piece lies beside it: here one gather of that
+    size stands for all, and the traffic of the others is counted where they are written (`joined_bytes`).
+    """
+    pieces = {number: count for number, step in enumerate(program.steps) if (count := _pieces(program, step, kind)) > 1}
+    if not pieces:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number not in pieces:
+            rewriter.emit(step)
+            continue
+        table, made = step.reads[0], step.writes[0]
+        found = program.arrays[made]
+        inside = pieces[number] <= INSIDE and len(found.readers) + found.returned == 1
+        slices, part = rewriter.array(table), rewriter.array(made, found.bytes // (1 if inside else pieces[number]))
+        rewriter.emit(Step("copy", step.op, (table,), (slices,)))
+        rewriter.emit(replace(step, reads=(slices, *step.reads[1:]), writes=(part,)))
+        rewriter.emit(Step("concatenate" if inside else JOINED, step.op, (part,), (made,)))
+    return rewriter.result()
+
+
+def joined_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int]:
+    """Array -> bytes that such a kernel reads and writes: each piece is read and written, and gathered but for one."""
+    (piece,), (made,) = kernel.reads, kernel.writes
+    return {made: 3 * sizes(program.arrays[made]) - sizes(program.arrays[piece])}
+
+
+def _pieces(program: Lowered, step: Step, kind: str) -> int:
+    """In how many pieces a step gathers each row; 1 where that is no gather of such rows."""
+    if step.kind != "gather" or not step.reads:
+        return 1
+    made = program.arrays[step.writes[0]].shape
+    window = program.graph.ops[step.op].attrs["offset_dims"]
+    if made is None or not window or max(window) >= len(made):
+        return 1
+    row = [made[dim] for dim in window]
+    if len(row) > 2:  # these are copied by a loop
+        return 1
+    return -(-row_major((*(1,) * (2 - len(row)), *row)) // LONGER.get(kind, PIECE))
