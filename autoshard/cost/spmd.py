@@ -139,13 +139,14 @@ class Partitioner:
             for value in dict.fromkeys(op.operands):
                 self.readers.setdefault(value, []).append(op)
         self.gathering = Gathering(self) if target == "tpu" else None
-        self.attentions = attentions(graph, shardings) if target == "tpu" else {}
+        self.attentions: Mapping[int, Value] = {}
         self.copies_of: dict[Value, list[int]] = {}
         for number, copy in enumerate(shardings.copies):
             self.copies_of.setdefault(copy.value, []).append(number)
 
     def run(self) -> Partitioned:
         """Partition every op, in program order."""
+        self.attentions = attentions(self.graph, self.shardings) if self.target == "tpu" else {}
         runs: list[OpRun] = []
         copied: dict[Value, list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
