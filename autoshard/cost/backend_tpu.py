@@ -17,7 +17,7 @@ from typing import ClassVar
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
-from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces
+from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
@@ -248,7 +248,8 @@ class TpuBackend(Backend):
 
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
-        program = gathered_results(gathered_in_pieces(attentions_by_rows(program), self.device.kind))
+        program = gathered_in_pieces(attentions_by_rows(program), self.device.kind)
+        program = gathered_results(scattered_in_turns(program, self.device.kind))
         program = updated_kernels(as_loops(with_bodies(program, self.device)))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)

@@ -1,13 +1,17 @@
-"""Gathers of long rows on a TPU: in pieces, each from a slice of the table, put together again behind.
+"""Gathers and scatters of long rows on a TPU: in pieces, and in a loop.
 
 libtpu's passes `tpu_gather_split` and `concat-decomposer`, read off compiled single gathers (libtpu 0.0.51; v5e, v5p
 and v6e, f32 and bf16): a row of more than 2^18 numbers, tiles filled up, is gathered in so many pieces that none is
 longer (2^19 on v6e). The table is cut up first, whole. Up to four pieces that one step reads are put together inside of
 that; more, or for several readers, one after the other are written into their place in an array.
+
+Rows of more than 1.34 million numbers (1,280 x 1,024 are not, 1,344 are; on v6e 2,048 x 1,024 are not, 4,096 are) are
+scattered one by one, in a loop of three kernels: of a table in device memory each reads a row, and writes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +25,12 @@ PIECE = 2**18
 
 LONGER = {"tpu-v6e": 2**19}
 """On other device kinds."""
+
+SCATTERED, SCATTERED_LONGER = 1.34e6, {"tpu-v6e": 2.7e6}
+"""Numbers of the longest row that is scattered at once, and on other device kinds."""
+
+TURN = 3
+"""Kernels in which the loop over longer ones adds one."""
 
 INSIDE = 4
 """Pieces that are put together inside of what reads them."""
@@ -51,6 +61,38 @@ def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
         rewriter.emit(replace(step, reads=(slices, *step.reads[1:]), writes=(part,)))
         rewriter.emit(Step("concatenate" if inside else JOINED, step.op, (part,), (made,)))
     return rewriter.result()
+
+
+def scattered_in_turns(program: Lowered, kind: str) -> Lowered:
+    """`program`, in which scatters of long rows know how many kernels they run; for a device kind."""
+    longest = SCATTERED_LONGER.get(kind, SCATTERED)
+    steps = [
+        replace(step, inner=(0.0, TURN * turns - 1.0)) if (turns := _turns(program, step, longest)) else step
+        for step in program.steps
+    ]
+    return replace(program, steps=steps)
+
+
+def _turns(program: Lowered, step: Step, longest: float) -> int:
+    """How many rows a step scatters one by one; 0 where it is no scatter of longer ones."""
+    if step.kind != "scatter" or len(step.reads) < 2 or len(step.writes) > 1:
+        return 0
+    updates = program.arrays[step.reads[-1]].shape
+    window = program.graph.ops[step.op].attrs["window_dims"]
+    if updates is None or max(window, default=0) >= len(updates):
+        return 0
+    row = math.prod(updates[dim] for dim in window)
+    return math.prod(updates) // row if row > longest else 0
+
+
+def turned_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int] | None:
+    """Array -> bytes of it that a loop over rows to scatter reads and writes; None for any other kernel."""
+    last = program.steps[kernel.steps[-1]]
+    if last.kind != "scatter" or not last.inner[1]:
+        return None
+    moved = sizes(program.arrays[last.reads[-1]])
+    around = dict.fromkeys((last.reads[0], *last.writes), moved)
+    return {array: sizes(program.arrays[array]) for array in kernel.reads} | around
 
 
 def joined_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int]:

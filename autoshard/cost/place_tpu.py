@@ -12,7 +12,7 @@ from autoshard.cost.backend import Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import ALLOCATED
 from autoshard.cost.device import Device
-from autoshard.cost.gathers_tpu import JOINED, joined_bytes
+from autoshard.cost.gathers_tpu import JOINED, joined_bytes, turned_bytes
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip
@@ -193,6 +193,9 @@ class Placing:
         """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
         if kernel.kind == JOINED:
             return joined_bytes(kernel, self.program, self.buffer_bytes)
+        turned = turned_bytes(kernel, self.program, self.buffer_bytes)
+        if turned is not None:
+            return turned
         sizes = {array: self.buffer_bytes(self.program.arrays[array]) for array in kernel.writes}
         most = sum(sizes.values()) if kernel.kind in INDEXED else None
         sliced = self._sliced(kernel) if most is None and self.slices else {}

@@ -60,3 +60,26 @@ def test_long_rows_are_gathered_in_pieces(
     assert (JOINED in kinds) == (joined > 0)
     assert report.prediction.compiled.moved_bytes == pytest.approx(report.judged.bytes, rel=0.02)
     assert report.prediction.step_time_s == pytest.approx(report.judged.step_time_s, rel=0.025)
+
+
+@pytest.mark.parametrize(
+    ("target", "row", "lookups", "loops"),
+    [
+        ("tpu-v5e:2x4", (1280, 1024), 64, 0),
+        ("tpu-v5e:2x4", (1344, 1024), 64, 1),
+        ("tpu-v5e:2x4", (4096, 1024), 64, 1),
+        ("tpu-v5p:2x2x2", (2048, 1024), 128, 1),
+        ("tpu-v6e:2x4", (2048, 1024), 64, 0),
+        ("tpu-v6e:2x4", (4096, 1024), 64, 1),
+    ],
+)
+def test_longer_rows_are_scattered_one_by_one(target: str, row: tuple[int, ...], lookups: int, loops: int) -> None:
+    def added(lookups: jax.Array, updates: jax.Array) -> jax.Array:
+        return jnp.zeros((8, *row)).at[lookups].add(updates, mode="promise_in_bounds")
+
+    report, compiled = compiled_for(target, added, [ids(lookups), f32(lookups, *row)], [((),), WHOLE])
+    (scatter,) = [step for step in report.prediction.compiled.program.steps if step.kind == "scatter"]
+    assert compiled.hlo_text.split("\nENTRY")[1].count(" while(") == loops
+    assert scatter.inner[1] == (3 * lookups - 1 if loops else 0)
+    if row == (4096, 1024) or target == "tpu-v5p:2x2x2":  # in device memory: on chip it is copied to the result after
+        assert report.prediction.step_time_s == pytest.approx(report.judged.step_time_s, rel=0.02)
