@@ -87,8 +87,10 @@ def _turns(program: Lowered, step: Step, longest: float) -> int:
 
 def turned_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int] | None:
     """Array -> bytes of it that a loop over rows to scatter reads and writes; None for any other kernel."""
+    if kernel.kind != "scatter":
+        return None
     last = program.steps[kernel.steps[-1]]
-    if last.kind != "scatter" or not last.inner[1]:
+    if not last.inner[1]:
         return None
     moved = sizes(program.arrays[last.reads[-1]])
     around = dict.fromkeys((last.reads[0], *last.writes), moved)
