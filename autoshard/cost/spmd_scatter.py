@@ -173,7 +173,8 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
         if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
             continue
         row_major = tiles_tpu.lies_row_major(op.kind, op.results[0].shape)
-        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), row_major, is_summed(owner, op))
+        summed = op.kind == "gather" and is_summed(owner, op)
+        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), row_major, summed)
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
 
