@@ -333,8 +333,9 @@ class TpuBackend(Backend):
 
         Args:
             updates: whether an update that is written over its argument adds nothing, unless its gradient is summed
-                over devices together with others: one buffer of all of them is freed by the last, so the smallest
-                comes first.
+                over devices together with others: of those the smallest comes first. No rule of the compiler's, but
+                nearer: in 14 of 21 programs compiled for v5e such updates go up in size, in 7 down, and why is not
+                found; by which order needs less memory the direction was right in 9.
         """
         together = {
             array
