@@ -46,7 +46,7 @@ BESIDE = 3
 TILE_FLOPS = 14 * 4 * 2 * 128 * 128
 """What a core could multiply (four units of 128 x 128) while it works on one tile between convolutions: 14 cycles. It
 stands for copies of tiles that are not predicted one by one, and libtpu's cost model knows nothing of it: the clocks of
-ResNet, a U-Net and a denoiser on a v5e are 6 % below to 31 above what libtpu counts, without it 14 to 35 below; loops of
+ResNet, U-Net and denoiser on a v5e are 6 % below to 31 above what libtpu counts, without it 14 to 35 below; loops of
 FSDP 16 below to 64 above. It keeps the proportion of a tile to the longest wait that 16 cycles had to 1434 µs."""
 
 STILL = COLLECTIVES | {BARRIER, ALLOCATED}
