@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
@@ -326,15 +327,28 @@ class TpuBackend(Backend):
         all of this that is ready, and the products of gradients whose sums nothing waits for but updates.
 
         Args:
-            updates: whether an update that is written over its argument adds nothing.
+            updates: whether an update that is written over its argument adds nothing, unless its gradient is summed
+                over devices together with others: of those the smallest comes first. No rule of the compiler's, but
+                nearer: in 14 of 21 programs compiled for v5e such updates go up in size, in 7 down, and why is not
+                found; by which order needs less memory the direction was right in 9.
         """
+        together = {
+            array
+            for kernel in kernels
+            if kernel.kind == "all-reduce" and len(kernel.writes) > 1
+            for array in kernel.writes
+        }
+
+        def placed(kernel: Kernel, phase: int) -> bool:
+            return phase == 0 or (updates and together.isdisjoint(kernel.reads))
+
         lazy = _lazy(kernels, deps)
         phases = _phases(kernels, deps)
         sequence: list[list[int]] = []
         for current in range(3):
             now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == current]
             rest = [kernels[number] for number in now]
-            ordered = greedy(rest, dependencies(rest), program.arrays, updates=updates or current == 0)
+            ordered = greedy(rest, dependencies(rest), program.arrays, partial(placed, phase=current))
             sequence.append([now[number] for number in ordered])
         beside = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-gather"}
         late = [*(n for n in sequence[0] if _gradient(n, kernels, deps, phases)), *sequence[1], *sequence[2]]

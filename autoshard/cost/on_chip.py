@@ -89,7 +89,7 @@ def off_chip(
         return clock is None or clock[end] - clock[start + 1] <= longest
 
     found: dict[int, Buffered] = {}
-    for place in sorted(range(len(lives)), key=lambda i: (-lives[i].gain / math.sqrt(max(lives[i].bytes, 1)), i)):
+    for place in sorted(range(len(lives)), key=lambda place: (*_urgency(lives[place]), place)):
         life = lives[place]
         gaps = list(zip(life.uses, life.uses[1:], strict=False))
         if life.far or not all(short(*gap) for gap in gaps) or not fits(*life.span, life.bytes):
@@ -97,6 +97,11 @@ def off_chip(
             waits = [(start if short(start, end) else end - 1, end) for start, end in gaps]
             found[place] = _buffered(life, waits, fits, evicted)
     return found
+
+
+def _urgency(life: Life) -> tuple[float, int]:
+    """By what values are sorted: their gain to five digits, as sums of equal parts may differ; the larger first."""
+    return float(f"{-life.gain / math.sqrt(max(life.bytes, 1)):.5g}"), -life.bytes
 
 
 def _buffered(

@@ -205,12 +205,16 @@ def _depth_first(
 
 
 def greedy(
-    kernels: Sequence[Kernel], deps: Dependencies, arrays: Sequence[Array], updates: bool = False, late: bool = False
+    kernels: Sequence[Kernel],
+    deps: Dependencies,
+    arrays: Sequence[Array],
+    updates: Callable[[Kernel], bool] | None = None,
+    late: bool = False,
 ) -> list[int]:
     """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
 
     Args:
-        updates: whether results that take over an argument's buffer add nothing.
+        updates: whether results of a kernel that take over an argument's buffer add nothing; default never.
         late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
             then adds as much as that.
     """
@@ -227,8 +231,8 @@ def greedy(
             if array in readers:
                 readers[array].append(number)
     made = [
-        sum(arrays[array].bytes for array in kernel.writes if not (updates and arrays[array].donated))
-        for kernel in kernels
+        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
+        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
     ]
     scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
     done = bytearray(len(kernels))

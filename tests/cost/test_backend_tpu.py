@@ -97,8 +97,80 @@ def test_what_lies_between_convolutions_takes_its_tiles_time() -> None:
         backend = TpuBackend(load_device("tpu-v5e"))
         live = liveness(kernels, range(1), arrays, backend.buffer_bytes)
         seconds.append(Placing(backend.device, backend.buffer_bytes, kernels, program, live).clock[-1])
-    assert seconds[0] == pytest.approx(2**22 / 819e9)
-    assert seconds[1] == pytest.approx(4096 * 16 / 1.5e9, rel=0.01)
+    assert seconds[0] == pytest.approx(2**22 / (0.9 * 819e9))  # as libtpu counts: nine tenths of the memory's
+    assert seconds[1] == pytest.approx(4096 * 14 / 1.5e9, rel=0.01)
+
+
+def placing(device: str, steps: list[Step], arrays: list[Array], shape: tuple[int, ...] = ()) -> Placing:
+    """Of a program that runs step by step; `shape` of the table that rows are taken from."""
+    kernels = [
+        Kernel((n,), tuple(step.reads), tuple(step.writes), step.kind, n, flops=step.flops)
+        for n, step in enumerate(steps)
+    ]
+    graph = SimpleNamespace(
+        ops=[SimpleNamespace(kind="dot_general", operands=(0,), attrs=EVERY_DIM)],
+        type_of=lambda _: SimpleNamespace(shape=shape),
+    )
+    backend = TpuBackend(load_device(device))
+    live = liveness(kernels, range(len(kernels)), arrays, backend.buffer_bytes)
+    return Placing(backend.device, backend.buffer_bytes, kernels, Lowered(arrays, steps, [], graph), live)  # type: ignore[arg-type]
+
+
+EVERY_DIM = {f"{side}_{dims}": () for side in ("lhs", "rhs") for dims in ("batch", "contract")}
+
+
+@pytest.mark.parametrize(("device", "microseconds"), [("tpu-v5e", 1273.65), ("tpu-v5p", 171.088)])
+def test_a_value_waits_on_chip_as_long_as_libtpu_logs(device: str, microseconds: float) -> None:
+    """`Interval min/max/preferred` in what libtpu 0.0.51 logs of its memory space assignment."""
+    assert placing(device, [], [])._longest() == pytest.approx(microseconds * 1e-6, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "microseconds"),
+    [
+        ("gather", (50257, 768), 19.19),  # 512 rows, of each the tile that it lies in
+        ("scatter", (50257, 768), 36.25),  # read and written
+        ("gather", (8, 512, 768), 4.27),  # whole tiles
+    ],
+)
+def test_rows_of_a_table_count_as_the_tiles_that_they_lie_in(
+    kind: str, shape: tuple[int, ...], microseconds: float
+) -> None:
+    """GPT-2's lookup of 512 rows and its gradient on a v5e, as libtpu 0.0.51 logs them (`Initial resource`)."""
+    rows, size = 4 * 512 * 768, 4 * 50257 * 768
+    arrays = [Array(None, "f32", size, -1), Array(None, "f32", rows, -1), Array(None, "f32", rows, 0)]
+    steps = [Step("gather", 0, (0,), (2,))]
+    if kind == "scatter":
+        arrays[2] = Array(None, "f32", size, 0)
+        steps = [Step("scatter", 0, (0, 1), (2,))]
+    assert placing("tpu-v5e", steps, arrays, shape).clock[-1] == pytest.approx(microseconds * 1e-6, rel=0.01)
+
+
+def test_a_gather_beside_a_product_counts_three_times() -> None:
+    """A weight of 768 x 768 in bf16 from 8 devices: 1.80 µs, beside a product 2.04 and 3.44 (ViT under FSDP on v5e)."""
+    part, whole = 2 * 96 * 768, 2 * 768 * 768
+    arrays = [Array(None, "bf16", part, -1), Array(None, "bf16", whole, 0)]
+    arrays += [Array(None, "bf16", part, -1), Array(None, "bf16", 8, 1), Array(None, "bf16", whole, 2)]
+    gather = Step("all-gather", 0, (0,), (1,))
+    product = Step("dot_general", 0, (2,), (3,), flops=1.0)
+    steps = [gather, product, Step("all-gather", 0, (2,), (4,))]
+    times = placing("tpu-v5e", steps, arrays).clock
+    assert times[1] == pytest.approx(1.80e-6, rel=0.01)
+    assert times[3] - times[2] == pytest.approx(2.04e-6 + 3.44e-6, rel=0.02)
+
+
+def test_of_gradients_that_are_summed_together_the_smallest_is_applied_first() -> None:
+    """As in 14 of 21 programs compiled for v5e (7 go down in size); each has two results."""
+
+    gradients = [Array((64 * (n + 1),), "f32", 256 * (n + 1), 0) for n in range(3)]
+    arrays = [*gradients, *(replace(array, maker=1, readers=[]) for array in gradients)]
+    arrays += [replace(array, donated=True, returned=True) for array in (*gradients, *gradients)]
+    kernels = [Kernel((0,), (), (0, 1, 2), "dot_general", 0, flops=1.0)]
+    kernels += [Kernel((0,), (0, 1, 2), (3, 4, 5), "all-reduce", 0)]
+    kernels += [Kernel((0,), (3 + n,), (6 + n, 9 + n), "add", 0) for n in range(3)]
+    program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
+    found = TpuBackend(load_device("tpu-v5e"))._ordered(kernels, dependencies(kernels), program, True)
+    assert found == [0, 1, 2, 3, 4]
 
 
 def test_two_cores_share_on_chip_what_loops_and_sums_make_and_nothing_else() -> None:
@@ -273,7 +345,8 @@ def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], upda
     for phase in range(3):
         now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == phase]
         rest = [kernels[n] for n in now]
-        sequence.append([now[n] for n in greedy(rest, dependencies(rest), arrays, updates=updates or phase == 0)])
+        placed = (lambda _: True) if updates or phase == 0 else None
+        sequence.append([now[n] for n in greedy(rest, dependencies(rest), arrays, placed)])
     gathers = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-gather"}
     gradients = [number for number in sequence[0] if backend_tpu._gradient(number, kernels, deps, phases)]
     late = [*gradients, *sequence[1], *sequence[2]]
