@@ -35,6 +35,7 @@ from autoshard.cost.rewrite_tpu import (
     updated_kernels,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
+from autoshard.cost.sparse_copies_tpu import beside_sparse_cores
 from autoshard.cost.strip_widths_tpu import (
     FEW,
     SPLITS,
@@ -434,12 +435,16 @@ class TpuBackend(Backend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones."""
+        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones.
+
+        Those of large narrow tables run on sparse cores.
+        """
         order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         kernels, order = shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
-        return beside_gathers(kernels, order, program, self.device.cores == 1)
+        kernels, order = beside_gathers(kernels, order, program, self.device.cores == 1)
+        return beside_sparse_cores(kernels, order, program, self.device)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""

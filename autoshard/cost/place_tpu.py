@@ -16,6 +16,7 @@ from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.on_chip import Life, off_chip
 from autoshard.cost.schedule import Liveness
+from autoshard.cost.sparse_copies_tpu import COPIED
 from autoshard.cost.strips_tpu import passes_of
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
@@ -37,7 +38,7 @@ TILE_FLOPS = 16 * 4 * 2 * 128 * 128
 """What a core could multiply (four units of 128 x 128) while it works on one tile between convolutions: 16 cycles. As
 seen: a sum over 1,024 tiles of 4 rows takes 16,147 cycles on a v5e, one over 640 of 8 rows 13,758 to 21,066."""
 
-STILL = COLLECTIVES | {BARRIER, ALLOCATED}
+STILL = COLLECTIVES | {BARRIER, ALLOCATED, COPIED}
 """Kinds of kernels whose traffic of device memory is not counted: a link is slower than that, or nothing moves."""
 
 LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
