@@ -198,7 +198,17 @@ class Placing:
             size = self.buffer_bytes(self.program.arrays[array])
             taken = sliced.get(array) if most is None else most
             sizes[array] = size if taken is None else min(size, taken)
+        if kernel.kind == "scatter":
+            self._add_in_place(kernel, sizes)
         return sizes
+
+    def _add_in_place(self, kernel: Kernel, sizes: dict[int, int]) -> None:
+        """A scatter reads and writes of the array that it adds to what it adds."""
+        scatter = self.program.steps[kernel.steps[-1]]
+        added = self.buffer_bytes(self.program.arrays[scatter.reads[-1]])
+        for array in (scatter.reads[0], *scatter.writes):
+            if array in sizes:
+                sizes[array] = min(sizes[array], added)
 
     def _sliced(self, kernel: Kernel) -> dict[int, int]:
         """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
