@@ -83,6 +83,8 @@ def _table(kernel: Kernel, program: Lowered) -> int:
 def _looks_up(kernel: Kernel, program: Lowered) -> bool:
     """Whether a gather takes many rows of a table that has at least half as many."""
     step = program.steps[kernel.steps[-1]]
+    if len(step.reads) < 2:  # what is constant is part of the kernel
+        return False
     table, indices = program.arrays[step.reads[0]], program.arrays[step.reads[-1]]
     if table.shape is None and table.maker >= 0:  # a copy that lies by rows
         table = program.arrays[program.steps[table.maker].reads[0]]
