@@ -2,8 +2,8 @@
 
 As compiled for single gathers and scatters (libtpu 0.0.51, v5e and v5p alike): indices of several dims are copied to
 lie by rows, unless they do, and reshaped, unless rows are whole lanes; a gather's are clamped, by a kernel of its own;
-more than 1,024 of a scatter's are numbered, sorted and clamped (what it scatters onto is cleared in its own kernel
-then).
+a scatter's are numbered, sorted and clamped where they are few for the table and not too few (what it scatters onto is
+cleared in its own kernel then).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import replace
 from autoshard.cost.lowered import Lowered, Step
 from autoshard.cost.tpu_layout import LANES, row_major, tiled
 
-SORTED = 1024
-"""Indices of a scatter, of which more are sorted."""
+SORTED = 0.029, 0.25
+"""For each row of the table, how many indices of a scatter are sorted at least and at most. As seen: 3,000 for 100,000
+rows, 65,536 for 2,000,000, 8,192 for 93,145 are; not 2,049 for 100,000, 8,192 for 286,181, 8,192 for 14,992."""
 
 BYTES = 4
 """Of an index, whatever the program says."""
@@ -35,10 +36,17 @@ def _prepared(program: Lowered, step: Step) -> Step:
     moved, kernels = _flattening(shape)
     if step.kind == "gather":
         moved, kernels = moved + 2 * flat, kernels + 1
-    elif flat > SORTED:
+    elif SORTED[0] <= flat * _row(program, step) / max(1, program.arrays[step.writes[0]].bytes) <= SORTED[1]:
         moved, kernels = moved + 7 * flat, kernels + 2
     size, count = step.inner
     return replace(step, inner=(size + BYTES * moved, count + kernels))
+
+
+def _row(program: Lowered, step: Step) -> float:
+    """Bytes of a row that is scattered."""
+    shape = program.graph.type_of(program.graph.ops[step.op].operands[0]).shape
+    updates, whole = program.arrays[step.reads[-1]], _indices(program, step)
+    return updates.bytes / max(1, math.prod(whole or shape))
 
 
 def _flattening(shape: tuple[int, ...]) -> tuple[int, int]:

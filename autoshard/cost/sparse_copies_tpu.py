@@ -6,8 +6,7 @@ than 1,024 rows (`offload-gather-to-sparsecore`), unless the table has at most h
 bytes in tiles. The latency hiding scheduler then puts starts and ends where it sees fit, from the end of the program
 backwards; as seen in compiled programs (libtpu 0.0.51, v5p):
 
-1. one copy is under way at a time, and one lookup; an end is placed as soon as all that reads the result stands
-   behind it;
+1. one copy or lookup is under way at a time; its end is placed as soon as all that reads its result stands behind it;
 2. its start is placed once the kernels placed since take as long as it does, or where nothing else could run;
 3. the last reader of another's result comes first, as its end can be placed then; and a start that another end waits
    for comes before all other kernels;
@@ -107,8 +106,7 @@ def beside_sparse_cores(
     joined = {array for step in program.steps if step.kind == "concatenate" for array in step.reads}
     takes = [_seconds(kernel, program, device, not joined.isdisjoint(kernel.writes)) for kernel in kernels]
     found, numbers = list(kernels), list[int]()
-    kinds = [kernel.kind for kernel in kernels]
-    for number, ends in _Backwards(order, dependencies(kernels), takes, apart, kinds).placed():
+    for number, ends in _Backwards(order, dependencies(kernels), takes, apart).placed():
         if ends:
             kernel = kernels[number]
             numbers.append(len(found))
@@ -134,22 +132,16 @@ class _Backwards:
     """The state of the scheduler, which goes from the end of the program backwards."""
 
     def __init__(
-        self,
-        order: Sequence[int],
-        deps: Dependencies,
-        takes: Sequence[float],
-        apart: Mapping[int, float],
-        kinds: Sequence[str],
+        self, order: Sequence[int], deps: Dependencies, takes: Sequence[float], apart: Mapping[int, float]
     ) -> None:
-        """`takes`: seconds of kernels; `apart`: of those that run on sparse cores, one of each kind at a time."""
-        self.deps, self.takes, self.apart, self.kinds = deps, takes, apart, kinds
+        """`takes`: seconds of kernels; `apart`: of those that run on sparse cores, one at a time."""
+        self.deps, self.takes, self.apart = deps, takes, apart
         self.place = {number: position for position, number in enumerate(order)}
         self.waiting = [len(after) for after in deps.frees]
         self.is_placed = [False] * len(takes)
         self.now = 0.0
-        self.flying: dict[str, tuple[int, float]] = {}  # by kind, what starts next, and when it may
-        self.ends: dict[str, list[tuple[int, int]]] = {kinds[number]: [] for number in apart}
-        """Heaps, by kind, of those of which all readers are placed."""
+        self.flying: tuple[int, float] | None = None  # what starts next, and when it may
+        self.ends: list[tuple[int, int]] = []  # a heap of those of which all readers are placed
         self.ready: list[tuple[bool, int, int]] = []  # a heap of kernels that may come next
         self.found: list[tuple[int, bool]] = []
         for number in order:
@@ -159,13 +151,15 @@ class _Backwards:
     def placed(self) -> list[tuple[int, bool]]:
         """(kernel, whether it is the end of one that runs apart) of all, in order."""
         while True:
-            self._end()
+            if self.ends and self.flying is None:
+                number = heapq.heappop(self.ends)[1]
+                self.found.append((number, True))
+                self.flying = number, self.now + self.apart[number]
             while self.ready and self.is_placed[self.ready[0][2]]:
                 heapq.heappop(self.ready)
-            start = self._start()
-            if start is not None:
-                number, due = self.flying.pop(start)
-                self.now = max(self.now, due)
+            if self.flying is not None and self._starts(*self.flying):
+                number, due = self.flying
+                self.now, self.flying = max(self.now, due), None
                 self._put(number)
             elif self.ready:
                 number = heapq.heappop(self.ready)[2]
@@ -174,24 +168,11 @@ class _Backwards:
             else:
                 return self.found[::-1]
 
-    def _end(self) -> None:
-        """Ends are placed where nothing of their kind is under way."""
-        for kind, ends in self.ends.items():
-            if ends and kind not in self.flying:
-                number = heapq.heappop(ends)[1]
-                self.found.append((number, True))
-                self.flying[kind] = number, self.now + self.apart[number]
-
-    def _start(self) -> str | None:
-        """The kind of what starts before all kernels that are ready, if any."""
+    def _starts(self, number: int, due: float) -> bool:
+        """Whether a start comes before all kernels that are ready."""
         if not self.ready:
-            return min(self.flying, key=lambda kind: self.flying[kind][1], default=None)
-        due = [kind for kind, (_, when) in self.flying.items() if when <= self.now]
-        ranks = {kind: (not self.ends[kind], -self.place[self.flying[kind][0]]) for kind in due}
-        first = min(due, key=lambda kind: ranks[kind], default=None)
-        if first is None or not ranks[first][0]:
-            return first
-        return first if ranks[first] < self.ready[0][:2] else None
+            return True
+        return due <= self.now and (bool(self.ends) or (True, -self.place[number]) < self.ready[0][:2])
 
     def _put(self, number: int) -> None:
         self.found.append((number, False))
@@ -208,7 +189,7 @@ class _Backwards:
     def _release(self, number: int) -> None:
         """All that reads a kernel is placed."""
         if number in self.apart:
-            heapq.heappush(self.ends[self.kinds[number]], (-self.place[number], number))
+            heapq.heappush(self.ends, (-self.place[number], number))
             return
         unlocks = any(self.waiting[maker] == 1 for maker in self.deps.waits[number] if maker in self.apart)
         heapq.heappush(self.ready, (not unlocks, -self.place[number], number))
