@@ -6,7 +6,7 @@ gains, when it is copied, and what is then left to device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.cost.backend import Placement
 from autoshard.cost.compute import CONTRACTIONS
@@ -121,6 +121,7 @@ class Placing:
         moved, copied = [], []
         for position, (kernel, sizes) in enumerate(zip(self.kernels, self.touched, strict=True)):
             far_off, copies = {}, {}
+            parts = self._moved(kernel, sizes)
             for array, size in sizes.items():
                 held = live.buffers.get(array, array)
                 known = held in uses or held in read
@@ -130,7 +131,7 @@ class Placing:
                     continue
                 near = known and (held not in beside or (reads and position in beside[held].near))
                 if not near and kernel.kind not in STILL:
-                    far_off[array] = size
+                    far_off[array] = parts[array]
             moved.append(far_off)
             copied.append(copies)
         spans = {array: (at[0], beside[array].until) for array, at in uses.items() if array in beside}
@@ -198,17 +199,16 @@ class Placing:
             size = self.buffer_bytes(self.program.arrays[array])
             taken = sliced.get(array) if most is None else most
             sizes[array] = size if taken is None else min(size, taken)
-        if kernel.kind == "scatter":
-            self._add_in_place(kernel, sizes)
         return sizes
 
-    def _add_in_place(self, kernel: Kernel, sizes: dict[int, int]) -> None:
-        """A scatter reads and writes of the array that it adds to what it adds."""
+    def _moved(self, kernel: Kernel, sizes: Mapping[int, int]) -> Mapping[int, int]:
+        """A scatter moves of the array that it adds to as much as it adds, but is taken to gain by the whole on chip."""
+        if kernel.kind != "scatter":
+            return sizes
         scatter = self.program.steps[kernel.steps[-1]]
         added = self.buffer_bytes(self.program.arrays[scatter.reads[-1]])
-        for array in (scatter.reads[0], *scatter.writes):
-            if array in sizes:
-                sizes[array] = min(sizes[array], added)
+        within = (scatter.reads[0], *scatter.writes)
+        return {array: min(size, added) if array in within else size for array, size in sizes.items()}
 
     def _sliced(self, kernel: Kernel) -> dict[int, int]:
         """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
