@@ -202,7 +202,7 @@ class Placing:
         return sizes
 
     def _moved(self, kernel: Kernel, sizes: Mapping[int, int]) -> Mapping[int, int]:
-        """A scatter moves of the array that it adds to as much as it adds, but is taken to gain by the whole on chip."""
+        """A scatter moves of the array that it adds to as much as it adds, but gains by the whole on chip."""
         if kernel.kind != "scatter":
             return sizes
         scatter = self.program.steps[kernel.steps[-1]]
