@@ -19,6 +19,7 @@ from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
+from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step
@@ -38,6 +39,7 @@ from autoshard.cost.rewrite_tpu import (
     updated_kernels,
 )
 from autoshard.cost.schedule import Dependencies, Liveness, combined, dependencies, greedy, liveness
+from autoshard.cost.sparse_copies_tpu import beside_sparse_cores
 from autoshard.cost.strip_widths_tpu import (
     FEW,
     SPLITS,
@@ -254,7 +256,7 @@ class TpuBackend(Backend):
         program = updated_kernels(as_loops(with_bodies(program, self.device)))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
-        return cut_into_strips(laid_out_for_convolutions(images, widths), widths)
+        return flattened_indices(cut_into_strips(laid_out_for_convolutions(images, widths), widths))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -443,12 +445,16 @@ class TpuBackend(Backend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones."""
+        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones.
+
+        Those of large narrow tables run on sparse cores.
+        """
         order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         kernels, order = shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
-        return beside_gathers(kernels, order, program, self.device.cores == 1)
+        kernels, order = beside_gathers(kernels, order, program, self.device.cores == 1)
+        return beside_sparse_cores(kernels, order, program, self.device)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
