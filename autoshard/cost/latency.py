@@ -32,6 +32,8 @@ def overlapped(
     takes: Sequence[float],
     moves: Sequence[bool],
     views: Sequence[bool] | None = None,
+    edge: float = EDGE,
+    elements: bool = False,
 ) -> list[tuple[int, bool]]:
     """An order of (kernel, whether it is its end); a collective appears twice, as its start and as its end.
 
@@ -41,8 +43,10 @@ def overlapped(
         moves: whether a kernel is a collective.
         views: whether a kernel's results are read through an instruction of no cost, such as an element of a tuple;
             None for no kernel.
+        edge: seconds between a kernel and what reads it.
+        elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
     """
-    return _Backwards(order, deps, takes, moves, views or [False] * len(takes)).placed()
+    return _Backwards(order, deps, takes, moves, views or [False] * len(takes), edge, elements).placed()
 
 
 _Rank = tuple[bool, int, int]
@@ -81,8 +85,11 @@ class _Backwards:
         takes: Sequence[float],
         moves: Sequence[bool],
         views: Sequence[bool],
+        edge: float,
+        elements: bool,
     ) -> None:
         self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
+        self.edge, self.elements = edge, elements
         self.place = {number: position for position, number in enumerate(order)}
         self.before = [0.0] * len(takes)  # seconds of collectives that a kernel waits for, one behind the other
         self.behind = [0.0] * len(takes)  # and those that what reads it waits for
@@ -138,7 +145,7 @@ class _Backwards:
         if self.before[number] != max(self.due) or not self.before[number]:
             return 0 < self.before[number] > max(self.due)
         other = self._best(self.before[number])
-        if self.awaited and self._waste(self.takes[other]) < self._waste(EDGE):
+        if self.awaited and self._waste(self.takes[other]) < self._waste(self.edge):
             return False
         return self._unlocks(number) < self._unlocks(other)
 
@@ -154,7 +161,8 @@ class _Backwards:
         """Less for what a collective's end waits for, for what more kernels wait for, and for what stood later."""
         makers = self.deps.waits[number]
         ends = any(self.moves[maker] for maker in makers)
-        return not ends, -sum(self.waiting[maker] == 1 for maker in makers), -self.place[number]
+        freed = sum(self.waiting[maker] == 1 or (self.elements and self.views[maker]) for maker in makers)
+        return not ends, -freed, -self.place[number]
 
     def _unlocks_more(self, number: int) -> None:
         """Another kernel waits for this one alone now."""
@@ -174,7 +182,7 @@ class _Backwards:
         self.now = max(self.now, self.ends.pop(number))
         self.found.append((number, True))
         due = self.now + self.takes[number]
-        self._pass(EDGE)
+        self._pass(self.edge)
         self.flying = (number, due)
         self._await(due)
 
@@ -182,7 +190,7 @@ class _Backwards:
         assert self.flying is not None
         number, due = self.flying
         self.flying = None
-        self._place(number, due, EDGE)
+        self._place(number, due, self.edge)
 
     def _kernel(self, number: int) -> None:
         if (alike := self.due.get(self.before[number])) is not None and number in alike.rank:
@@ -217,9 +225,9 @@ class _Backwards:
     def _release(self, number: int) -> None:
         """All that reads a kernel is placed."""
         readers = self.deps.frees[number]
-        due = max(self.now, max((self.placed_at[reader] for reader in readers), default=-math.inf) + EDGE)
+        due = max(self.now, max((self.placed_at[reader] for reader in readers), default=-math.inf) + self.edge)
         if readers and self.views[number]:  # which is placed at once
-            self.now, due = due, due + EDGE
+            self.now, due = due, due + self.edge
         if self.moves[number]:
             self.ends[number] = due
         else:

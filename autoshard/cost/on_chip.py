@@ -26,6 +26,7 @@ class Life:
         gain: seconds that it saves on chip.
         far: what makes it writes to device memory.
         half: from where on half of it is on chip before its first use, where a copy comes in slices.
+        argument: whether the first position is where it is fetched, not made.
     """
 
     bytes: int
@@ -33,6 +34,7 @@ class Life:
     gain: float = 1.0
     far: bool = False
     half: int | None = None
+    argument: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -60,13 +62,19 @@ class Buffered:
 
 
 def off_chip(
-    lives: Sequence[Life], capacity: int, clock: Sequence[float] | None = None, longest: float = math.inf
+    lives: Sequence[Life],
+    capacity: int,
+    clock: Sequence[float] | None = None,
+    longest: float = math.inf,
+    bandwidth: float = math.inf,
 ) -> dict[int, Buffered]:
     """Which of `lives` need a buffer in device memory when `capacity` bytes lie on chip.
 
     Args:
         clock: seconds at which each position begins; default no time passes.
         longest: seconds that a value may wait on chip between two uses.
+        bandwidth: bytes per second of copies to on-chip memory, which take no longer than the kernels between two uses
+            (libtpu's `xla_msa_min_overlap_to_async_copy_ratio` is 1).
 
     Returns:
         Place of the life -> its buffer there.
@@ -88,6 +96,9 @@ def off_chip(
     def short(start: int, end: int) -> bool:
         return clock is None or clock[end] - clock[start + 1] <= longest
 
+    def in_time(start: int, end: int, size: int) -> bool:
+        return clock is None or (clock[end] - clock[start + 1]) * bandwidth >= size
+
     found: dict[int, Buffered] = {}
     for place in sorted(range(len(lives)), key=lambda place: (*_urgency(lives[place]), place)):
         life = lives[place]
@@ -95,7 +106,7 @@ def off_chip(
         if life.far or not all(short(*gap) for gap in gaps) or not fits(*life.span, life.bytes):
             evicted = not life.far and beside(life.uses[0], life.bytes)
             waits = [(start if short(start, end) else end - 1, end) for start, end in gaps]
-            found[place] = _buffered(life, waits, fits, evicted)
+            found[place] = _buffered(life, waits, fits, evicted, in_time)
     return found
 
 
@@ -105,20 +116,26 @@ def _urgency(life: Life) -> tuple[float, int]:
 
 
 def _buffered(
-    life: Life, gaps: Sequence[tuple[int, int]], fits: Callable[[int, int, int], bool], evicted: bool
+    life: Life,
+    gaps: Sequence[tuple[int, int]],
+    fits: Callable[[int, int, int], bool],
+    evicted: bool,
+    in_time: Callable[[int, int, int], bool],
 ) -> Buffered:
     """What becomes of a value that is on chip between two uses where it fits.
 
     Args:
         gaps: from where on it would be on chip, and the use that finds it there.
         evicted: whether it is made on chip.
+        in_time: whether a value of so many bytes is copied on chip between two positions.
     """
     near: list[int] = []
     fetched: list[int] = []
     copies, until, held = 0, life.uses[0], False
     for before, (start, end) in zip(life.uses, gaps, strict=False):
         kept = held and start == before
-        held = fits(start, end, life.bytes)
+        there = kept or ((evicted or life.argument) and start == life.uses[0]) or in_time(before, end, life.bytes)
+        held = there and fits(start, end, life.bytes)
         if held and start == life.uses[0] and life.half is not None:
             fits(life.half, start - 1, life.bytes // 2)
         if held:

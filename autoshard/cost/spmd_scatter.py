@@ -173,8 +173,8 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
         if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
             continue
         row_major = tiles_tpu.lies_row_major(op.kind, op.results[0].shape)
-        summed = op.kind == "gather" and is_summed(owner, op)
-        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), row_major, summed)
+        in_sums = op.kind == "gather" and is_summed(owner, op)
+        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), row_major, in_sums)
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
 
