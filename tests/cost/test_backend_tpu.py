@@ -213,7 +213,8 @@ def test_loops_write_over_what_ends_in_them_but_for_a_scatter(reader: str, buffe
         value = step(steps, arrays, "scatter", (value, 0), size)
     arrays[step(steps, arrays, "sort", (value,), 128)].returned = True
     backend = TpuBackend(load_device("tpu-v5e"))
-    graph = SimpleNamespace(ops=[SimpleNamespace(kind="convolution", attrs={"window_dims": ()})])
+    op = SimpleNamespace(kind="convolution", attrs={"window_dims": ()}, operands=(0,))
+    graph = SimpleNamespace(ops=[op], type_of=lambda value: SimpleNamespace(shape=(1, 1)))
     compiled = backend.compile(Lowered(arrays, steps, [], graph))  # type: ignore[arg-type]
     assert 4 * buffers * size <= compiled.temporary_bytes < (4 * buffers + 1) * size
 

@@ -249,8 +249,9 @@ def test_the_sum_of_a_kernels_gradient_is_scattered_through_the_transpose_that_i
 
 
 @pytest.mark.parametrize("kind", ["h100", "tpu-v5e"])
-def test_a_tpu_scatters_into_rows_of_128_numbers_however_narrow_a_part_of_the_table_is(kind):
-    table, tokens = "tensor<262144x128xf32>", "tensor<8192x128xf32>"
+def test_a_scatter_into_a_part_of_the_columns_of_a_large_table_moves_a_part_of_the_numbers(kind):
+    """Compiled for a v5e (libtpu 0.0.51): 12.6 MB for the whole table, 1.6 for 16 of its columns, where they lie."""
+    table, tokens = "tensor<2000000x128xf32>", "tensor<8192x128xf32>"
     text = f"""func.func @main(%w: {table}, %i: tensor<8192x1xi32>, %u: {tokens}) -> {table} {{
       %0 = "stablehlo.scatter"(%w, %i, %u) <{{scatter_dimension_numbers = #stablehlo.scatter<
         update_window_dims = [1], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0],
@@ -267,7 +268,4 @@ def test_a_tpu_scatters_into_rows_of_128_numbers_however_narrow_a_part_of_the_ta
         min(cost for i, cost in enumerate(costs) if ways.outputs[0][i] == spec and not ways.collectives[i])
         for spec in (((), ()), ((), ("x",)))
     )
-    if kind == "h100":
-        assert columns < whole / 7
-    else:  # what it makes it writes as wide as before
-        assert columns > whole / 2
+    assert columns < whole / (7 if kind == "h100" else 2)
