@@ -66,9 +66,10 @@ def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
 def scattered_in_turns(program: Lowered, kind: str) -> Lowered:
     """`program`, in which scatters of long rows know how many kernels they run; for a device kind."""
     longest = SCATTERED_LONGER.get(kind, SCATTERED)
+    turns = [_turns(program, step, longest) for step in program.steps]
     steps = [
-        replace(step, inner=(0.0, TURN * turns - 1.0)) if (turns := _turns(program, step, longest)) else step
-        for step in program.steps
+        replace(step, turns=count, inner=(0.0, TURN * count - 1.0)) if count else step
+        for step, count in zip(program.steps, turns, strict=True)
     ]
     return replace(program, steps=steps)
 
@@ -90,7 +91,7 @@ def turned_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]
     if kernel.kind != "scatter":
         return None
     last = program.steps[kernel.steps[-1]]
-    if not last.inner[1]:
+    if not last.turns:
         return None
     moved = sizes(program.arrays[last.reads[-1]])
     around = dict.fromkeys((last.reads[0], *last.writes), moved)

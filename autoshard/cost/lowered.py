@@ -92,6 +92,7 @@ class Step:
         values: of graph ops, the values that `reads` hold the parts of.
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
         parts: of the permutes of a windowed einsum, how many there are of a part each.
+        turns: of a scatter that is a loop, its rounds.
     """
 
     kind: str
@@ -104,6 +105,7 @@ class Step:
     values: tuple[Value, ...] = ()
     inner: tuple[float, float] = (0.0, 0.0)
     parts: int = 1
+    turns: int = 0
 
 
 @dataclass(slots=True)

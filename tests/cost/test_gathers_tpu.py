@@ -80,6 +80,7 @@ def test_longer_rows_are_scattered_one_by_one(target: str, row: tuple[int, ...],
     report, compiled = compiled_for(target, added, [ids(lookups), f32(lookups, *row)], [((),), WHOLE])
     (scatter,) = [step for step in report.prediction.compiled.program.steps if step.kind == "scatter"]
     assert compiled.hlo_text.split("\nENTRY")[1].count(" while(") == loops
-    assert scatter.inner[1] == (3 * lookups - 1 if loops else 0)
+    assert scatter.turns == lookups * loops
+    assert scatter.inner[1] >= (3 * lookups - 1) * loops
     if row == (4096, 1024) or target == "tpu-v5p:2x2x2":  # in device memory: on chip it is copied to the result after
         assert report.prediction.step_time_s == pytest.approx(report.judged.step_time_s, rel=0.02)
