@@ -77,6 +77,11 @@ class Array:
     strips: int = 0
     tiles: int = 0
 
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return self.bytes // dtype_bytes(self.dtype) if self.shape is None else math.prod(self.shape)
+
 
 @dataclass(slots=True, eq=False)
 class Step:

@@ -8,14 +8,12 @@ a variance needs the mean. Nets of convolutions are left as they are: theirs lie
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable
 
-from autoshard.cost.compute import dtype_bytes
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.loops_tpu import is_loop
-from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.lowered import Lowered
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite_tpu import convolved
 from autoshard.graph.groups import ELEMENTWISE
@@ -38,10 +36,10 @@ def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
             return None
         last = program.steps[kernel.steps[-1]]
         if last.kind == "reduce":
-            return _elements(program.arrays[last.reads[0]])
+            return program.arrays[last.reads[0]].elements
         if kernel.kind not in ELEMENTWISE and kernel.kind != "dot_general":
             return None
-        sizes = {_elements(program.arrays[array]) for array in kernel.writes}
+        sizes = {program.arrays[array].elements for array in kernel.writes}
         return sizes.pop() if len(sizes) == 1 else None
 
     kernels = merged_outputs(
@@ -70,7 +68,3 @@ def _leave_out(kernels: list[Kernel], program: Lowered) -> None:
         arrays = ((array, program.arrays[array]) for array in kernel.writes)
         needed = tuple(array for array, found in arrays if array in read or found.returned or not found.readers)
         kernel.writes = needed or kernel.writes
-
-
-def _elements(array: Array) -> int:
-    return math.prod(array.shape) if array.shape is not None else array.bytes // dtype_bytes(array.dtype)
