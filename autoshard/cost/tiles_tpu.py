@@ -127,7 +127,8 @@ def scattered(
     if _largest_prime(across) > LONGEST:
         return None
     if major > 1:
-        return Scattered() if part[row] % ROWS == 0 else None
+        short = down <= piece or part[row] % LANES == 0  # 32 products over four devices, 75 to 2,048 rows of tiles each
+        return Scattered() if part[row] % ROWS == 0 and short else None
     rows = max(unit // math.gcd(unit, across), unit // 2)
     fits = piece // across
     padded = _in_pieces(down, rows, fits) if fits >= rows else _up(down, rows)
