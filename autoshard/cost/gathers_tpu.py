@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.lowered import Array, Lowered, Step, updates_of
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.tpu_layout import row_major
 
@@ -78,7 +78,7 @@ def _turns(program: Lowered, step: Step, longest: float) -> int:
     """How many rows a step scatters one by one; 0 where it is no scatter of longer ones."""
     if step.kind != "scatter" or len(step.reads) < 2 or len(step.writes) > 1:
         return 0
-    updates = program.arrays[step.reads[-1]].shape
+    updates = updates_of(program, step).shape
     window = program.graph.ops[step.op].attrs["window_dims"]
     if updates is None or max(window, default=0) >= len(updates):
         return 0
@@ -93,7 +93,7 @@ def turned_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]
     last = program.steps[kernel.steps[-1]]
     if not last.turns:
         return None
-    moved = sizes(program.arrays[last.reads[-1]])
+    moved = sizes(updates_of(program, last))
     around = dict.fromkeys((last.reads[0], *last.writes), moved)
     return {array: sizes(program.arrays[array]) for array in kernel.reads} | around
 
@@ -106,7 +106,7 @@ def joined_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]
 
 def _pieces(program: Lowered, step: Step, kind: str) -> int:
     """In how many pieces a step gathers each row; 1 where that is no gather of such rows."""
-    if step.kind != "gather" or not step.reads:
+    if step.kind != "gather" or len(step.reads) < 2:
         return 1
     made = program.arrays[step.writes[0]].shape
     window = program.graph.ops[step.op].attrs["offset_dims"]

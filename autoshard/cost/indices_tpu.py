@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoshard.cost.lowered import Lowered, Step
+from autoshard.cost.lowered import Lowered, Step, updates_of
 from autoshard.cost.tpu_layout import LANES, row_major, tiled
 
 SORTED = 0.029, 0.25
@@ -45,7 +45,7 @@ def _prepared(program: Lowered, step: Step) -> Step:
 def _row(program: Lowered, step: Step) -> float:
     """Bytes of a row that is scattered."""
     shape = program.graph.type_of(program.graph.ops[step.op].operands[0]).shape
-    updates, whole = program.arrays[step.reads[-1]], _indices(program, step)
+    updates, whole = updates_of(program, step), _indices(program, step)
     return updates.bytes / max(1, math.prod(whole or shape))
 
 

@@ -133,6 +133,14 @@ class Lowered:
     updates: Mapping[int, int] = field(default_factory=dict)
 
 
+def updates_of(program: Lowered, step: Step) -> Array:
+    """What a scatter adds; of constants, which have no array, one as large as the whole."""
+    if not step.values or step.values[-1] == program.graph.ops[step.op].operands[-1]:
+        return program.arrays[step.reads[-1]]
+    kind = program.graph.type_of(program.graph.ops[step.op].operands[-1])
+    return Array(kind.shape, kind.dtype, math.prod(kind.shape) * dtype_bytes(kind.dtype), -1)
+
+
 def lower(
     graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True, ordered: bool = False
 ) -> Lowered:
@@ -307,7 +315,8 @@ class _Lowering:
                 self.names.get(value) if array is None else (array, self.behind.get(value))
                 for value, array in zip(op.operands, reads, strict=True)
             )
-            key = (op.kind, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
+            special = op.id in self.partitioned.attentions
+            key = (op.kind, special, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
             if key in self.numbers:
                 return self.numbers[key]
         made = []

@@ -97,7 +97,7 @@ def off_chip(
         return clock is None or clock[end] - clock[start + 1] <= longest
 
     def in_time(start: int, end: int, size: int) -> bool:
-        return clock is None or (clock[end] - clock[start + 1]) * bandwidth >= size
+        return clock is None or bandwidth == math.inf or (clock[end] - clock[start + 1]) * bandwidth >= size
 
     found: dict[int, Buffered] = {}
     for place in sorted(range(len(lives)), key=lambda place: (*_urgency(lives[place]), place)):

@@ -35,7 +35,7 @@ def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         if kernel.flops and any(is_loop(program, program.steps[number]) for number in kernel.steps):
             return None
         last = program.steps[kernel.steps[-1]]
-        if last.kind == "reduce":
+        if last.kind == "reduce" and last.reads:
             return program.arrays[last.reads[0]].elements
         if kernel.kind not in ELEMENTWISE and kernel.kind != "dot_general":
             return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
 from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
@@ -268,7 +268,7 @@ def _narrow(program: Lowered, step: Step) -> bool:
     shape = program.arrays[step.writes[0]].shape
     if shape is None or row_major(shape) <= tiled(shape):
         return False
-    table, updates = program.arrays[step.writes[0]], program.arrays[step.reads[-1]]
+    table, updates = program.arrays[step.writes[0]], updates_of(program, step)
     wasted = (row_major(shape) - tiled(shape)) * table.bytes // max(1, math.prod(shape))
     rows = updates.bytes * shape[0] // max(1, table.bytes)
     return wasted <= max(MOST_WASTED, rows * WASTED_A_ROW) or row_major(shape) < MOST_PADDED * tiled(shape)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.cost.device import load_device
+from autoshard.graph.groups import free_ops
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 
@@ -36,11 +37,13 @@ def attentions(graph: Graph, shardings: Shardings) -> Mapping[int, Value]:
     if unit is None:
         return {}
     found: dict[int, Value] = {}
+    free = free_ops(graph)
     for op in graph.ops:
-        if op.kind == "dot_general":
-            chain = _softmax(graph, op.operands[0])
-            if chain and _of_rows(graph, op) and _fits(graph, shardings, op, chain, unit):
-                found[op.id] = graph.ops[chain[-1]].operands[0]
+        chain = _softmax(graph, op.operands[0]) if op.kind == "dot_general" and op.id not in free else []
+        if chain and _of_rows(graph, op) and _fits(graph, shardings, op, chain, unit):
+            logits = graph.ops[chain[-1]].operands[0]
+            if free.isdisjoint((logits.op, op.operands[1].op)):
+                found[op.id] = logits
     return found
 
 

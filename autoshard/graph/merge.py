@@ -15,6 +15,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.simplify import fold
+from autoshard.mesh import Spec
 
 EXPRESSIONS = ELEMENTWISE | {"broadcast_in_dim", "slice"}
 """Kinds that make constant expressions of constant expressions (`HloConstantSplitter`)."""
@@ -66,9 +67,10 @@ class _Equal:
         self.folded = fold(graph)
         self.found: dict[Value, Value] = {}
         self.same: dict[Value, Value] = {}  # `found`, with what follows from constants
-        self.copies: dict[Value, dict[int, Hashable]] = {}  # value -> consumer -> how that reads it
-        for value, aten in annotations.copies:
-            self.copies.setdefault(value, {})[aten] = self._copy(value, aten)
+        self.copies: dict[Value, dict[int | None, tuple[Spec, ...]]] = {}  # value -> consumer -> how that reads it
+        for (value, aten), spec in annotations.copies.items():
+            self.copies.setdefault(value, {})[aten] = annotations.chain(value, spec)
+        self.read = {(value, aten): chain for value, own in self.copies.items() for aten, chain in own.items()}
         self.readers: dict[Value, set[int | None]] = {}
         for op in graph.ops:
             for value in op.operands:
@@ -81,13 +83,10 @@ class _Equal:
                 continue
             before = known.setdefault(key, value)
             if before != value and self._alike(before, value):
+                self._join(before, value)
                 self.same[value] = before
                 if op.id not in free:
                     self.found[value] = before
-
-    def _copy(self, value: Value, aten: int | None) -> Hashable:
-        spec = None if aten is None else self.annotations.copies.get((value, aten))
-        return None if spec is None else self.annotations.chain(value, spec)
 
     def _key(self, op: Op) -> Hashable:
         """What equal ops have in common; None for an op that is never merged."""
@@ -108,7 +107,7 @@ class _Equal:
 
     def _read(self, value: Value, aten: int | None) -> Hashable:
         """What an op of `aten` reads: the value, or what it is equal to, and as which copy."""
-        copy = self._copy(value, aten)
+        copy = self.read.get((value, aten))
         if copy is None and value not in self.annotations.pins and value in self.folded.same:
             return self._read(self.folded.same[value], None)
         return self.same.get(value, value), copy
@@ -118,10 +117,15 @@ class _Equal:
         pins = self.annotations.pins
         if pins.get(before) != pins.get(value):
             return False
+        one, other = self.copies.get(before, {}), self.copies.get(value, {})
         both = self.readers.get(before, set()) & self.readers.get(value, set())
-        if any(self._copy(before, aten) != self._copy(value, aten) for aten in both):
+        if any(one.get(aten) != other.get(aten) for aten in both):
             return False
-        return before not in self.copies or value not in self.copies or self._hops(before) == self._hops(value)
+        ways = {chain[-1]: chain for chain in one.values()}
+        return all(ways.get(chain[-1], chain) == chain for chain in other.values())
 
-    def _hops(self, value: Value) -> Hashable:
-        return frozenset((spec, through) for (of, spec), through in self.annotations.hops.items() if of == value)
+    def _join(self, before: Value, value: Value) -> None:
+        """What reads the later value reads the first from now on."""
+        self.readers.setdefault(before, set()).update(self.readers.get(value, ()))
+        if value in self.copies:
+            self.copies.setdefault(before, {}).update(self.copies[value])

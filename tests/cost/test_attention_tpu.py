@@ -90,3 +90,33 @@ def test_values_are_copied_for_it_and_its_result_is() -> None:
     steps = report.prediction.compiled.program.steps
     (one,) = [number for number, step in enumerate(steps) if step.kind == ATTENTION]
     assert [steps[one - 1].kind, steps[one + 1].kind] == ["copy", "copy"]
+
+
+def plain_product(weigh_first: bool) -> object:
+    """A softmax times values, and its logits times the same, in either order."""
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        logits = lax.dot_general(q, k, (((3,), (3,)), ((0, 1), (0, 1)))) * 0.125
+        read = [softmax(logits, True), logits] if weigh_first else [logits, softmax(logits, True)]
+        return tuple(lax.dot_general(each, v, (((3,), (2,)), ((0, 1), (0, 1)))) for each in read)
+
+    return both
+
+
+@pytest.mark.parametrize("weigh_first", [False, True])
+def test_it_and_a_plain_product_of_the_same_are_two(weigh_first: bool) -> None:
+    made: list[object] = [jax.ShapeDtypeStruct((8, 8, 256, 64), jnp.float32)] * 3
+    report, _ = compiled_for("tpu-v5e:2x4", plain_product(weigh_first), made, [HEADS] * 3)
+    kinds = [step.kind for step in report.prediction.compiled.program.steps]
+    assert (kinds.count(ATTENTION), kinds.count("dot_general")) == (1, 2)
+    assert report.judged.flops == pytest.approx(report.prediction.compiled.flops, rel=0.01)
+
+
+def test_one_whose_values_are_constant_is_a_product() -> None:
+    def summed(q: jax.Array, k: jax.Array) -> jax.Array:
+        weights = softmax(lax.dot_general(q, k, (((3,), (3,)), ((0, 1), (0, 1)))) * 0.125, True)
+        return lax.dot_general(weights, jnp.ones((8, 8, 256, 64)), (((3,), (2,)), ((0, 1), (0, 1))))
+
+    made: list[object] = [jax.ShapeDtypeStruct((8, 8, 256, 64), jnp.float32)] * 2
+    report, _ = compiled_for("tpu-v5e:2x4", summed, made, [HEADS] * 2)
+    assert all(step.kind != ATTENTION for step in report.prediction.compiled.program.steps)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost import backend_tpu
+from autoshard.cost import order_tpu
 from autoshard.cost.backend_tpu import TpuBackend, TpuFusion
 from autoshard.cost.device import load_device
 from autoshard.cost.heap import packed
@@ -178,7 +178,7 @@ def test_of_gradients_that_are_summed_together_the_smallest_is_applied_first() -
     kernels += [Kernel((0,), (0, 1, 2), (3, 4, 5), "all-reduce", 0)]
     kernels += [Kernel((0,), (3 + n,), (6 + n, 9 + n), "add", 0) for n in range(3)]
     program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
-    found = TpuBackend(load_device("tpu-v5e"))._ordered(kernels, dependencies(kernels), program, True)
+    found = order_tpu.one_core_order(kernels, dependencies(kernels), program, True)
     assert found == [0, 1, 2, 3, 4]
 
 
@@ -358,7 +358,7 @@ def test_whatever_is_ready_runs_beside_a_gather_of_weights(
         arrays.append(Array((size,), "f32", 4 * size, number))
     deps = dependencies(kernels)
     program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
-    found = TpuBackend(load_device("tpu-v5e"))._ordered(kernels, deps, program, updates)
+    found = order_tpu.one_core_order(kernels, deps, program, updates)
     assert found == scanned(kernels, deps, arrays, updates)
 
 
@@ -368,14 +368,14 @@ def test_no_gather_runs_beside_another_before_what_else_its_reader_needs() -> No
     reads = [(), (0,), (), (1, 2), (1,), (3,), (3, 4)]
     kernels = [Kernel((n,), reads[n], (n,), kind, n, flops=float(kind[0] == "d")) for n, kind in enumerate(kinds)]
     program = Lowered([Array((64,), "f32", 256, n) for n in range(7)], [], [], MATRICES)  # type: ignore[arg-type]
-    found = TpuBackend(load_device("tpu-v5e"))._ordered(kernels, dependencies(kernels), program, True)
+    found = order_tpu.one_core_order(kernels, dependencies(kernels), program, True)
     assert found[:4] == [0, 1, 2, 3]
     assert found.index(4) + 1 == found.index(6)
 
 
 def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], updates: bool) -> list[int]:
     """The same order, all that is left looked at before each gather."""
-    lazy, phases = backend_tpu._lazy(kernels, deps), backend_tpu._phases(kernels, deps)
+    lazy, phases = order_tpu._lazy(kernels, deps), order_tpu._phases(kernels, deps)
     sequence = []
     for phase in range(3):
         now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == phase]
@@ -383,7 +383,7 @@ def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], upda
         placed = (lambda _: True) if updates or phase == 0 else None
         sequence.append([now[n] for n in greedy(rest, dependencies(rest), arrays, placed)])
     gathers = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-gather"}
-    gradients = [number for number in sequence[0] if backend_tpu._gradient(number, kernels, deps, phases)]
+    gradients = [number for number in sequence[0] if order_tpu._gradient(number, kernels, deps, phases)]
     late = [*gradients, *sequence[1], *sequence[2]]
     order: dict[int, None] = {}
 

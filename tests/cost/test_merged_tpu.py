@@ -87,3 +87,23 @@ def test_values_pinned_otherwise_or_read_otherwise_by_one_consumer_are_not_merge
     read = pinned(graph, WHOLE, WHOLE)
     copies = {(made[0], 1): ROWS}  # the first is multiplied by rows, the second as it is
     assert equal_ops(graph, Annotations(read.pins, copies)) == {made[2]: made[0]}
+
+
+def test_of_three_equal_values_none_is_merged_that_a_consumer_of_another_reads_otherwise() -> None:
+    """The second and the third are read by one op, under two shardings, the first by none of its kind."""
+    kinds = ("exp", "exp", "exp", "added", "scaled")
+    text = f"""module {{ func.func public @main(%x: {X}) -> ({X}, {X}) {{
+%r0 = stablehlo.exponential %x : {X} loc("op0")
+%r1 = stablehlo.exponential %x : {X} loc("op1")
+%r2 = stablehlo.exponential %x : {X} loc("op2")
+%r3 = stablehlo.add %r1, %r2 : {X} loc("op3")
+%r4 = stablehlo.multiply %r0, %x : {X} loc("op4")
+return %r4, %r3 : {X}, {X} }} }}"""
+    ops = [AtenOp(k, name, "", "forward", (TensorType((512, 256), "f32"),)) for k, name in enumerate(kinds)]
+    graph = graph_from_text(text, ops=ops)
+    first, second, third = (Value(op.id) for op in graph.ops if op.kind == "exponential")
+    wanted = Annotations({}, {(second, 3): ROWS, (third, 3): WHOLE})
+    equal = equal_ops(graph, wanted)
+    assert equal == {second: first}
+    _, annotations = merged(graph, wanted, equal)
+    assert annotations.copies == {(first, 3): ROWS, (third, 3): WHOLE}
