@@ -265,7 +265,7 @@ class Placing:
         return sizes
 
     def _moved(self, kernel: Kernel, sizes: Mapping[int, int]) -> Mapping[int, int]:
-        """A scatter moves of the array that it adds to as much as it adds, but gains by the whole on chip."""
+        """What is reported of a kernel: of the array that a scatter adds to as much as it adds."""
         if kernel.kind != "scatter":
             return sizes
         scatter = self.program.steps[kernel.steps[-1]]
