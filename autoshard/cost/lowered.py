@@ -29,6 +29,9 @@ VIEWS = frozenset({"reshape", BARRIER})
 SLICE = "partition_slice"
 """A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
 
+ROUNDING = "rounding"
+"""A TPU making the copy in bf16 of an argument that is gathered for products (`spmd_rounded.py`)."""
+
 ATTENTION = "attention"
 """A softmax and the product with what it weighs, in one kernel (`cost/spmd_attention.py`)."""
 
@@ -171,6 +174,7 @@ class _Lowering:
         self.copies: dict[int, int | None] = {}
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.narrow: dict[int, int] = {}  # argument -> its copy in bf16
         self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those that are part of it
         self.free = free_ops(graph)
         self.folded = fold(graph)
@@ -453,6 +457,7 @@ class _Lowering:
                 array = len(self.arrays) - 1
             dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
             parts = ways + 1 if collective.count > 1 else 1  # a device's own part goes round once more
+            now = self._rounded(now, collective, op)
             self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim, parts=parts)
             now = array
         if self.arrays[now].bytes > end:
@@ -460,6 +465,18 @@ class _Lowering:
             self._step(SLICE, op, (now,), (array,))
             now = array
         return now
+
+    def _rounded(self, source: int, collective: Collective, op: int) -> int:
+        """What is gathered: of an argument of which half of the bytes are, a copy in bf16, one for all gathers."""
+        found = self.arrays[source]
+        gathered = collective.kind == "all-gather" and 2 * collective.bytes <= found.bytes * self._ways(collective)
+        if found.maker >= 0 or not gathered:
+            return source
+        if source not in self.narrow:
+            self.arrays.append(Array(found.shape, "bf16", found.bytes // 2, -1))
+            self.narrow[source] = len(self.arrays) - 1
+            self._step(ROUNDING, op, (source,), (self.narrow[source],))
+        return self.narrow[source]
 
     @staticmethod
     def _dim(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> int | None:

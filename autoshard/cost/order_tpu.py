@@ -8,7 +8,7 @@ from functools import partial
 
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.latency import overlapped
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Lowered
+from autoshard.cost.lowered import COLLECTIVES, ROUNDING, SLICE, Lowered
 from autoshard.cost.schedule import Dependencies, dependencies, greedy
 from autoshard.graph.groups import ELEMENTWISE
 
@@ -171,11 +171,18 @@ def _gradient(number: int, kernels: Sequence[Kernel], deps: Dependencies, phases
 
 
 def _lazy(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
-    """Kernels that need nothing but arguments, and copies and parts of what they make for these alone."""
+    """Kernels that need nothing but arguments, rounded perhaps; copies and parts of what they make for these alone."""
     found: set[int] = set()
     for number, makers in enumerate(deps.makers):
-        alone = len(makers) == 1 and makers[0] in found and len(deps.users[makers[0]]) == 1
-        if deps.users[number] and (not makers or (alone and kernels[number].kind in ("copy", SLICE))):
+        follows = (
+            len(makers) == 1
+            and makers[0] in found
+            and (
+                kernels[makers[0]].kind == ROUNDING
+                or (kernels[number].kind in ("copy", SLICE) and len(deps.users[makers[0]]) == 1)
+            )
+        )
+        if deps.users[number] and (not makers or follows):
             found.add(number)
     return found
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.lowered import ATTENTION, COLLECTIVES, ROUNDING, SLICE, Array, Lowered, Step, updates_of
 from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
@@ -397,7 +397,7 @@ def _made(program: Lowered, array: Array) -> bool:
     """Whether an array is more than a device's part of an argument, or a collective of one."""
     while array.maker >= 0:
         step = program.steps[array.maker]
-        if step.kind != SLICE and step.kind not in COLLECTIVES:
+        if step.kind not in (SLICE, ROUNDING) and step.kind not in COLLECTIVES:
             return True
         array = program.arrays[step.reads[0]]
     return False
