@@ -20,7 +20,7 @@ from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_
 from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
-from autoshard.cost.lowered import BARRIER, SLICE, Array, Lowered, Step
+from autoshard.cost.lowered import BARRIER, ROUNDING, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.order_tpu import behind_collectives, one_core_order
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
@@ -295,7 +295,18 @@ class TpuBackend(Backend):
             around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
             return "product", *sorted(max(around, key=math.prod))
         matrices = any(program.steps[number].kind == "dot_general" for number in kernel.steps)
-        return tuple(shapes) if kernel.kind in ELEMENTWISE and not matrices and len(shapes) == 1 else None
+        loop = kernel.kind in ELEMENTWISE or kernel.kind == ROUNDING
+        return tuple(shapes) if loop and not matrices and len(shapes) == 1 else None
+
+    def peak(self, order: Sequence[int], kernels: Sequence[Kernel], program: Lowered) -> int:
+        """Most bytes in an order, results counted, and arguments that they replace until their last reader."""
+        live = liveness(kernels, order, program.arrays, self.buffer_bytes, results=True)
+        last = {array: place for place, number in enumerate(order) for array in kernels[number].reads}
+        timeline = live.timeline.copy()
+        for argument in set(program.updates.values()):
+            if argument in last:
+                timeline[last[argument] + 1 :] -= self.buffer_bytes(program.arrays[argument])
+        return int(timeline.max()) if len(timeline) else 0
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first, updates counted as in place or as new arrays: whichever needs less memory.
@@ -306,6 +317,12 @@ class TpuBackend(Backend):
         """
         if self.device.cores > 1:
             return self.lowest_peak(kernels, deps, program)
+        import os
+        mode = os.environ.get("LHS")
+        if mode:
+            from autoshard.cost import lhs_tpu
+            base = self.lowest_peak(kernels, deps, program)
+            return lhs_tpu.order(base, kernels, deps, program, self.buffer_bytes)
         orders = [one_core_order(kernels, deps, program, updates) for updates in (True, False)]
 
         def peaks(order: list[int]) -> list[int]:
@@ -366,7 +383,9 @@ class TpuBackend(Backend):
 
         Those of large narrow tables run on sparse cores.
         """
-        order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
+        import os
+        if not os.environ.get("LHS") or self.device.cores > 1:
+            order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         kernels, order = shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
