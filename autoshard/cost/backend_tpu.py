@@ -10,13 +10,16 @@ All-reduces work in place in device memory, not on chip; collectives are combine
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
+from autoshard.cost.hidden_tpu import asynchronous, hidden, hides_latency
 from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
@@ -229,6 +232,29 @@ def _put_together(program: Lowered, array: int) -> bool:
     return maker >= 0 and program.steps[maker].kind == JOINED
 
 
+def _convolves(program: Lowered) -> bool:
+    """Whether most products are convolutions: not all copies around these are kernels here."""
+    kinds = Counter(step.kind for step in program.steps)
+    return kinds["convolution"] > kinds["dot_general"]
+
+
+def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
+    """What is rounded for several gathers is rounded once, unless an update makes it."""
+    first: dict[tuple[int, ...], int] = {}
+    instead: dict[int, int] = {}
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.kind == ROUNDING and len(kernel.steps) == 1:
+            same = first.setdefault(kernel.reads, kernel.writes[0])
+            if same != kernel.writes[0]:
+                instead[kernel.writes[0]] = same
+                continue
+        if kernel.kind == "all-gather" and not instead.keys().isdisjoint(kernel.reads):
+            kernel = replace(kernel, reads=tuple(instead.get(array, array) for array in kernel.reads))
+        found.append(kernel)
+    return found
+
+
 class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
@@ -263,7 +289,13 @@ class TpuBackend(Backend):
             if product_with_vectors(kernel, program) is not None:
                 kernel.shares = True
                 kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
-        kernels = merged_outputs(kernels, lambda kernel: self._loop_over(kernel, program), lambda array: True)
+        kernels = merged_outputs(
+            kernels,
+            lambda kernel: self._loop_over(kernel, program),
+            lambda array: True,
+            alike=lambda one, other: not one.kind == other.kind == ROUNDING,
+        )
+        kernels = _rounded_once(kernels)
 
         kernels = several_results(sums_together(kernels, program), program)
 
@@ -298,6 +330,10 @@ class TpuBackend(Backend):
         loop = kernel.kind in ELEMENTWISE or kernel.kind == ROUNDING
         return tuple(shapes) if loop and not matrices and len(shapes) == 1 else None
 
+    def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
+        """Whether the latency hiding scheduler has anything to do."""
+        return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
+
     def peak(self, order: Sequence[int], kernels: Sequence[Kernel], program: Lowered) -> int:
         """Most bytes in an order, results counted, and arguments that they replace until their last reader."""
         live = liveness(kernels, order, program.arrays, self.buffer_bytes, results=True)
@@ -315,14 +351,11 @@ class TpuBackend(Backend):
         it frees, the update of the largest gradient comes last. On two cores no collective but permutes runs beside
         kernels, and the order stays as the memory scheduler left it.
         """
-        if self.device.cores > 1:
-            return self.lowest_peak(kernels, deps, program)
-        import os
-        mode = os.environ.get("LHS")
-        if mode:
-            from autoshard.cost import lhs_tpu
-            base = self.lowest_peak(kernels, deps, program)
-            return lhs_tpu.order(base, kernels, deps, program, self.buffer_bytes)
+        lowest = self.lowest_peak(kernels, deps, program)
+        if not self._hides(kernels, program):
+            return lowest
+        if not _convolves(program):
+            return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
         orders = [one_core_order(kernels, deps, program, updates) for updates in (True, False)]
 
         def peaks(order: list[int]) -> list[int]:
@@ -383,8 +416,7 @@ class TpuBackend(Backend):
 
         Those of large narrow tables run on sparse cores.
         """
-        import os
-        if not os.environ.get("LHS") or self.device.cores > 1:
+        if not self._hides(kernels, program) or _convolves(program):
             order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         kernels, order = shifted_copies(kernels, order, program)
         if self.device.cores == 1:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.cost.schedule import Dependencies
 
@@ -34,6 +34,9 @@ def overlapped(
     views: Sequence[bool] | None = None,
     edge: float = EDGE,
     elements: bool = False,
+    at_once: Mapping[str, int] | None = None,
+    kinds: Sequence[str] | None = None,
+    viewing: float = 0.0,
 ) -> list[tuple[int, bool]]:
     """An order of (kernel, whether it is its end); a collective appears twice, as its start and as its end.
 
@@ -45,8 +48,13 @@ def overlapped(
             None for no kernel.
         edge: seconds between a kernel and what reads it.
         elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
+        at_once: kind -> how many collectives of that kind are in flight at once; those of other kinds do not count.
+        kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
     """
-    return _Backwards(order, deps, takes, moves, views or [False] * len(takes), edge, elements).placed()
+    kinds = kinds or [""] * len(takes)
+    return _Backwards(
+        order, deps, takes, moves, views or [False] * len(takes), edge, elements, at_once or {}, kinds, viewing
+    ).placed()
 
 
 _Rank = tuple[bool, int, int]
@@ -87,7 +95,12 @@ class _Backwards:
         views: Sequence[bool],
         edge: float,
         elements: bool,
+        at_once: Mapping[str, int],
+        kinds: Sequence[str],
+        viewing: float,
     ) -> None:
+        self.viewing = viewing
+        self.at_once, self.kinds = at_once, kinds
         self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
         self.edge, self.elements = edge, elements
         self.place = {number: position for position, number in enumerate(order)}
@@ -100,7 +113,7 @@ class _Backwards:
         self.placed_at = [0.0] * len(takes)
         self.is_placed = [False] * len(takes)
         self.now = 0.0
-        self.flying: tuple[int, float] | None = None  # the collective whose start comes next, and when it is due
+        self.flying: dict[int, float] = {}  # collectives whose starts are not placed, and when these are due
         self.ends: dict[int, float] = {}  # collectives of which all readers are placed, and when they are due
         self.stalled: list[tuple[float, int, int]] = []  # a heap of kernels by when they are due
         self.due: dict[float, _Due] = {}  # kernels that are due, by the seconds of collectives before them
@@ -115,32 +128,46 @@ class _Backwards:
         """All kernels."""
         while True:
             self._move_due()
-            if self.ends and self.flying is None:
-                self._end()
-            elif self._start_is_next():
-                self._start()
+            ends = [number for number in self.ends if self._may_end(number)]
+            start = min(self.flying, key=self._start_rank, default=None)
+            if ends:
+                self._end(ends)
+            elif start is not None and self._start_is_next(start):
+                self._start(start)
             elif self.due:
                 self._kernel(self._best(max(self.due)))
             elif self.stalled:
                 self._kernel(self._least_stalled())
-            elif self.flying is not None:
-                self._start()
+            elif start is not None:
+                self._start(start)
             else:
                 return self.found[::-1]
+
+    def _may_end(self, number: int) -> bool:
+        """Whether one more collective of its kind may be in flight."""
+        kind = self.kinds[number]
+        return sum(self.kinds[one] == kind for one in self.flying) < self.at_once.get(kind, 1)
+
+    def _awaits_start(self, number: int) -> bool:
+        """Whether a collective of its kind waits for one in flight to start."""
+        return any(due <= self.now and self.kinds[one] == self.kinds[number] for one, due in self.ends.items())
+
+    def _start_rank(self, number: int) -> tuple[float, bool, float, _Rank]:
+        """By what the starts of those in flight are compared."""
+        stall = max(self.flying[number] - self.now, 0.0)
+        return stall, not self._awaits_start(number), -self.before[number], self._unlocks(number)
 
     def _move_due(self) -> None:
         while self.stalled and self.stalled[0][0] <= self.now:
             number = heapq.heappop(self.stalled)[2]
             self.due.setdefault(self.before[number], _Due()).put(number, self.takes[number], self._unlocks(number))
 
-    def _start_is_next(self) -> bool:
+    def _start_is_next(self, number: int) -> bool:
         """Whether the start of what is in flight comes before every kernel that could be placed."""
-        if self.flying is None:
-            return False
-        number, when = self.flying
+        when = self.flying[number]
         if when > self.now:
             return not self.due and not (self.stalled and self.stalled[0][0] < when)
-        if self.ends or not self.due:
+        if self._awaits_start(number) or not self.due:
             return True
         if self.before[number] != max(self.due) or not self.before[number]:
             return 0 < self.before[number] > max(self.due)
@@ -177,20 +204,16 @@ class _Backwards:
         deep = [number for number in alike if self.before[number] == deepest]
         return min(deep, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
 
-    def _end(self) -> None:
-        number = min(self.ends, key=lambda number: (-self.behind[number], -self.place[number]))
+    def _end(self, ends: Sequence[int]) -> None:
+        number = min(ends, key=lambda one: (max(self.ends[one] - self.now, 0.0), -self.behind[one], -self.place[one]))
         self.now = max(self.now, self.ends.pop(number))
         self.found.append((number, True))
-        due = self.now + self.takes[number]
+        self.flying[number] = self.now + self.takes[number]
         self._pass(self.edge)
-        self.flying = (number, due)
-        self._await(due)
+        self._await(self.flying[number])
 
-    def _start(self) -> None:
-        assert self.flying is not None
-        number, due = self.flying
-        self.flying = None
-        self._place(number, due, self.edge)
+    def _start(self, number: int) -> None:
+        self._place(number, self.flying.pop(number), self.edge)
 
     def _kernel(self, number: int) -> None:
         if (alike := self.due.get(self.before[number])) is not None and number in alike.rank:
@@ -227,7 +250,9 @@ class _Backwards:
         readers = self.deps.frees[number]
         due = max(self.now, max((self.placed_at[reader] for reader in readers), default=-math.inf) + self.edge)
         if readers and self.views[number]:  # which is placed at once
-            self.now, due = due, due + self.edge
+            self.now = due
+            self._pass(self.viewing)
+            due += self.edge
         if self.moves[number]:
             self.ends[number] = due
         else:

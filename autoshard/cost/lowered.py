@@ -174,7 +174,6 @@ class _Lowering:
         self.copies: dict[int, int | None] = {}
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.narrow: dict[int, int] = {}  # argument -> its copy in bf16
         self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those that are part of it
         self.free = free_ops(graph)
         self.folded = fold(graph)
@@ -467,16 +466,14 @@ class _Lowering:
         return now
 
     def _rounded(self, source: int, collective: Collective, op: int) -> int:
-        """What is gathered: of an argument of which half of the bytes are, a copy in bf16, one for all gathers."""
+        """What is gathered: of an argument of which half of the bytes are, a copy in bf16."""
         found = self.arrays[source]
         gathered = collective.kind == "all-gather" and 2 * collective.bytes <= found.bytes * self._ways(collective)
         if found.maker >= 0 or not gathered:
             return source
-        if source not in self.narrow:
-            self.arrays.append(Array(found.shape, "bf16", found.bytes // 2, -1))
-            self.narrow[source] = len(self.arrays) - 1
-            self._step(ROUNDING, op, (source,), (self.narrow[source],))
-        return self.narrow[source]
+        self.arrays.append(Array(found.shape, "bf16", found.bytes // 2, -1))
+        self._step(ROUNDING, op, (source,), (len(self.arrays) - 1,))
+        return len(self.arrays) - 1
 
     @staticmethod
     def _dim(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> int | None:

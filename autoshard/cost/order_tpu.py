@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import partial
 
+from autoshard.cost.hidden_tpu import right_before
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, ROUNDING, SLICE, Lowered
@@ -118,23 +119,7 @@ def behind_collectives(order: Sequence[int], kernels: Sequence[Kernel], program:
         range(len(rest)), dependencies(rest), takes, [False] * len(rest), views, edge=LEAST_COST, elements=True
     )
     found = [*early, *(late[place] for place, _ in placed)]
-    return _deferred(found, lazy, deps.makers)
-
-
-def _deferred(order: Sequence[int], lazy: Set[int], makers: Sequence[Sequence[int]]) -> list[int]:
-    """`order`, in which each of `lazy` stands right before what reads it first."""
-    done: dict[int, None] = {}
-
-    def run(number: int) -> None:
-        if number not in done:
-            for maker in makers[number]:
-                if maker in lazy:
-                    run(maker)
-            done[number] = None
-
-    for number in (*(one for one in order if one not in lazy), *order):
-        run(number)
-    return list(done)
+    return right_before(found, lazy, deps.makers)
 
 
 def _cost(kernel: Kernel) -> float:
