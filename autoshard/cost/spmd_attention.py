@@ -1,50 +1,141 @@
 """Softmaxes that a TPU's compiler runs inside the product that reads them: the weights of attention times the values.
 
-libtpu's pass `flash_attention`, which comes behind the partitioner, makes one kernel (`online-softmax`) of a softmax
-over the last dim and of the product that sums over it. It reads logits and values in f32, rows innermost, and writes
-its result so: values are copied to that layout first, the result is copied from it, and neither is rounded before.
-The weights themselves are made beside it where the backward pass reads them.
+libtpu's pass `flash_attention`, which comes behind the partitioner, makes one kernel of a softmax over the last dim and
+of the product that sums over it. Where the logits are a product of queries and keys and nothing else, that is part of
+the kernel too, which then reads queries, keys and values (`tpu_custom_call`); else it reads logits and values
+(`online-softmax`). It reads its operands in the program's dtype, f32 is not rounded before, their last dim the
+innermost, and writes its result so: what lies otherwise is copied. The kernel of three operands writes f32 always. What
+else reads logits or weights, the backward pass, has them made beside it, the product of queries and keys once more; if
+nothing does they are never made.
 
-Compiled to find out when (libtpu 0.0.51; single attentions, forward and with their gradients): on v5e, v5p and v6e, not
-on v4; f32 and bf16, not f16; 128 rows and columns or a multiple of each (640 of both, 128 of 16,384; not 64, 96, 160,
-192, 197, 320), on v6e of 256 (768, 1,280; not 384, 640, 896); heads of 8 to 1,024; with or without a mask or scale,
-or a second batch dim. Not where something is multiplied on behind the softmax (dropout), where its largest element is
-not subtracted, where the product has the values first, and not where a batch dim is cut down to 1 by the partitioner:
-reshapes then come in between. A batch dim that is 1 from the start is dropped before that, and does not matter.
+Compiled to find out when (libtpu 0.0.51; single attentions, forward and with their gradients): f32 and bf16, not f16;
+heads of 8 to 1,024; operands split over batch, heads or rows of queries, gathered before or not. Not where something is
+multiplied on behind the softmax (dropout), where its largest element is not subtracted, where the product has the
+values first, or reads them transposed, where a device takes a part of the sum over values, and not where a batch dim
+is cut down to 1 by the partitioner: reshapes then come in between. A batch dim that is 1 from the start is dropped
+before that, and does not matter.
+
+- Of three operands, on all kinds of TPU: queries scaled or not, keys and values of other widths, the softmax in f32 of
+  bf16 logits; up to two batch dims; rows and columns 128, 256, 384, 512 or a multiple of 512. Where logits are such a
+  product of other sizes (640, 768, 896) there is neither kernel.
+- Of two, on v5e, v5p and v6e, not on v4: with a mask or scale behind the product, or of three batch dims and more, or
+  where the logits are summed over devices; 128 rows and columns or a multiple of each (640 of both, 128 of 16,384; not
+  64, 96, 160, 192, 197, 320), on v6e of 256 (768, 1,280; not 384, 640, 896).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autoshard.cost.device import load_device
-from autoshard.graph.groups import free_ops
+from autoshard.cost.spmd_looped import Ring
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 
+if TYPE_CHECKING:
+    from autoshard.cost.spmd import Partitioner
+
 UNITS = {"tpu-v4": None, "tpu-v6e": 256}
-"""What queries and keys are multiples of, by device kind: the side of its matrix unit. None: never taken."""
+"""What rows and columns of logits that are read are multiples of, by device kind: the side of its matrix unit. None:
+never taken."""
 
 UNIT = 128
-"""On all other kinds."""
+"""On all other kinds, and on all where the product of queries and keys is part of the kernel."""
+
+BLOCK = 512
+"""Rows, and columns, that a kernel with both products works on at once; a multiple of it, or less than it."""
+
+MOST_BATCH_DIMS = 2
+"""Of a kernel with both products, those of 1 left out."""
 
 DTYPES = frozenset({"f32", "bf16"})
 
 
-def attentions(graph: Graph, shardings: Shardings) -> Mapping[int, Value]:
-    """Products that become such kernels under these shardings -> the logits that they then read."""
-    unit = UNITS.get(load_device(shardings.subaxes.mesh.device).kind, UNIT)
-    if unit is None:
-        return {}
-    found: dict[int, Value] = {}
-    free = free_ops(graph)
+@dataclass(frozen=True)
+class Attention:
+    """What a product with a softmax before it becomes.
+
+    Attributes:
+        logits: what the softmax is of.
+        product: the op that makes them of queries and keys, if that is part of the kernel; then they are not read.
+    """
+
+    logits: Value
+    product: int | None = None
+
+
+def attentions(owner: Partitioner) -> Mapping[int, Attention]:
+    """Products that become such kernels under these shardings -> what of."""
+    graph, shardings = owner.graph, owner.shardings
+    kind = load_device(shardings.subaxes.mesh.device).kind
+    found: dict[int, Attention] = {}
     for op in graph.ops:
-        chain = _softmax(graph, op.operands[0]) if op.kind == "dot_general" and op.id not in free else []
-        if chain and _of_rows(graph, op) and _fits(graph, shardings, op, chain, unit):
-            logits = graph.ops[chain[-1]].operands[0]
-            if free.isdisjoint((logits.op, op.operands[1].op)):
-                found[op.id] = logits
+        chain = _softmax(graph, op.operands[0]) if op.kind == "dot_general" and op.id not in owner.free else []
+        if chain and _of_rows(graph, op) and op.operands[1].op not in owner.free:
+            made = _attention(owner, op, chain, UNITS.get(kind, UNIT))
+            if made is not None and _runs_alone(owner, op, (0,)):
+                found[op.id] = made
     return found
+
+
+def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
+    """Ops of softmaxes, and of products before them, that nothing but these kernels has read."""
+    if not found:
+        return frozenset()
+    readers: dict[Value, list[Op]] = {}
+    for op in graph.ops:
+        for value in dict.fromkeys(op.operands):
+            readers.setdefault(value, []).append(op)
+    results = frozenset(graph.outputs)
+    gone: set[int] = set()
+
+    def reads(op: Op, value: Value) -> bool:
+        attention = found.get(op.id)
+        if attention is None:
+            return op.id not in gone
+        return value == op.operands[1] or (value == attention.logits and attention.product is None)
+
+    def kept(value: Value) -> bool:
+        if value in results or any(each.product is None and each.logits == value for each in found.values()):
+            return True
+        return any(reads(op, value) for op in readers.get(value, ()))
+
+    todo = [graph.ops[number].operands[0].op for number in found]
+    while todo:
+        op = graph.ops[todo.pop()]
+        if op.kind == "argument" or op.id in gone or any(kept(Value(op.id, i)) for i in range(len(op.results))):
+            continue
+        gone.add(op.id)
+        if all(op.id != each.product for each in found.values()):
+            todo.extend(value.op for value in op.operands)
+    return frozenset(gone)
+
+
+def _attention(owner: Partitioner, op: Op, chain: Sequence[int], unit: int | None) -> Attention | None:
+    """What a product of a softmax, whose ops are `chain`, and values becomes, if all else fits."""
+    graph, shardings = owner.graph, owner.shardings
+    logits = graph.ops[chain[-1]].operands[0]
+    sizes = _sizes(graph, shardings, op, chain)
+    if logits.op in owner.free or sizes is None:
+        return None
+    product = graph.ops[_before(graph, logits).op]
+    dtypes = {graph.type_of(value).dtype for value in (*product.operands, op.operands[1])}
+    opaque = len(dtypes) > 1 and product.id == logits.op
+    if opaque or not (_of_queries(owner, product) and _runs_alone(owner, product)):
+        return Attention(logits) if unit is not None and all(size % unit == 0 for size in sizes) else None
+    if len(dtypes) > 1 or any(value.op in owner.free for value in product.operands):
+        return None
+    whole = all(size % UNIT == 0 and size % min(size, BLOCK) == 0 for size in sizes)
+    return Attention(logits, product.id) if whole else None
+
+
+def _runs_alone(owner: Partitioner, op: Op, as_they_are: Collection[int] = ()) -> bool:
+    """Whether a product is one on each device: not summed over devices, no loop, these operands not moved."""
+    emission = owner.emission(op, owner.shardings.made[Value(op.id)])
+    moved = any(place in as_they_are or isinstance(move[0], Ring) for place, move, _ in emission.moves)
+    return not emission.own and not moved
 
 
 def _softmax(graph: Graph, value: Value) -> list[int]:
@@ -79,7 +170,7 @@ def _before(graph: Graph, value: Value, kinds: Collection[str] = ("convert",)) -
 
 
 def _of_rows(graph: Graph, op: Op) -> bool:
-    """Whether a product is one of weights and values: one dim of rows, one of columns, outermost batch dims."""
+    """Whether a product is one of weights and values, by rows: one dim of rows, one of columns, outermost batch dims."""
     weights, values = (len(graph.type_of(value).shape) for value in op.operands)
     batch = tuple(range(weights - 2))
     sides = (tuple(op.attrs["lhs_batch"]), tuple(op.attrs["rhs_batch"]))
@@ -89,18 +180,40 @@ def _of_rows(graph: Graph, op: Op) -> bool:
         and sides == (batch, batch)
         and tuple(op.attrs["lhs_contract"]) == (weights - 1,)
         and tuple(op.attrs["rhs_contract"]) == (values - 2,)
+        and not _turned(graph, op.operands[1])
     )
 
 
-def _fits(graph: Graph, shardings: Shardings, op: Op, chain: Sequence[int], unit: int) -> bool:
-    """Whether one device's part is of a size that is taken, and is the same from the logits to the product."""
+def _turned(graph: Graph, value: Value) -> bool:
+    """Whether a value's rows and columns are another's columns and rows: products read that one."""
+    op = graph.ops[_before(graph, value).op]
+    rank = len(graph.type_of(value).shape)
+    return op.kind == "transpose" and tuple(op.attrs["permutation"]) == (*range(rank - 2), rank - 1, rank - 2)
+
+
+def _of_queries(owner: Partitioner, op: Op) -> bool:
+    """Whether a product is one of queries and keys: a dim of rows each, one that is summed over, few batch dims."""
+    if op.kind != "dot_general" or op.id in owner.free:
+        return False
+    shapes = [owner.graph.type_of(value).shape for value in op.operands]
+    batch = tuple(range(len(shapes[0]) - 2))
+    return (
+        len(shapes[0]) == len(shapes[1])
+        and 1 <= sum(shapes[0][dim] > 1 for dim in batch) <= MOST_BATCH_DIMS
+        and (tuple(op.attrs["lhs_batch"]), tuple(op.attrs["rhs_batch"])) == (batch, batch)
+        and len(op.attrs["lhs_contract"]) == 1
+    )
+
+
+def _sizes(graph: Graph, shardings: Shardings, op: Op, chain: Sequence[int]) -> tuple[int, int] | None:
+    """Rows and columns of one device's part, where it is the same from the logits to the product; else None."""
     weights = op.operands[0]
     whole = graph.type_of(weights)
     split = shardings.read(op.id, weights)
     logits = graph.ops[chain[-1]].operands[0]
     links = [shardings.read(chain[-1], logits), *(shardings.made[Value(number)] for number in chain)]
     if whole.dtype not in DTYPES or split[-1] or any(link != split for link in links):
-        return False
+        return None
     *batch, rows, columns = shardings.subaxes.shard(whole.shape, split)
     cut_to_one = any(part == 1 < size for part, size in zip(batch, whole.shape, strict=False))
-    return not cut_to_one and rows % unit == 0 and columns % unit == 0
+    return None if cut_to_one else (rows, columns)

@@ -17,6 +17,8 @@ _FREE = frozenset(
     opt-barrier domain""".split()  # noqa: SIM905
 )
 _FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"})
+_MOSAIC = "tpu_custom_call"
+_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"')
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast)"
 )
@@ -347,11 +349,17 @@ def _meeting(
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
-    """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention."""
+    """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention.
+
+    A kernel of a whole attention, or one written by hand, says its own (as libtpu writes it: twice the products' size).
+    """
     target = instruction.target
     shapes = _shapes(computation, instruction)
-    if instruction.op_name == "online-softmax" and len(shapes) > 1:
-        return _wider(shapes), 2.0 * instruction.shapes[0].elements * shapes[0].dims[-1]
+    if target == _MOSAIC and len(shapes) > 1:
+        if instruction.op_name == "online-softmax":
+            return _wider(shapes), 2.0 * instruction.shapes[0].elements * shapes[0].dims[-1]
+        said = _FLOPS.search(instruction.rest)
+        return _wider(shapes), float(said[1]) if said else 0.0
     if target.startswith(("__cublas$", "__onednn$matmul")) and len(shapes) > 1:
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]
