@@ -267,7 +267,7 @@ class Partitioner:
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
-        if op.kind == "slice" and spmd_rounded.rounds(self, Value(op.id), None):
+        if op.kind in ("slice", "reshape") and spmd_rounded.rounds(self, Value(op.id), None):
             emission = spmd_rounded.halved(emission)
         self.emissions.append(emission)
         if emission.order:

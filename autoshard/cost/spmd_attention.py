@@ -12,8 +12,9 @@ Compiled to find out when (libtpu 0.0.51; single attentions, forward and with th
 heads of 8 to 1,024; operands split over batch, heads or rows of queries, gathered before or not. Not where something is
 multiplied on behind the softmax (dropout), where its largest element is not subtracted, where the product has the
 values first, or reads them transposed, where a device takes a part of the sum over values, and not where a batch dim
-is cut down to 1 by the partitioner: reshapes then come in between. A batch dim that is 1 from the start is dropped
-before that, and does not matter.
+of the product is cut down to 1 by the partitioner: reshapes then come in between. A batch dim that is 1 from the start
+is dropped before that, and does not matter; nor do reshapes of the program's own, that merge batch dims for the products
+and split them for the softmax.
 
 - Of three operands, on all kinds of TPU: queries scaled or not, keys and values of other widths, the softmax in f32 of
   bf16 logits; up to two batch dims; rows and columns 128, 256, 384, 512 or a multiple of 512. Where logits are such a
@@ -32,7 +33,6 @@ from typing import TYPE_CHECKING
 from autoshard.cost.device import load_device
 from autoshard.cost.spmd_looped import Ring
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Shardings
 
 if TYPE_CHECKING:
     from autoshard.cost.spmd import Partitioner
@@ -115,15 +115,17 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
 
 def _attention(owner: Partitioner, op: Op, chain: Sequence[int], unit: int | None) -> Attention | None:
     """What a product of a softmax, whose ops are `chain`, and values becomes, if all else fits."""
-    graph, shardings = owner.graph, owner.shardings
+    graph = owner.graph
     logits = graph.ops[chain[-1]].operands[0]
-    sizes = _sizes(graph, shardings, op, chain)
+    sizes = _sizes(owner, op, chain)
     if logits.op in owner.free or sizes is None:
         return None
-    product = graph.ops[_before(graph, logits).op]
+    first = _behind(graph, logits)
+    product = graph.ops[first.op]
     dtypes = {graph.type_of(value).dtype for value in (*product.operands, op.operands[1])}
-    opaque = len(dtypes) > 1 and product.id == logits.op
-    if opaque or not (_of_queries(owner, product) and _runs_alone(owner, product)):
+    opaque = len(dtypes) > 1 and graph.type_of(first).dtype == graph.type_of(logits).dtype
+    alone = _of_queries(owner, product) and _stays(owner, logits, first) and _runs_alone(owner, product)
+    if opaque or not alone:
         return Attention(logits) if unit is not None and all(size % unit == 0 for size in sizes) else None
     if len(dtypes) > 1 or any(value.op in owner.free for value in product.operands):
         return None
@@ -139,8 +141,8 @@ def _runs_alone(owner: Partitioner, op: Op, as_they_are: Collection[int] = ()) -
 
 
 def _softmax(graph: Graph, value: Value) -> list[int]:
-    """The ops of a softmax over the last dim, from what makes `value` to what takes the largest logit away; or none."""
-    divide = graph.ops[_before(graph, value).op]
+    """The ops of a softmax over the last dim, from what divides to what takes the largest logit away; or none."""
+    divide = graph.ops[_behind(graph, value).op]
     if divide.kind != "divide" or not _repeats(graph, divide, "add"):
         return []
     exponential = graph.ops[_before(graph, divide.operands[0]).op]
@@ -149,7 +151,7 @@ def _softmax(graph: Graph, value: Value) -> list[int]:
     shifted = graph.ops[_before(graph, exponential.operands[0]).op]
     if shifted.kind != "subtract" or not _repeats(graph, shifted, "max"):
         return []
-    return [value.op, divide.id, exponential.id, shifted.id]
+    return [divide.id, exponential.id, shifted.id]
 
 
 def _repeats(graph: Graph, op: Op, reducer: str) -> bool:
@@ -167,6 +169,29 @@ def _before(graph: Graph, value: Value, kinds: Collection[str] = ("convert",)) -
     while graph.ops[value.op].kind in kinds:
         value = graph.ops[value.op].operands[0]
     return value
+
+
+def _behind(graph: Graph, value: Value) -> Value:
+    """The value before its dtype was changed, or its batch dims merged or split."""
+    while True:
+        op = graph.ops[value.op]
+        if op.kind == "reshape":
+            before, after = graph.type_of(op.operands[0]).shape, op.results[0].shape
+            if min(len(before), len(after)) < 2 or before[-2:] != after[-2:]:
+                return value
+        elif op.kind != "convert":
+            return value
+        value = op.operands[0]
+
+
+def _stays(owner: Partitioner, value: Value, end: Value) -> bool:
+    """Whether each device has the same part of a value as of what it was made of by `_behind`."""
+    while value != end:
+        op = owner.graph.ops[value.op]
+        if owner.emission(op, owner.shardings.made[value]).moves:
+            return False
+        value = op.operands[0]
+    return True
 
 
 def _of_rows(graph: Graph, op: Op) -> bool:
@@ -205,14 +230,17 @@ def _of_queries(owner: Partitioner, op: Op) -> bool:
     )
 
 
-def _sizes(graph: Graph, shardings: Shardings, op: Op, chain: Sequence[int]) -> tuple[int, int] | None:
+def _sizes(owner: Partitioner, op: Op, chain: Sequence[int]) -> tuple[int, int] | None:
     """Rows and columns of one device's part, where it is the same from the logits to the product; else None."""
+    graph, shardings = owner.graph, owner.shardings
     weights = op.operands[0]
     whole = graph.type_of(weights)
     split = shardings.read(op.id, weights)
-    logits = graph.ops[chain[-1]].operands[0]
-    links = [shardings.read(chain[-1], logits), *(shardings.made[Value(number)] for number in chain)]
-    if whole.dtype not in DTYPES or split[-1] or any(link != split for link in links):
+    links = {shardings.read(chain[-1], graph.ops[chain[-1]].operands[0])}
+    links.update(shardings.made[Value(number)] for number in chain)
+    if whole.dtype not in DTYPES or split[-1] or split != shardings.made[weights] or len(links) > 1:
+        return None
+    if not _stays(owner, weights, Value(chain[0])):
         return None
     *batch, rows, columns = shardings.subaxes.shard(whole.shape, split)
     cut_to_one = any(part == 1 < size for part, size in zip(batch, whole.shape, strict=False))
