@@ -1,12 +1,12 @@
 """Softmaxes that a TPU's compiler runs inside the product that reads them: the weights of attention times the values.
 
 libtpu's pass `flash_attention`, which comes behind the partitioner, makes one kernel of a softmax over the last dim and
-of the product that sums over it. Where the logits are a product of queries and keys and nothing else, that is part of
-the kernel too, which then reads queries, keys and values (`tpu_custom_call`); else it reads logits and values
-(`online-softmax`). It reads its operands in the program's dtype, f32 is not rounded before, their last dim the
-innermost, and writes its result so: what lies otherwise is copied. The kernel of three operands writes f32 always. What
-else reads logits or weights, the backward pass, has them made beside it, the product of queries and keys once more; if
-nothing does they are never made.
+of the product that sums over it. Where the logits are a product of queries and keys and nothing else (a mask of
+constants that masks nothing is none), that is part of the kernel too, which then reads queries, keys and values
+(`tpu_custom_call`); else it reads logits and values (`online-softmax`). It reads its operands in the program's dtype,
+f32 is not rounded before, their last dim the innermost, and writes its result so: what lies otherwise is copied. The
+kernel of three operands writes f32 always. What else reads logits or weights, the backward pass, has them made beside
+it, the product of queries and keys once more; if nothing does they are never made.
 
 Compiled to find out when (libtpu 0.0.51; single attentions, forward and with their gradients): f32 and bf16, not f16;
 heads of 8 to 1,024; operands split over batch, heads or rows of queries, gathered before or not. Not where something is
@@ -28,11 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autoshard.cost.device import load_device
 from autoshard.cost.spmd_looped import Ring
 from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.simplify import fold
 
 if TYPE_CHECKING:
     from autoshard.cost.spmd import Partitioner
@@ -120,11 +122,11 @@ def _attention(owner: Partitioner, op: Op, chain: Sequence[int], unit: int | Non
     sizes = _sizes(owner, op, chain)
     if logits.op in owner.free or sizes is None:
         return None
-    first = _behind(graph, logits)
-    product = graph.ops[first.op]
+    way = _way(graph, logits)
+    product = graph.ops[way[-1].op]
     dtypes = {graph.type_of(value).dtype for value in (*product.operands, op.operands[1])}
-    opaque = len(dtypes) > 1 and graph.type_of(first).dtype == graph.type_of(logits).dtype
-    alone = _of_queries(owner, product) and _stays(owner, logits, first) and _runs_alone(owner, product)
+    opaque = len(dtypes) > 1 and graph.type_of(way[-1]).dtype == graph.type_of(logits).dtype
+    alone = _of_queries(owner, product) and _stays(owner, way) and _runs_alone(owner, product)
     if opaque or not alone:
         return Attention(logits) if unit is not None and all(size % unit == 0 for size in sizes) else None
     if len(dtypes) > 1 or any(value.op in owner.free for value in product.operands):
@@ -142,7 +144,7 @@ def _runs_alone(owner: Partitioner, op: Op, as_they_are: Collection[int] = ()) -
 
 def _softmax(graph: Graph, value: Value) -> list[int]:
     """The ops of a softmax over the last dim, from what divides to what takes the largest logit away; or none."""
-    divide = graph.ops[_behind(graph, value).op]
+    divide = graph.ops[_way(graph, value)[-1].op]
     if divide.kind != "divide" or not _repeats(graph, divide, "add"):
         return []
     exponential = graph.ops[_before(graph, divide.operands[0]).op]
@@ -171,26 +173,56 @@ def _before(graph: Graph, value: Value, kinds: Collection[str] = ("convert",)) -
     return value
 
 
-def _behind(graph: Graph, value: Value) -> Value:
-    """The value before its dtype was changed, or its batch dims merged or split."""
+def _way(graph: Graph, value: Value) -> list[Value]:
+    """A value, and those that it was before its dtype was changed, its batch dims merged or split, or nothing changed."""
+    found = [value]
     while True:
-        op = graph.ops[value.op]
+        op = graph.ops[found[-1].op]
         if op.kind == "reshape":
             before, after = graph.type_of(op.operands[0]).shape, op.results[0].shape
             if min(len(before), len(after)) < 2 or before[-2:] != after[-2:]:
-                return value
-        elif op.kind != "convert":
-            return value
-        value = op.operands[0]
+                return found
+        source = op.operands[0] if op.kind in ("convert", "reshape") else _unchanged(graph, op)
+        if source is None:
+            return found
+        found.append(source)
 
 
-def _stays(owner: Partitioner, value: Value, end: Value) -> bool:
-    """Whether each device has the same part of a value as of what it was made of by `_behind`."""
-    while value != end:
-        op = owner.graph.ops[value.op]
-        if owner.emission(op, owner.shardings.made[value]).moves:
+def _unchanged(graph: Graph, op: Op) -> Value | None:
+    """The operand that an elementwise op's result is equal to: logits masked by constants that mask nothing."""
+    same = fold(graph).same.get(Value(op.id))
+    if same in op.operands:
+        return same
+    if op.kind in ("add", "subtract") and _number(graph, op.operands[1]) == 0:
+        return op.operands[0]
+    if op.kind == "add" and _number(graph, op.operands[0]) == 0:
+        return op.operands[1]
+    taken = _number(graph, op.operands[0]) if op.kind == "select" else None
+    return None if taken is None else op.operands[1 if taken else 2]
+
+
+def _number(graph: Graph, value: Value) -> float | bool | None:
+    """The constant that every element of a value is."""
+    number = fold(graph).splat.get(value)
+    op = graph.ops[value.op]
+    if number is not None or op.kind not in ("not", "reshape", "broadcast_in_dim", "compare"):
+        return number
+    read = [_number(graph, operand) for operand in op.operands]
+    if None in read or op.kind in ("reshape", "broadcast_in_dim"):
+        return read[0]
+    if op.kind == "not":
+        return not read[0] if op.results[0].dtype == "i1" else None
+    equal = {"EQ": read[0] == read[1], "NE": read[0] != read[1]}
+    return equal.get(op.attrs["direction"])
+
+
+def _stays(owner: Partitioner, way: Sequence[Value]) -> bool:
+    """Whether each device goes this way with its part of the value."""
+    for after, before in pairwise(way):
+        op = owner.graph.ops[after.op]
+        emission = owner.emission(op, owner.shardings.made[after])
+        if emission.own or any(op.operands[place] == before for place, _, _ in emission.moves):
             return False
-        value = op.operands[0]
     return True
 
 
@@ -240,7 +272,7 @@ def _sizes(owner: Partitioner, op: Op, chain: Sequence[int]) -> tuple[int, int] 
     links.update(shardings.made[Value(number)] for number in chain)
     if whole.dtype not in DTYPES or split[-1] or split != shardings.made[weights] or len(links) > 1:
         return None
-    if not _stays(owner, weights, Value(chain[0])):
+    if not _stays(owner, _way(graph, weights)):
         return None
     *batch, rows, columns = shardings.subaxes.shard(whole.shape, split)
     cut_to_one = any(part == 1 < size for part, size in zip(batch, whole.shape, strict=False))
