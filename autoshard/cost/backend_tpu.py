@@ -22,7 +22,7 @@ from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
-from autoshard.cost.order_tpu import behind_collectives, one_core_order
+from autoshard.cost.order_tpu import behind_collectives, deferred, made_again, one_core_order
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.results_tpu import several_results
 from autoshard.cost.rewrite import scattered_onto
@@ -305,7 +305,8 @@ class TpuBackend(Backend):
         kernels, and the order stays as the memory scheduler left it.
         """
         if self.device.cores > 1:
-            return self.lowest_peak(kernels, deps, program)
+            order = self.lowest_peak(kernels, deps, program)
+            return deferred(order, made_again(kernels, deps, program), deps.makers)
         orders = [one_core_order(kernels, deps, program, updates) for updates in (True, False)]
 
         def peaks(order: list[int]) -> list[int]:

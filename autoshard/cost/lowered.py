@@ -37,6 +37,9 @@ ATTENTION = "attention"
 """A softmax and the product with what it weighs, in one kernel, with that of queries and keys or not: of three operands
 or of two (`cost/spmd_attention.py`)."""
 
+WITH_LOGITS = 2
+"""Operands of such a kernel that reads logits, and values; others read queries and keys instead of logits."""
+
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 
 

@@ -6,7 +6,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import ATTENTION, COLLECTIVES, ROUNDING, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.lowered import (
+    ATTENTION,
+    COLLECTIVES,
+    ROUNDING,
+    SLICE,
+    WITH_LOGITS,
+    Array,
+    Lowered,
+    Step,
+    updates_of,
+)
 from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
@@ -313,10 +323,6 @@ def attentions_by_rows(program: Lowered) -> Lowered:
         if written != made:
             rewriter.emit(Step("copy", step.op, (written,), (made,)))
     return rewriter.result()
-
-
-WITH_LOGITS = 2
-"""Operands of a kernel of attention that reads logits, and values; others read queries and keys instead."""
 
 
 def _lies_by_rows(program: Lowered, array: int) -> bool:
