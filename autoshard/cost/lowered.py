@@ -105,7 +105,7 @@ class Step:
         values: of graph ops, the values that `reads` hold the parts of.
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
         parts: of the permutes of a windowed einsum, how many there are of a part each.
-        turns: of a scatter that is a loop, its rounds.
+        turns: of a scatter that is a loop, its rounds; of a kernel of attention, how often it reads keys and values.
     """
 
     kind: str
@@ -299,7 +299,7 @@ class _Lowering:
             made = self._array(result, -1)
             products = [op.id] if product is None else [product, op.id]
             flops = (op_flops(self.graph.ops[one], self.graph) * self.partitioned.runs[one].share for one in products)
-            self._step(ATTENTION, op.id, arrays, (made,), sum(flops), values=values)
+            self._step(ATTENTION, op.id, arrays, (made,), sum(flops), values=values, turns=attention.turns)
             self.numbers[key] = (made,)
         self.of[result] = self.numbers[key][0]
 

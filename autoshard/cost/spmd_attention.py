@@ -13,8 +13,8 @@ heads of 8 to 1,024; operands split over batch, heads or rows of queries, gather
 multiplied on behind the softmax (dropout), where its largest element is not subtracted, where the product has the
 values first, or reads them transposed, where a device takes a part of the sum over values, and not where a batch dim
 of the product is cut down to 1 by the partitioner: reshapes then come in between. A batch dim that is 1 from the start
-is dropped before that, and does not matter; nor do reshapes of the program's own, that merge batch dims for the products
-and split them for the softmax.
+is dropped before that, and does not matter; nor do reshapes of the program's own, which merge batch dims for the
+products and split them for the softmax.
 
 - Of three operands, on all kinds of TPU: queries scaled or not, keys and values of other widths, the softmax in f32 of
   bf16 logits; up to two batch dims; rows and columns 128, 256, 384, 512 or a multiple of 512. Where logits are such a
@@ -26,6 +26,7 @@ and split them for the softmax.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,6 +50,10 @@ UNIT = 128
 BLOCK = 512
 """Rows, and columns, that a kernel with both products works on at once; a multiple of it, or less than it."""
 
+MOST_LOGITS, WIDEST = 2**20, 2**11
+"""Less than so many logits, and of either side, are read at once (v5e, as the grids of 14 kernels say: 640 x 1,280 of
+1,280 x 1,280, 512 x 1,024 of 1,024 x 1,024, 512 x 1,536 of 3,072 x 3,072, 128 x 128 of 2,432 x 2,432)."""
+
 MOST_BATCH_DIMS = 2
 """Of a kernel with both products, those of 1 left out."""
 
@@ -61,10 +66,12 @@ class Attention:
 
     Attributes:
         logits: what the softmax is of.
+        turns: how often keys and values are read: once, or for each block of rows if they are several blocks.
         product: the op that makes them of queries and keys, if that is part of the kernel; then they are not read.
     """
 
     logits: Value
+    turns: int = 1
     product: int | None = None
 
 
@@ -123,16 +130,33 @@ def _attention(owner: Partitioner, op: Op, chain: Sequence[int], unit: int | Non
     if logits.op in owner.free or sizes is None:
         return None
     way = _way(graph, logits)
-    product = graph.ops[way[-1].op]
-    dtypes = {graph.type_of(value).dtype for value in (*product.operands, op.operands[1])}
+    queries = graph.ops[way[-1].op]
+    dtypes = {graph.type_of(value).dtype for value in (*queries.operands, op.operands[1])}
     opaque = len(dtypes) > 1 and graph.type_of(way[-1]).dtype == graph.type_of(logits).dtype
-    alone = _of_queries(owner, product) and _stays(owner, way) and _runs_alone(owner, product)
+    alone = _of_queries(owner, queries) and _stays(owner, way) and _runs_alone(owner, queries)
     if opaque or not alone:
-        return Attention(logits) if unit is not None and all(size % unit == 0 for size in sizes) else None
-    if len(dtypes) > 1 or any(value.op in owner.free for value in product.operands):
+        if unit is None or any(size % unit for size in sizes):
+            return None
+        return Attention(logits, _turns(*sizes, _block_of_logits(*sizes)))
+    if len(dtypes) > 1 or any(value.op in owner.free for value in queries.operands):
         return None
     whole = all(size % UNIT == 0 and size % min(size, BLOCK) == 0 for size in sizes)
-    return Attention(logits, product.id) if whole else None
+    return Attention(logits, _turns(*sizes, (BLOCK, BLOCK)), queries.id) if whole else None
+
+
+def _turns(rows: int, columns: int, block: tuple[int, int]) -> int:
+    """How often a kernel reads keys and values that works on blocks of so many rows and columns."""
+    return rows // block[0] if columns > block[1] else 1
+
+
+def _block_of_logits(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of logits that a kernel reads at once: as many as it may; of equal ones the wider."""
+
+    def parts(size: int) -> list[int]:
+        return [part for part in range(UNIT, min(size, WIDEST - 1) + 1, UNIT) if size % part == 0]
+
+    blocks = ((high, wide) for high in parts(rows) for wide in parts(columns) if high * wide < MOST_LOGITS)
+    return max(blocks, key=lambda block: (math.prod(block), block[1]), default=(UNIT, UNIT))
 
 
 def _runs_alone(owner: Partitioner, op: Op, as_they_are: Collection[int] = ()) -> bool:
@@ -174,7 +198,7 @@ def _before(graph: Graph, value: Value, kinds: Collection[str] = ("convert",)) -
 
 
 def _way(graph: Graph, value: Value) -> list[Value]:
-    """A value, and those that it was before its dtype was changed, its batch dims merged or split, or nothing changed."""
+    """A value, and what it was before: in another dtype, its batch dims merged or split, or just the same."""
     found = [value]
     while True:
         op = graph.ops[found[-1].op]
@@ -227,7 +251,7 @@ def _stays(owner: Partitioner, way: Sequence[Value]) -> bool:
 
 
 def _of_rows(graph: Graph, op: Op) -> bool:
-    """Whether a product is one of weights and values, by rows: one dim of rows, one of columns, outermost batch dims."""
+    """Whether a product is one of weights and values: one dim of rows, one of columns, outermost batch dims."""
     weights, values = (len(graph.type_of(value).shape) for value in op.operands)
     batch = tuple(range(weights - 2))
     sides = (tuple(op.attrs["lhs_batch"]), tuple(op.attrs["rhs_batch"]))

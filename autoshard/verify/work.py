@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ _FREE = frozenset(
 _FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"})
 _MOSAIC = "tpu_custom_call"
 _FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"')
+_BODY = re.compile(r'"body":"([^"]*)"')
+_GRID = re.compile(r"iteration_bounds = array<i64: ([\d, ]+)>")
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast)"
 )
@@ -195,7 +198,8 @@ class Work:
                 if operand is not None:
                     read += min(self.size(operand), self.parameter_bytes(inner, number, operand))
             return read + self.written(inner, instruction)
-        return self.size(instruction) + sum(map(self.size, known))
+        again = _turns(instruction)
+        return self.size(instruction) + sum(self.size(one) * (again if place else 1) for place, one in enumerate(known))
 
     def size(self, instruction: Instruction) -> float:
         """Bytes of an instruction's result that lie in device memory."""
@@ -261,6 +265,18 @@ class Work:
                 continue
             total += min(self.array_bytes(shape), update.bytes) if update is not None else self.array_bytes(shape)
         return total
+
+
+def _turns(instruction: Instruction) -> int:
+    """How often a kernel of attention reads keys and values: for each block of rows, if they take several blocks.
+
+    Its grid, which libtpu writes as text, has rows and columns as its last two dims. The first operand, queries or
+    logits, is read once.
+    """
+    body = _BODY.search(instruction.rest) if instruction.target == _MOSAIC else None
+    grid = _GRID.search(base64.b64decode(body[1]).decode(errors="replace")) if body else None
+    bounds = [int(bound) for bound in grid[1].split(",")] if grid else []
+    return bounds[-2] if len(bounds) > 1 and bounds[-1] > 1 else 1
 
 
 def _scatters(instruction: Instruction) -> bool:
