@@ -191,7 +191,8 @@ def made_again(kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) 
     """Products of queries and keys that are part of a kernel of attention too, and sums over what they make.
 
     They run right before what reads them, in the backward pass, though they could from the forward pass on: in none of
-    12 compiled programs does one run before the last attention (DeBERTa's on v5e and v5p, two small transformers).
+    16 compiled programs does one, but that of the last layer, run before the last attention (DeBERTa's on v5e and v5p,
+    two small transformers on v5e, chains of two and three attentions).
     """
     whole = {step.values[:2] for step in program.steps if step.kind == ATTENTION and len(step.values) > WITH_LOGITS}
     found: set[int] = set()
@@ -199,7 +200,7 @@ def made_again(kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) 
         steps = [program.steps[step] for step in kernel.steps]
         product = any(step.kind == "dot_general" and step.values in whole for step in steps)
         makers = deps.makers[number]
-        if product or (makers and found.issuperset(makers)):
+        if deps.users[number] and (product or (makers and found.issuperset(makers))):
             found.add(number)
     return found
 
