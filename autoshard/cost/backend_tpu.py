@@ -19,13 +19,13 @@ from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
-from autoshard.cost.hidden_tpu import asynchronous, hidden, hides_latency
+from autoshard.cost.hidden_tpu import asynchronous, hidden, hides_latency, right_before
 from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, ROUNDING, SLICE, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
-from autoshard.cost.order_tpu import behind_collectives, one_core_order
+from autoshard.cost.order_tpu import behind_collectives, made_again, one_core_order
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.results_tpu import several_results
 from autoshard.cost.rewrite import scattered_onto
@@ -351,7 +351,7 @@ class TpuBackend(Backend):
         it frees, the update of the largest gradient comes last. On two cores no collective but permutes runs beside
         kernels, and the order stays as the memory scheduler left it.
         """
-        lowest = self.lowest_peak(kernels, deps, program)
+        lowest = right_before(self.lowest_peak(kernels, deps, program), made_again(kernels, deps, program), deps.makers)
         if not self._hides(kernels, program):
             return lowest
         if not _convolves(program):

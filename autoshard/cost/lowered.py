@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, OpRun, Partitioned
+from autoshard.cost.spmd_attention import Attention
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
@@ -33,7 +34,11 @@ ROUNDING = "rounding"
 """A TPU making the copy in bf16 of an argument that is gathered for products (`spmd_rounded.py`)."""
 
 ATTENTION = "attention"
-"""A softmax and the product with what it weighs, in one kernel (`cost/spmd_attention.py`)."""
+"""A softmax and the product with what it weighs, in one kernel, with that of queries and keys or not: of three operands
+or of two (`cost/spmd_attention.py`)."""
+
+WITH_LOGITS = 2
+"""Operands of such a kernel that reads logits, and values; others read queries and keys instead of logits."""
 
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 
@@ -100,7 +105,7 @@ class Step:
         values: of graph ops, the values that `reads` hold the parts of.
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
         parts: of the permutes of a windowed einsum, how many there are of a part each.
-        turns: of a scatter that is a loop, its rounds.
+        turns: of a scatter that is a loop, its rounds; of a kernel of attention, how often it reads keys and values.
     """
 
     kind: str
@@ -174,6 +179,7 @@ class _Lowering:
         self.copies: dict[int, int | None] = {}
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.factors: dict[int, list[int | None]] = {}  # product -> the arrays that it reads
         self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those that are part of it
         self.free = free_ops(graph)
         self.folded = fold(graph)
@@ -230,9 +236,14 @@ class _Lowering:
             if source is not None and op.operands[move.place] not in self.partitioned.unsummed:
                 reads[move.place] = self._move(op.operands[move.place], source, move, number)
         own = run.collectives[taken:]
-        logits = self.partitioned.attentions.get(number)
-        if logits is not None:
-            reads[0] = self._found(number, logits)
+        self.factors[number] = reads if op.kind == "dot_general" else []
+        if number in self.partitioned.unread:
+            self.of.update(dict.fromkeys(results))
+            return
+        attention = self.partitioned.attentions.get(number)
+        if attention is not None:
+            self._attention(op, attention, reads)
+            return
         if op.kind in MASKED:
             self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
         if op.kind == BARRIER and self.ordered:
@@ -273,6 +284,23 @@ class _Lowering:
             self.of[value] = array
         if own:
             self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _attention(self, op: Op, attention: Attention, reads: Sequence[int | None]) -> None:
+        """A kernel of a softmax and a product, or of the product before that too; equal ones are one."""
+        logits, product = attention.logits, attention.product
+        before = [self._found(op.id, logits)] if product is None else self.factors[product]
+        values = (*((logits,) if product is None else self.graph.ops[product].operands), op.operands[1])
+        arrays = [array for array in (*before, reads[1]) if array is not None]
+        result = Value(op.id)
+        named = tuple((array, self.behind.get(value)) for array, value in zip(arrays, values, strict=True))
+        key = (ATTENTION, named, self.shardings.made[result])
+        if key not in self.numbers:
+            made = self._array(result, -1)
+            products = [op.id] if product is None else [product, op.id]
+            flops = (op_flops(self.graph.ops[one], self.graph) * self.partitioned.runs[one].share for one in products)
+            self._step(ATTENTION, op.id, arrays, (made,), sum(flops), values=values, turns=attention.turns)
+            self.numbers[key] = (made,)
+        self.of[result] = self.numbers[key][0]
 
     def _exchanged(self, source: int | None, collective: Collective, op: int) -> int:
         """What a collective over parts of an operand makes."""
@@ -318,8 +346,7 @@ class _Lowering:
                 self.names.get(value) if array is None else (array, self.behind.get(value))
                 for value, array in zip(op.operands, reads, strict=True)
             )
-            special = op.id in self.partitioned.attentions
-            key = (op.kind, special, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
+            key = (op.kind, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
             if key in self.numbers:
                 return self.numbers[key]
         made = []
@@ -338,8 +365,7 @@ class _Lowering:
         if op.kind in BODIES:
             size, kernels = body_work(op)
             inner = size * share, kernels
-        kind = ATTENTION if op.id in self.partitioned.attentions else op.kind
-        self._step(kind, op.id, arrays, made, flops, values=held, inner=inner)
+        self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)

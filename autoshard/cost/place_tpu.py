@@ -17,7 +17,7 @@ from autoshard.cost.conv_loops_tpu import ALLOCATED
 from autoshard.cost.device import Device
 from autoshard.cost.gathers_tpu import JOINED, joined_bytes, turned_bytes
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.lowered import ATTENTION, BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
 from autoshard.cost.on_chip import Life, off_chip
 from autoshard.cost.schedule import Liveness
 from autoshard.cost.sparse_copies_tpu import COPIED
@@ -265,7 +265,13 @@ class Placing:
         return sizes
 
     def _moved(self, kernel: Kernel, sizes: Mapping[int, int]) -> Mapping[int, int]:
-        """What is reported of a kernel: of the array that a scatter adds to as much as it adds."""
+        """What is reported of a kernel: of the array that a scatter adds to as much as it adds.
+
+        Keys and values of attention are read again for each block of rows, unless they are one block.
+        """
+        if kernel.kind == ATTENTION:
+            step = self.program.steps[kernel.steps[-1]]
+            return {array: size * step.turns if array in step.reads[1:] else size for array, size in sizes.items()}
         if kernel.kind != "scatter":
             return sizes
         scatter = self.program.steps[kernel.steps[-1]]

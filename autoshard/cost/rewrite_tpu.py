@@ -6,7 +6,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.lowered import ATTENTION, COLLECTIVES, ROUNDING, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.lowered import (
+    ATTENTION,
+    COLLECTIVES,
+    ROUNDING,
+    SLICE,
+    WITH_LOGITS,
+    Array,
+    Lowered,
+    Step,
+    updates_of,
+)
 from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
@@ -281,20 +291,44 @@ def _fill(program: Lowered, number: int) -> bool:
 
 
 def attentions_by_rows(program: Lowered) -> Lowered:
-    """Values are copied to lie by rows for kernels of attention, and what these make from there (`spmd_attention`)."""
+    """What kernels of attention read is copied to lie by rows, and what they make from there (`spmd_attention`).
+
+    Not where that pads nothing (heads of 128): it lies so anyway. Logits are made so.
+    """
     if all(step.kind != ATTENTION for step in program.steps):
         return program
     rewriter = Rewriter(program)
+    copies: dict[int, int] = {}
     for step in program.steps:
         if step.kind != ATTENTION:
             rewriter.emit(step)
             continue
-        logits, values = step.reads
-        copy, made = by_rows(rewriter, values), by_rows(rewriter, step.writes[0])
-        rewriter.emit(Step("copy", step.op, (values,), (copy,)))
-        rewriter.emit(replace(step, reads=(logits, copy), writes=(made,)))
-        rewriter.emit(Step("copy", step.op, (made,), step.writes))
+        reads = list(step.reads)
+        for place in range(len(reads) == WITH_LOGITS, len(reads)):
+            source = reads[place]
+            if source not in copies and not _lies_by_rows(program, source):
+                copies[source] = by_rows(rewriter, source)
+                rewriter.emit(Step("copy", step.op, (source,), (copies[source],)))
+            reads[place] = copies.get(source, source)
+        made, written = step.writes[0], step.writes[0]
+        if not _lies_by_rows(program, made):
+            written = by_rows(rewriter, made)
+        wide = written
+        if len(reads) != WITH_LOGITS and program.arrays[made].dtype != "f32":
+            wide = rewriter.array(written, 2 * rewriter.arrays[written].bytes)
+            rewriter.arrays[wide].dtype = "f32"
+        rewriter.emit(replace(step, reads=tuple(reads), writes=(wide,)))
+        if wide != written:
+            rewriter.emit(Step("convert", step.op, (wide,), (written,)))
+        if written != made:
+            rewriter.emit(Step("copy", step.op, (written,), (made,)))
     return rewriter.result()
+
+
+def _lies_by_rows(program: Lowered, array: int) -> bool:
+    """Whether an array's last dim is the innermost as it lies, where it pads least."""
+    shape = program.arrays[array].shape
+    return shape is not None and row_major(shape) <= tiled(shape)
 
 
 MOST_PADDED, MOST_WASTED = 2, 128 * 2**20

@@ -19,7 +19,7 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
 from autoshard.cost.layout import sums_whole
-from autoshard.cost.spmd_attention import attentions
+from autoshard.cost.spmd_attention import Attention, attentions, unread
 from autoshard.cost.spmd_chained import chained_scatters
 from autoshard.cost.spmd_contraction import contraction, is_transposed, may_loop
 from autoshard.cost.spmd_emission import Emission
@@ -90,7 +90,8 @@ class Partitioned:
         joined: op -> the later one that it is part of (`spmd_chained`).
         uneven: results that are gathered whole because their parts are not even, and by what.
         unsummed: values that stay whole terms of a sum until that is scattered: a slice of one comes after that.
-        attentions: products that become one kernel with the softmax before them -> its logits (`spmd_attention`).
+        attentions: products that become one kernel with the softmax before them -> what of (`spmd_attention`).
+        unread: ops that nothing is left to read for these kernels.
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)
@@ -99,7 +100,8 @@ class Partitioned:
     joined: Mapping[int, int] = field(repr=False, default_factory=dict)
     uneven: Mapping[Value, Sequence[Collective]] = field(repr=False, default_factory=dict)
     unsummed: Set[Value] = field(repr=False, default_factory=frozenset)
-    attentions: Mapping[int, Value] = field(repr=False, default_factory=dict)
+    attentions: Mapping[int, Attention] = field(repr=False, default_factory=dict)
+    unread: Set[int] = field(repr=False, default_factory=frozenset)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -139,14 +141,18 @@ class Partitioner:
             for value in dict.fromkeys(op.operands):
                 self.readers.setdefault(value, []).append(op)
         self.gathering = Gathering(self) if target == "tpu" else None
-        self.attentions: Mapping[int, Value] = {}
+        self.attentions: Mapping[int, Attention] = {}
+        self.read_unrounded: frozenset[int] = frozenset()  # products whose operands kernels of attention read too
         self.copies_of: dict[Value, list[int]] = {}
         for number, copy in enumerate(shardings.copies):
             self.copies_of.setdefault(copy.value, []).append(number)
 
     def run(self) -> Partitioned:
         """Partition every op, in program order."""
-        self.attentions = attentions(self.graph, self.shardings) if self.target == "tpu" else {}
+        if self.target == "tpu":
+            self.attentions = attentions(self)
+            products = (attention.product for attention in self.attentions.values())
+            self.read_unrounded = frozenset({*self.attentions, *(one for one in products if one is not None)})
         runs: list[OpRun] = []
         copied: dict[Value, list[int]] = {}
         for number, copy in enumerate(self.shardings.copies):
@@ -168,7 +174,14 @@ class Partitioner:
             scatter_later(self, runs)
             chained_scatters(self, runs)
         return Partitioned(
-            tuple(runs), tuple(copies), made, self.joined, uneven, frozenset(self.unsummed), self.attentions
+            tuple(runs),
+            tuple(copies),
+            made,
+            self.joined,
+            uneven,
+            frozenset(self.unsummed),
+            self.attentions,
+            unread(self.graph, self.attentions),
         )
 
     def _uneven_results(self) -> dict[Value, list[Collective]]:
@@ -248,13 +261,13 @@ class Partitioner:
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
         if self.target == "tpu" and op.kind in ("dot_general", "convolution"):
             rounded = spmd_rounded.rounds(self, Value(op.id), None)
-            key = (key, may_loop(self, op), rounded, is_transposed(self, op), op.id in self.attentions)
+            key = (key, may_loop(self, op), rounded, is_transposed(self, op), op.id in self.read_unrounded)
         if self.target == "tpu" and op.kind == "gather":
             key = (key, is_summed(self, op))
         emission = self.memo.get(key)
         if emission is None:
             emission = self.memo[key] = self._emit(op, reads, results)
-        if op.kind == "slice" and spmd_rounded.rounds(self, Value(op.id), None):
+        if op.kind in ("slice", "reshape") and spmd_rounded.rounds(self, Value(op.id), None):
             emission = spmd_rounded.halved(emission)
         self.emissions.append(emission)
         if emission.order:

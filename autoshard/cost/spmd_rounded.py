@@ -35,9 +35,9 @@ def multiplies_matrices(owner: Partitioner, op: Op) -> bool:
     """Whether an op is a contraction of which both operands have dims of their own.
 
     A TPU's compiler makes the others sums of elementwise products, in f32 (`AlgebraicSimplifier::HandleDot`), and some
-    one kernel with a softmax, which reads f32.
+    part of a kernel with a softmax, which reads f32.
     """
-    if op.id in owner.attentions:
+    if op.id in owner.read_unrounded:
         return False
     if op.kind != "dot_general":
         return op.kind in CONTRACTIONS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ _FREE = frozenset(
     opt-barrier domain""".split()  # noqa: SIM905
 )
 _FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"})
+_MOSAIC = "tpu_custom_call"
+_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"')
+_BODY = re.compile(r'"body":"([^"]*)"')
+_GRID = re.compile(r"iteration_bounds = array<i64: ([\d, ]+)>")
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast)"
 )
@@ -193,7 +198,8 @@ class Work:
                 if operand is not None:
                     read += min(self.size(operand), self.parameter_bytes(inner, number, operand))
             return read + self.written(inner, instruction)
-        return self.size(instruction) + sum(map(self.size, known))
+        again = _turns(instruction)
+        return self.size(instruction) + sum(self.size(one) * (again if place else 1) for place, one in enumerate(known))
 
     def size(self, instruction: Instruction) -> float:
         """Bytes of an instruction's result that lie in device memory."""
@@ -259,6 +265,18 @@ class Work:
                 continue
             total += min(self.array_bytes(shape), update.bytes) if update is not None else self.array_bytes(shape)
         return total
+
+
+def _turns(instruction: Instruction) -> int:
+    """How often a kernel of attention reads keys and values: for each block of rows, if they take several blocks.
+
+    Its grid, which libtpu writes as text, has rows and columns as its last two dims. The first operand, queries or
+    logits, is read once.
+    """
+    body = _BODY.search(instruction.rest) if instruction.target == _MOSAIC else None
+    grid = _GRID.search(base64.b64decode(body[1]).decode(errors="replace")) if body else None
+    bounds = [int(bound) for bound in grid[1].split(",")] if grid else []
+    return bounds[-2] if len(bounds) > 1 and bounds[-1] > 1 else 1
 
 
 def _scatters(instruction: Instruction) -> bool:
@@ -347,11 +365,17 @@ def _meeting(
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
-    """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention."""
+    """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention.
+
+    A kernel of a whole attention, or one written by hand, says its own (as libtpu writes it: twice the products' size).
+    """
     target = instruction.target
     shapes = _shapes(computation, instruction)
-    if instruction.op_name == "online-softmax" and len(shapes) > 1:
-        return _wider(shapes), 2.0 * instruction.shapes[0].elements * shapes[0].dims[-1]
+    if target == _MOSAIC and len(shapes) > 1:
+        if instruction.op_name == "online-softmax":
+            return _wider(shapes), 2.0 * instruction.shapes[0].elements * shapes[0].dims[-1]
+        said = _FLOPS.search(instruction.rest)
+        return _wider(shapes), float(said[1]) if said else 0.0
     if target.startswith(("__cublas$", "__onednn$matmul")) and len(shapes) > 1:
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]

@@ -1,3 +1,4 @@
+import base64
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,23 @@ def test_a_tpus_kernel_of_attention_holds_a_product():
     call = 'f32[64,16] custom-call(%p, %w), custom_call_target="tpu_custom_call", metadata={op_name="online-softmax"}'
     assert one(call).flops == {"f32": 2 * 64 * 16 * 32}
     assert one(call.replace("online-softmax", "mine")).flops == {}
+
+
+def test_a_kernel_of_a_whole_attention_says_its_flops():
+    call = (
+        'bf16[4,64,32] custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", backend_config={'
+        '"custom_call_config":{"body":"","cost_estimate":{"bytes_accessed":"9","flops":"786432"}}}'
+    )
+    assert one(call, family="tpu").flops == {"bf16": 786432}
+
+
+@pytest.mark.parametrize(("bounds", "times"), [("4, 1, 1", 1), ("4, 2, 1", 1), ("4, 1, 3", 1), ("4, 2, 3", 2)])
+def test_it_reads_keys_and_values_again_for_each_block_of_rows(bounds, times):
+    grid = f"attributes {{iteration_bounds = array<i64: {bounds}>, scratch_operands = 2 : i64}}"
+    body = base64.b64encode(grid.encode()).decode()
+    config = f'custom_call_target="tpu_custom_call", backend_config={{"custom_call_config":{{"body":"{body}"}}}}'
+    q, k = 2 * 4 * 64 * 32, 2 * 4 * 48 * 32
+    assert one(f"bf16[4,64,32] custom-call(%q, %k, %k), {config}", family="tpu").bytes == 2 * q + 2 * k * times
 
 
 # 8 positions a dim, 3 taps, padding 1: 8 * 3 - 2 pairs meet the image.
