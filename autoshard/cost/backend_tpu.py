@@ -19,6 +19,7 @@ from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
+from autoshard.cost.groups_tpu import in_groups
 from autoshard.cost.hidden_tpu import asynchronous, hidden, hides_latency, right_before
 from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
@@ -277,7 +278,7 @@ class TpuBackend(Backend):
         program = updated_kernels(as_loops(with_bodies(program, self.device)))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
-        return flattened_indices(cut_into_strips(laid_out_for_convolutions(images, widths), widths))
+        return flattened_indices(cut_into_strips(laid_out_for_convolutions(in_groups(images), widths), widths))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
