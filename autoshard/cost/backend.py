@@ -167,11 +167,7 @@ class Backend:
         results = results_in_order(kernels, program)
         first = greedy(kernels, deps, arrays, late=self.fills_late)
         orders = [first, depth_first(deps, results, sizes), post_order(deps, results)]
-        return min(orders, key=lambda order: self.scheduled_peak(kernels, order, program))
-
-    def scheduled_peak(self, kernels: Sequence[Kernel], order: Sequence[int], program: Lowered) -> int:
-        """By what the memory scheduler chooses between orders."""
-        return liveness(kernels, order, program.arrays, self.buffer_bytes, results=True).peak
+        return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:
         """Where the temporaries of kernels in their order lie; None: all in device memory."""

@@ -383,26 +383,6 @@ def liveness(
     return Liveness(timeline, {array: (start, end) for array, (start, end) in spans.items()}, sizes, buffer)
 
 
-def counted_peak(
-    kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, rounded: Callable[[Array], int]
-) -> int:
-    """The most that XLA's memory scheduler counts beside arguments in an order (`MinimumMemoryForModule`).
-
-    Nothing takes over a buffer: what is updated ends at its last reader, beside the result that replaces it.
-    """
-    last = {array: position for position, number in enumerate(order) for array in kernels[number].reads}
-    change = np.zeros(len(order) + 1, dtype=np.int64)
-    for position, number in enumerate(order):
-        for array in kernels[number].writes:
-            found = program.arrays[array]
-            change[position] += rounded(found)
-            change[len(order) if found.returned else last.get(array, position) + 1] -= rounded(found)
-    for result, argument in program.updates.items():
-        if program.arrays[result].maker >= 0:
-            change[last.get(argument, -1) + 1] -= rounded(program.arrays[argument])
-    return int(np.cumsum(change[:-1]).max(initial=0))
-
-
 def beside_results(
     live: Liveness, kernels: Sequence[Kernel], arrays: Sequence[Array], rounded: Callable[[Array], int]
 ) -> Liveness:
