@@ -167,11 +167,7 @@ class Backend:
         results = results_in_order(kernels, program)
         first = greedy(kernels, deps, arrays, late=self.fills_late)
         orders = [first, depth_first(deps, results, sizes), post_order(deps, results)]
-        return min(orders, key=lambda order: self.peak(order, kernels, program))
-
-    def peak(self, order: Sequence[int], kernels: Sequence[Kernel], program: Lowered) -> int:
-        """Most bytes in an order, as the memory scheduler counts them: it knows of no donation."""
-        return liveness(kernels, order, program.arrays, self.buffer_bytes, results=True).peak
+        return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:
         """Where the temporaries of kernels in their order lie; None: all in device memory."""

@@ -25,6 +25,7 @@ from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
 from autoshard.cost.lowered import BARRIER, ROUNDING, SLICE, Array, Lowered, Step
+from autoshard.cost.memory_order import FromResults, counted_peak
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.order_tpu import behind_collectives, made_again, one_core_order
 from autoshard.cost.place_tpu import Placing, multiplies_matrices, product_with_vectors
@@ -41,7 +42,7 @@ from autoshard.cost.rewrite_tpu import (
     scattered_by_rows,
     updated_kernels,
 )
-from autoshard.cost.schedule import Dependencies, Liveness, combined, liveness
+from autoshard.cost.schedule import Dependencies, Liveness, combined, greedy, liveness
 from autoshard.cost.sparse_copies_tpu import beside_sparse_cores
 from autoshard.cost.strip_widths_tpu import (
     FEW,
@@ -323,6 +324,8 @@ class TpuBackend(Backend):
         if any(reads_from_memory(program, program.steps[number]) for number in kernel.steps):
             return None
         shapes = {program.arrays[array].shape for array in kernel.writes}
+        if shapes == {()}:
+            return None  # what scalars are made of runs apart: gradients need the number of labels, not the loss
         product = product_with_vectors(kernel, program)
         if product is not None:
             around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
@@ -334,16 +337,6 @@ class TpuBackend(Backend):
     def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
         """Whether the latency hiding scheduler has anything to do."""
         return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
-
-    def peak(self, order: Sequence[int], kernels: Sequence[Kernel], program: Lowered) -> int:
-        """Most bytes in an order, results counted, and arguments that they replace until their last reader."""
-        live = liveness(kernels, order, program.arrays, self.buffer_bytes, results=True)
-        last = {array: place for place, number in enumerate(order) for array in kernels[number].reads}
-        timeline = live.timeline.copy()
-        for argument in set(program.updates.values()):
-            if argument in last:
-                timeline[last[argument] + 1 :] -= self.buffer_bytes(program.arrays[argument])
-        return int(timeline.max()) if len(timeline) else 0
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """What frees most first, updates counted as in place or as new arrays: whichever needs less memory.
@@ -367,6 +360,13 @@ class TpuBackend(Backend):
 
         order = orders[0] if orders[0] == orders[1] else min(orders, key=peaks)
         return behind_collectives(order, kernels, program)
+
+    def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """The order of three that libtpu counts least for."""
+        found = FromResults(kernels, deps, program, self.buffer_bytes)
+        first = greedy(kernels, deps, program.arrays, late=self.fills_late)
+        orders = [first, found.depth_first(), found.post_order()]
+        return min(orders, key=lambda order: counted_peak(kernels, order, program, self.buffer_bytes))
 
     def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
         """What products alone read is kept in the dtype that they run in, a transposed copy that is cut up as it is.
