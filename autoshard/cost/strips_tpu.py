@@ -30,7 +30,7 @@ from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.rewrite_tpu import KEEPS_DIMS
 from autoshard.cost.strip_widths_tpu import FEW, SPLITS, annotated_view, taps_of
-from autoshard.cost.tpu_layout import for_convolution, row_major
+from autoshard.cost.tpu_layout import row_major
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 
@@ -150,7 +150,7 @@ def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     strips = few(program)
     if any(step.kind in MOVING and _moves(step, strips) for step in program.steps):
         program = _put_together(program, strips)
-    program = _summed_apart(_whole_again(_masked(program, widths), widths), widths)
+    program = _whole_again(_masked(program, widths), widths)
     for array, width in widths.items():
         program.arrays[array].strips = width
     for number, step in enumerate(program.steps):
@@ -206,44 +206,6 @@ def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
             rewriter.emit(Step(MASK, step.op, (), (masks[key],)))
         rewriter.emit(replace(step, reads=(*step.reads, masks[key])))
     return rewriter.result() if masks else program
-
-
-def _summed_apart(program: Lowered, widths: Mapping[int, int]) -> Lowered:
-    """Sums for each image put its strips together: those that are padded in a copy, of others a sum each, summed again.
-
-    As compiled (a convolution of 64 features and a group norm, 2 images to a device, v5e and v5p): of 64 positions, 8
-    strips of 9, both sums read a copy, without what strips are padded with; of 32 positions of stride 2, 8 strips of 4
-    from a convolution before, the convolution makes sums of its strips. What is negated is summed before.
-    """
-    rewriter = Rewriter(program)
-    for step in program.steps:
-        if step.kind == "reduce" and step.reads and _negated(program, step.reads[0]) in widths:
-            step = replace(step, reads=(_negated(program, step.reads[0]), *step.reads[1:]))
-        width = widths.get(step.reads[0], 0) if step.kind == "reduce" and step.reads else 0
-        shape = program.arrays[step.reads[0]].shape if width else None
-        if shape is None or len(shape) < 3 or _over_images(program, step):
-            rewriter.emit(step)
-            continue
-        read = program.arrays[step.reads[0]]
-        item = read.bytes // max(1, read.elements)
-        cut = (SPLITS * shape[0], *shape[1:-1], width)
-        if width * SPLITS > shape[-1]:
-            copy = rewriter.array(step.reads[0], item * for_convolution(cut, (0, 1)))
-            rewriter.arrays[copy].shape = None
-            rewriter.emit(Step("copy", step.op, (step.reads[0],), (copy,)))
-            rewriter.emit(replace(step, reads=(copy, *step.reads[1:])))
-        else:
-            made = program.arrays[step.writes[0]]
-            each = rewriter.array(step.writes[0], SPLITS * made.bytes, (SPLITS, *(made.shape or ())))
-            rewriter.emit(replace(step, writes=(each,)))
-            rewriter.emit(Step("copy", step.op, (each,), step.writes))
-    return rewriter.result()
-
-
-def _negated(program: Lowered, array: int) -> int:
-    """What an array is the negative of; -1 if it is none."""
-    maker = program.arrays[array].maker
-    return program.steps[maker].reads[0] if maker >= 0 and program.steps[maker].kind == "negate" else -1
 
 
 def _over_images(program: Lowered, step: Step) -> bool:
