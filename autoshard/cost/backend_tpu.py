@@ -339,11 +339,10 @@ class TpuBackend(Backend):
         return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """What frees most first, updates counted as in place or as new arrays: whichever needs less memory.
+        """The memory scheduler's; where collectives run beside kernels the latency hiding scheduler's.
 
-        The memory scheduler knows of no donation (`DefaultMemoryScheduler` takes the best of several orders): by what
-        it frees, the update of the largest gradient comes last. On two cores no collective but permutes runs beside
-        kernels, and the order stays as the memory scheduler left it.
+        In nets of convolutions what frees most first, updates counted as in place or as new arrays, whichever needs
+        less memory, then as collectives let it.
         """
         lowest = right_before(self.lowest_peak(kernels, deps, program), made_again(kernels, deps, program), deps.makers)
         if not self._hides(kernels, program):

@@ -1,4 +1,4 @@
-"""In which order the kernels of a TPU of one core run: what frees most first, then as collectives let them."""
+"""In which order a TPU of one core runs nets of convolutions: what frees most first, then as collectives let them."""
 
 from __future__ import annotations
 

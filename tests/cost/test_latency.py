@@ -62,3 +62,23 @@ def test_a_cheap_kernel_goes_to_where_something_is_due_soon() -> None:
     program.add("gradient", "padded logits", "padded table", us=213)
     order = program.scheduled()
     assert order.index("padded table") < order.index("padded logits")
+
+
+def test_so_many_collectives_of_a_kind_are_in_flight_at_once() -> None:
+    """Three gathers for one kernel, two of them at once: the third waits for one of these to start."""
+    program = Program()
+    for number in range(3):
+        program.add(f"gather{number}", us=100, moves=True)
+    program.add("reader", "gather0", "gather1", "gather2", us=1)
+    deps = dependencies(program.kernels)
+
+    def most(at_once: int) -> int:
+        kinds = ["all-gather"] * 3 + [""]
+        order = overlapped(range(4), deps, program.takes, program.moves, at_once={"all-gather": at_once}, kinds=kinds)
+        flying, found = 0, 0
+        for number, end in order:
+            flying += 0 if number == 3 else -1 if end else 1
+            found = max(found, flying)
+        return found
+
+    assert [most(1), most(2), most(5)] == [1, 2, 3]
