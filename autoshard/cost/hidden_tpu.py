@@ -2,7 +2,7 @@
 
 It is XLA's (`cost/latency.py`), with costs of its own, in cycles. Its log gives all of them, and every choice
 (libtpu 0.0.51, `TPU_VMODULE=latency_hiding_scheduler=10`): from the graph and the costs that it logs all 5,333 choices
-of seven steps compiled for a v5e follow, and all but one of 1,185 in an eighth. Without the elements of tuples, as here,
+of seven steps compiled for a v5e follow, and all but one of 1,185 in an eighth. Without elements of tuples, as here,
 all of 106 and 73 kernels of more than 5,000 cycles stand as chosen in two steps (BERT, DLRM), 76 of 81, 92 of 105 and
 125 of 138 in others (GPT-2 twice, BART). A program without asynchronous collectives is not scheduled again: the order
 stays the memory scheduler's, as it does where sparse cores do the gathering (v5p, v6e).
