@@ -20,7 +20,7 @@ from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early, ring
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
 from autoshard.cost.groups_tpu import in_groups
-from autoshard.cost.hidden_tpu import asynchronous, hidden, hides_latency, right_before
+from autoshard.cost.hidden_tpu import asynchronous, filling, hidden, hides_latency, right_before
 from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
@@ -344,7 +344,8 @@ class TpuBackend(Backend):
         In nets of convolutions what frees most first, updates counted as in place or as new arrays, whichever needs
         less memory, then as collectives let it.
         """
-        lowest = right_before(self.lowest_peak(kernels, deps, program), made_again(kernels, deps, program), deps.makers)
+        late = made_again(kernels, deps, program) | filling(kernels, deps)
+        lowest = right_before(self.lowest_peak(kernels, deps, program), late, deps.makers)
         if not self._hides(kernels, program):
             return lowest
         if not _convolves(program):
@@ -361,7 +362,12 @@ class TpuBackend(Backend):
         return behind_collectives(order, kernels, program)
 
     def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The order of three that libtpu counts least for."""
+        """The order of three that libtpu counts least for.
+
+        On one core not where rows are gathered in pieces, of which one stands for all: what frees most first there.
+        """
+        if self.device.cores == 1 and any(step.kind == JOINED for step in program.steps):
+            return greedy(kernels, deps, program.arrays, late=self.fills_late)
         found = FromResults(kernels, deps, program, self.buffer_bytes)
         first = greedy(kernels, deps, program.arrays, late=self.fills_late)
         orders = [first, found.depth_first(), found.post_order()]

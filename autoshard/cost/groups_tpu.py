@@ -24,6 +24,8 @@ from autoshard.graph.groups import ELEMENTWISE
 def in_groups(program: Lowered) -> Lowered:
     """Sums over groups of features, and broadcasts over them, in two steps with a copy between."""
     around = convolved(program)
+    if not around:
+        return program
     views = _views(program)
 
     def viewed(step: Step) -> bool:

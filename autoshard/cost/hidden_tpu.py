@@ -88,8 +88,12 @@ def hidden(
         viewing=CYCLE,
     )
     found = dict.fromkeys(number for number, end in placed if not (end and moves[number]))
-    filled = {number for number, kernel in enumerate(kernels) if not kernel.reads and deps.users[number]}
-    return right_before(list(found), filled, deps.makers)
+    return right_before(list(found), filling(kernels, deps), deps.makers)
+
+
+def filling(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
+    """Kernels that read nothing, such as zeros, and are read."""
+    return {number for number, kernel in enumerate(kernels) if not kernel.reads and deps.users[number]}
 
 
 def right_before(order: Sequence[int], these: set[int], makers: Sequence[Sequence[int]]) -> list[int]:

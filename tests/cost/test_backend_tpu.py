@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autoshard.cost import order_tpu
 from autoshard.cost.backend_tpu import TpuBackend, TpuFusion
+from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import load_device
 from autoshard.cost.heap import packed
 from autoshard.cost.kernels import Kernel
@@ -223,7 +224,7 @@ def test_copies_to_on_chip_memory_take_device_memory_of_their_own() -> None:
     """16 KiB each, the result's too; from 1 MiB on four slices of two such, which on two cores there are none of."""
     steps: list[Step] = []
     arrays = [*arguments(1), *(Array((rows, 128), "f32", 512 * rows, -1) for rows in (1024, 4096))]
-    first = step(steps, arrays, "reduce", (0,), 128)
+    first = step(steps, arrays, "reduce", (step(steps, arrays, "sine", (0,)),), 128)  # two cores fuse several ops
     arrays[step(steps, arrays, "reduce", (1, 2, first), 128)].returned = True
     for device, tables in (("tpu-v5e", 2 + 2 * SLICES), ("tpu-v5p", 3)):
         compiled = TpuBackend(load_device(device)).compile(Lowered(arrays, steps, [], MATRICES))  # type: ignore[arg-type]
@@ -259,7 +260,7 @@ def test_what_no_collective_waits_for_runs_last_or_beside_a_gather(gathers: bool
 def ordered(program: Lowered) -> list[int]:
     """The arrays that kernels of one step each make, in the order in which a TPU runs them."""
     kernels = [
-        Kernel((number,), one.reads, one.writes, one.kind, number, flops=float(one.kind == "dot_general"))
+        Kernel((number,), one.reads, one.writes, one.kind, number, flops=float(one.kind in CONTRACTIONS))
         for number, one in enumerate(program.steps)
     ]
     order = TpuBackend(load_device("tpu-v5e")).order(kernels, dependencies(kernels), program)
@@ -268,10 +269,14 @@ def ordered(program: Lowered) -> list[int]:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_two_scatters_run_behind_both_copies_unless_a_copy_follows_them(copied: bool) -> None:
-    """T5's gradients of relative positions on v5e: 134 MB each, under FSDP together, else one after the other."""
+    """T5's gradients of relative positions on v5e: 134 MB each, under FSDP together, else one after the other.
+
+    By the rules that are left for nets of convolutions.
+    """
     steps: list[Step] = []
     arrays = arguments(2)
-    made = step(steps, arrays, "dot_general", (0, 1))
+    gathered = step(steps, arrays, "all-gather", (0,))
+    made = step(steps, arrays, "convolution", (gathered, 1))
     chains = []
     for _ in range(2):
         chain = [step(steps, arrays, "copy", (step(steps, arrays, "all-reduce", (made,)),))]
@@ -291,7 +296,8 @@ def test_two_scatters_run_behind_both_copies_unless_a_copy_follows_them(copied: 
 def test_an_update_runs_right_after_its_all_reduce_and_others_at_the_end(summed: str, waits: bool) -> None:
     steps: list[Step] = []
     arrays = arguments(2)
-    scattered = [step(steps, arrays, "scatter", (0, 1)) for _ in range(2)]
+    made = step(steps, arrays, "convolution", (step(steps, arrays, "all-gather", (0,)), 1))
+    scattered = [step(steps, arrays, "scatter", (made, 1)) for _ in range(2)]
     sums = [step(steps, arrays, summed, (one,)) for one in scattered]
     updates = [step(steps, arrays, "subtract", (1, one)) for one in sums]
     for array in updates:
