@@ -1,9 +1,9 @@
-"""The latency hiding scheduler of XLA's GPU compiler: collectives beside the kernels that neither make nor read them.
+"""XLA's latency hiding scheduler: collectives beside the kernels that neither make nor read them.
 
-It goes from the end of the step backwards (xla/service/latency_hiding_scheduler.cc). One collective at a time is in
-flight (`parallel_collective_overlap_limit`): its end is placed as soon as all that reads its result stands behind it,
-its start once the kernels placed since take as long as it does. Of the kernels that could come next it takes, in this
-order of reasons:
+It goes from the end of the step backwards (xla/service/latency_hiding_scheduler.cc). On GPUs one collective at a time
+is in flight (`parallel_collective_overlap_limit`), on TPUs so many of a kind: its end is placed as soon as all that
+reads its result stands behind it, its start once the kernels placed since take as long as it does. Of the kernels that
+could come next it takes, in this order of reasons:
 
 1. what keeps nobody waiting: a kernel is due a microsecond after what reads it (`kLessStall`);
 2. a start for which another collective waits, and no start before which there is no other collective;
@@ -50,6 +50,7 @@ def overlapped(
         elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
         at_once: kind -> how many collectives of that kind are in flight at once; those of other kinds do not count.
         kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
+        viewing: seconds of an instruction through which results are read.
     """
     kinds = kinds or [""] * len(takes)
     return _Backwards(
@@ -114,7 +115,7 @@ class _Backwards:
         self.is_placed = [False] * len(takes)
         self.now = 0.0
         self.flying: dict[int, float] = {}  # collectives whose starts are not placed, and when these are due
-        self.ends: dict[int, float] = {}  # collectives of which all readers are placed, and when they are due
+        self.ends: dict[str, dict[int, float]] = {}  # by kind, collectives of which all readers are placed: when due
         self.stalled: list[tuple[float, int, int]] = []  # a heap of kernels by when they are due
         self.due: dict[float, _Due] = {}  # kernels that are due, by the seconds of collectives before them
         self.awaited: list[float] = []  # a heap of when what was not due yet will be
@@ -128,7 +129,7 @@ class _Backwards:
         """All kernels."""
         while True:
             self._move_due()
-            ends = [number for number in self.ends if self._may_end(number)]
+            ends = {one: due for kind, some in self.ends.items() if self._may_end(kind) for one, due in some.items()}
             start = min(self.flying, key=self._start_rank, default=None)
             if ends:
                 self._end(ends)
@@ -143,14 +144,13 @@ class _Backwards:
             else:
                 return self.found[::-1]
 
-    def _may_end(self, number: int) -> bool:
-        """Whether one more collective of its kind may be in flight."""
-        kind = self.kinds[number]
+    def _may_end(self, kind: str) -> bool:
+        """Whether one more collective of a kind may be in flight."""
         return sum(self.kinds[one] == kind for one in self.flying) < self.at_once.get(kind, 1)
 
     def _awaits_start(self, number: int) -> bool:
         """Whether a collective of its kind waits for one in flight to start."""
-        return any(due <= self.now and self.kinds[one] == self.kinds[number] for one, due in self.ends.items())
+        return any(due <= self.now for due in self.ends.get(self.kinds[number], {}).values())
 
     def _start_rank(self, number: int) -> tuple[float, bool, float, _Rank]:
         """By what the starts of those in flight are compared."""
@@ -204,9 +204,9 @@ class _Backwards:
         deep = [number for number in alike if self.before[number] == deepest]
         return min(deep, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
 
-    def _end(self, ends: Sequence[int]) -> None:
-        number = min(ends, key=lambda one: (max(self.ends[one] - self.now, 0.0), -self.behind[one], -self.place[one]))
-        self.now = max(self.now, self.ends.pop(number))
+    def _end(self, ends: Mapping[int, float]) -> None:
+        number = min(ends, key=lambda one: (max(ends[one] - self.now, 0.0), -self.behind[one], -self.place[one]))
+        self.now = max(self.now, self.ends[self.kinds[number]].pop(number))
         self.found.append((number, True))
         self.flying[number] = self.now + self.takes[number]
         self._pass(self.edge)
@@ -254,7 +254,7 @@ class _Backwards:
             self._pass(self.viewing)
             due += self.edge
         if self.moves[number]:
-            self.ends[number] = due
+            self.ends.setdefault(self.kinds[number], {})[number] = due
         else:
             heapq.heappush(self.stalled, (due, -self.place[number], number))
         self._await(due)
