@@ -99,16 +99,14 @@ def filling(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
 def right_before(order: Sequence[int], these: set[int], makers: Sequence[Sequence[int]]) -> list[int]:
     """`order`, in which each of `these` stands right before what reads it first."""
     done: dict[int, None] = {}
-
-    def run(number: int) -> None:
-        if number not in done:
-            for maker in makers[number]:
-                if maker in these:
-                    run(maker)
-            done[number] = None
-
     for number in (*(one for one in order if one not in these), *order):
-        run(number)
+        todo = [number]
+        while todo:
+            before = [maker for maker in makers[todo[-1]] if maker in these and maker not in done]
+            if before and todo[-1] not in done:
+                todo.append(before[0])
+            else:
+                done[todo.pop()] = None
     return list(done)
 
 

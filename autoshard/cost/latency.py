@@ -48,9 +48,9 @@ def overlapped(
             None for no kernel.
         edge: seconds between a kernel and what reads it.
         elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
-        at_once: kind -> how many collectives of that kind are in flight at once; those of other kinds do not count.
+        at_once: kind -> how many collectives of that kind are in flight at once, counted by itself; default 1.
         kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
-        viewing: seconds of an instruction through which results are read.
+        viewing: seconds of an instruction through which results of `views` are read.
     """
     kinds = kinds or [""] * len(takes)
     return _Backwards(
@@ -130,7 +130,8 @@ class _Backwards:
         while True:
             self._move_due()
             ends = {one: due for kind, some in self.ends.items() if self._may_end(kind) for one, due in some.items()}
-            start = min(self.flying, key=self._start_rank, default=None)
+            several = len(self.flying) > 1
+            start = min(self.flying, key=self._start_rank) if several else next(iter(self.flying), None)
             if ends:
                 self._end(ends)
             elif start is not None and self._start_is_next(start):

@@ -98,16 +98,18 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
         for value in dict.fromkeys(op.operands):
             readers.setdefault(value, []).append(op)
     results = frozenset(graph.outputs)
+    products = {each.product for each in found.values()}  # their operands are what the kernels read
+    logits = {each.logits for each in found.values() if each.product is None}
     gone: set[int] = set()
 
     def reads(op: Op, value: Value) -> bool:
         attention = found.get(op.id)
         if attention is None:
-            return op.id not in gone
+            return op.id not in gone or op.id in products
         return value == op.operands[1] or (value == attention.logits and attention.product is None)
 
     def kept(value: Value) -> bool:
-        if value in results or any(each.product is None and each.logits == value for each in found.values()):
+        if value in results or value in logits:
             return True
         return any(reads(op, value) for op in readers.get(value, ()))
 
@@ -117,7 +119,7 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
         if op.kind == "argument" or op.id in gone or any(kept(Value(op.id, i)) for i in range(len(op.results))):
             continue
         gone.add(op.id)
-        if all(op.id != each.product for each in found.values()):
+        if op.id not in products:
             todo.extend(value.op for value in op.operands)
     return frozenset(gone)
 

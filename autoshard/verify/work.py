@@ -274,7 +274,10 @@ def _turns(instruction: Instruction) -> int:
     logits, is read once.
     """
     body = _BODY.search(instruction.rest) if instruction.target == _MOSAIC else None
-    grid = _GRID.search(base64.b64decode(body[1]).decode(errors="replace")) if body else None
+    try:
+        grid = _GRID.search(base64.b64decode(body[1]).decode(errors="replace")) if body else None
+    except ValueError:  # somebody's own kernel, written otherwise
+        grid = None
     bounds = [int(bound) for bound in grid[1].split(",")] if grid else []
     return bounds[-2] if len(bounds) > 1 and bounds[-1] > 1 else 1
 

@@ -282,3 +282,18 @@ def test_what_a_reshape_gathers_for_products_alone_is_gathered_in_bf16(target: s
     report, _ = compiled_for(target, merged, made, [((), ("data", "model"), (), ()), ((), ())])
     assert [one.bytes for one in report.prediction.collectives] == [2 * 4096 * 512]
     assert report.fidelity.value == 0
+
+
+def test_weights_of_one_attention_may_be_queries_of_another() -> None:
+    """Planning it crashed: what the first kernel keeps to itself the second one reads."""
+
+    def chained(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = softmax(q @ jnp.swapaxes(k, 2, 3), True)
+        return weights @ v, softmax(weights @ jnp.swapaxes(k, 2, 3), True) @ v
+
+    made: list[object] = [jax.ShapeDtypeStruct((8, 8, 256, 256), jnp.float32)] * 3
+    report, compiled = compiled_for("tpu-v5e:2x4", chained, made, [HEADS] * 3)
+    said = [len(step.reads) for step in report.prediction.compiled.program.steps if step.kind == ATTENTION]
+    calls = re.findall(r' custom-call\(([^)]*)\), custom_call_target="tpu_custom_call"', compiled.hlo_text)
+    assert sorted(said) == sorted(call.count("%") for call in calls)
+    assert report.fidelity.value == 0
