@@ -7,7 +7,8 @@ them. A sharding replaces another only where it refines it; partial shardings me
 
 A pinned value is `custom_call @Sharding`: its annotation cannot change, and the op before it runs under the same
 sharding (XLA copies the annotation onto an operand that has none). Arguments keep theirs, and a result that updates an
-argument has that argument's. What nothing reaches is replicated.
+argument has that argument's, which on GPUs the op that makes it has too, unless it is annotated itself (their compiler
+simplifies first, and takes away the reshape that jax annotates a result by). What nothing reaches is replicated.
 
 A graph keeps one op per HLO instruction here, which is what the CPU compiler's propagation sees; the TPU and GPU
 compilers simplify the program first. Of what a TPU's does two things are followed (`simplified`): equal ops are one
@@ -49,7 +50,7 @@ class Copy:
         value: what it copies.
         spec: its annotation.
         source: the copy it is made from, or None for the value as its op makes it.
-        result: whether it is a result of the program; its annotation does not reach the op that makes the value.
+        result: whether it is a result of the program; its annotation reaches the op that makes the value on GPUs only.
     """
 
     value: Value
@@ -138,6 +139,7 @@ class _Propagation:
         self.opaque = top_k_sorts(graph) if target == "gpu" else frozenset[int]()
         self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
         self.simplified = target == "tpu"
+        self.results_fold = target == "gpu"
         self.subaxes = Subaxes(mesh)
         self.transfers = Transfers(self.graph, self.subaxes)
         self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
@@ -337,12 +339,16 @@ class _Propagation:
             node = self.value_count + number
             self.tiling[node] = self.subaxes.tiling(copy.spec)
             self.fixed[node] = 1
+        results: list[int] = []
+        pins: list[int] = []
         for node in reversed(self.order):
-            if self.op_of[node] is None and not self.copies[node - self.value_count].result:
-                (source,) = self.operands[node]
-                if self.tiling[source] is None and not self.fixed[source]:
-                    self.tiling[source] = self.tiling[node]
-                    self.fixed[source] = 1
+            if self.op_of[node] is None:
+                (results if self.copies[node - self.value_count].result else pins).append(node)
+        for node in [*results, *pins] if self.results_fold else pins:
+            (source,) = self.operands[node]
+            if self.tiling[source] is None and not self.fixed[source]:
+                self.tiling[source] = self.tiling[node]
+                self.fixed[source] = 1
 
     # ---- the fixpoint ------------------------------------------------------------------------------------------
 
@@ -351,6 +357,7 @@ class _Propagation:
         """What is annotated, spread until nothing improves."""
         for level in _LEVELS:
             self._run_level(level)
+        self._split_calls()
         made = {}
         for op in self.graph.ops:
             for result, kind in enumerate(op.results):
@@ -363,6 +370,21 @@ class _Propagation:
         copied = tuple(tiling for tiling in self.tiling[self.value_count : end] if tiling is not None)
         own = {key: tiling for key, node in self.own.items() if (tiling := self.tiling[node]) is not None}
         return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins, own)
+
+    def _split_calls(self) -> None:
+        """Calls that take the greatest of rows run on each device's rows, if these are split over all of them.
+
+        `HandleCustomCallTopK`: what is taken is moved afterwards. Rows of which there are copies are gathered before.
+        """
+        for number in self.opaque:
+            first, op = self.first[number], self.graph.ops[number]
+            rows = self.tiling[self.operands[first][0]]
+            if rows is None or rows[op.attrs["dim"]] or self.subaxes.tiles(rows) != self.subaxes.devices:
+                continue
+            for node in range(first, self.first[number + 1]):
+                for one in (node, *self.users[node]):
+                    if not self.fixed[one]:
+                        self.tiling[one] = rows
 
     def _unread(self, op: Op, result: int) -> Tiling | None:
         """The sharding of a result that nobody reads: as its op makes it, which costs nothing."""

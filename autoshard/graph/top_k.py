@@ -1,7 +1,8 @@
 """Sorts of which only the greatest elements are taken: XLA's GPU compiler makes each a call, before it partitions.
 
 `TopkRewriter` (xla/hlo/transforms/): the values, alone or with their places, are sorted in descending order, and each
-result is read by one slice of the first k. Propagation passes no sharding through the call.
+result is read by one slice of the first k. Propagation passes no sharding through the call; the partitioner splits it
+like rows that are split over all devices.
 """
 
 from __future__ import annotations

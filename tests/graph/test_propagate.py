@@ -226,6 +226,13 @@ def test_nothing_passes_a_sort_whose_greatest_are_taken_on_gpus(target, spec, be
     assert found[graph.outputs[1]] == (spec if cut else split)
 
 
+def test_the_greatest_of_rows_are_taken_on_each_device_where_rows_are_split_over_all():
+    """Compiled for 8 H100: 65,536 bytes of 4,096 pairs of values and places are gathered, not rows of 1,024."""
+    graph = graph_from_text(TOP_K)
+    order, rows = only(graph, "sort"), (("data", "model"), ())
+    assert propagate(graph, Annotations({X: rows}), MESH, "gpu").specs[Value(order.id)] == rows
+
+
 def test_results_of_a_barrier_follow_their_own_operands():
     """Activation checkpointing puts values of several ranks through one barrier."""
     text = """module @m {
