@@ -27,6 +27,7 @@ from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
 from autoshard.cost.schedule import Dependencies, combined
 from autoshard.cost.split_k import Product, split_k
+from autoshard.cost.sums_gpu import Sums
 from autoshard.graph.groups import ELEMENTWISE
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
@@ -169,17 +170,19 @@ class GpuBackend(Backend):
             return sum(program.arrays[array].bytes for array in kernel.writes)
 
         arrays = program.arrays
+        sums = Sums(program)
         kernels = _cleared_together(kernels, arrays)
         kernels = merged_outputs(
             kernels,
             partial(_elements, arrays),
             lambda array: arrays[array].bytes >= SMALL,
             _reads_few,
-            partial(_summed, program),
+            sums.of,
+            sums.joins,
             siblings_first=True,
         )
         for kernel in kernels:
-            if kernel.kind == "all-reduce" or _sums_rows(program, kernel):
+            if kernel.kind == "all-reduce" or _makes_sums_of_rows(kernel, sums):
                 kernel.shares = True
         merged = combined(kernels, key, size, THRESHOLD)
         found = []
@@ -188,7 +191,7 @@ class GpuBackend(Backend):
                 found += self._contiguous(kernel, program)
             else:
                 found.append(kernel)
-        _keep_viewed(found, program)
+        _keep_viewed(found, program, sums)
         return found
 
     @staticmethod
@@ -262,7 +265,7 @@ def _gathers_inside(program: Lowered, step: Step) -> bool:
     return any(program.steps[reader].kind == "dot_general" for reader in found.readers)
 
 
-def _keep_viewed(kernels: Sequence[Kernel], program: Lowered) -> None:
+def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> None:
     """Mark what no kernel takes over the buffer of, but scatters, which write into their operand.
 
     Only what the very instruction makes that is read is taken over (`HeapSimulator`): no element of a tuple (one of
@@ -276,7 +279,7 @@ def _keep_viewed(kernels: Sequence[Kernel], program: Lowered) -> None:
             continue
         made = {array: maker[array] for array in kernel.reads if array in maker}
         kernel.viewed = frozenset(array for array, one in made.items() if _is_viewed(one, program))
-        if _normalises(kernel, program):
+        if sums.normalises(kernel):
             kernel.displaced |= {*kernel.reads}
 
 
@@ -284,19 +287,6 @@ def _is_viewed(kernel: Kernel, program: Lowered) -> bool:
     """Whether what a kernel makes is read through a tuple, or in another shape."""
     parts = not kernel.steps and kernel.kind == "slice"
     return parts or len(kernel.writes) > 1 or kernel.kind in COLLECTIVES or _is(kernel, "convolution", program)
-
-
-def _normalises(kernel: Kernel, program: Lowered) -> bool:
-    """Whether a kernel sums over the last dim alone, and goes on with the sums."""
-    made = {array for number in kernel.steps for array in program.steps[number].reads}
-    sums = [program.steps[number] for number in kernel.steps if program.steps[number].kind == "reduce"]
-    return any(
-        not made.isdisjoint(step.writes)
-        and (over := _over(program, step)) is not None
-        and len(over) == 2
-        and over[1][0]
-        for step in sums
-    )
 
 
 def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
@@ -311,41 +301,12 @@ def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
     return max(math.prod(arrays[array].shape or (0,)) for array in counted) or None
 
 
-def _sums_rows(program: Lowered, kernel: Kernel) -> bool:
+def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
     """Whether a kernel sums over the last dim, and its other results may take over what it reads.
 
     As seen: the gradient of GPT-2's and BERT's logits, beside a sum of them.
     """
-    if kernel.kind not in FUSED or len(kernel.writes) < 2:
-        return False
-    sums = [program.steps[number] for number in kernel.steps if program.steps[number].kind == "reduce"]
-    made = [_over(program, step) for step in sums if not set(step.writes).isdisjoint(kernel.writes)]
-    return bool(made) and all(over is not None and over[-1][0] for over in made)
-
-
-def _summed(program: Lowered, kernel: Kernel) -> Hashable:
-    """Over which dims a kernel sums, neighbours taken together and those of one element left out; None if it does not.
-
-    Sums over other dims are kernels of their own (`FusionHeroesAreCompatible`).
-    """
-    step = program.steps[kernel.steps[-1]] if kernel.kind == "reduce" and kernel.steps else None
-    return None if step is None or step.kind != "reduce" else _over(program, step)
-
-
-def _over(program: Lowered, step: Step) -> tuple[tuple[bool, int], ...] | None:
-    shape = program.arrays[step.reads[0]].shape if step.reads else None
-    if shape is None:
-        return None
-    dims = program.graph.ops[step.op].attrs.get("dims")
-    if dims is None:  # a product with a vector
-        return None
-    found: list[tuple[bool, int]] = []
-    for dim, size in enumerate(shape):
-        if size > 1 and found and found[-1][0] == (dim in dims):
-            found[-1] = (found[-1][0], found[-1][1] * size)
-        elif size > 1:
-            found.append((dim in dims, size))
-    return tuple(found)
+    return kernel.kind in FUSED and len(kernel.writes) > 1 and sums.makes_rows(kernel)
 
 
 def _reads_few(one: Kernel, other: Kernel) -> bool:
