@@ -19,8 +19,10 @@ from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.merge import equal_ops, merged
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings, propagate
+from autoshard.graph.rewritten import rewritten
 from autoshard.graph.rules import rule_for
 from autoshard.graph.simplify import simplified
+from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 from autoshard.mesh import Mesh, Spec
 
@@ -89,6 +91,8 @@ def predict(
     target = device.target
     graph = simplified(graph, target)
     groups = fusion_groups(graph) if groups is None else groups
+    written = graph
+    graph, apart = rewritten(graph, annotations, target)
     flops = [op_flops(op, graph) for op in graph.ops]
     shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     equal = _moved_again(graph, annotations, shardings, partitioned) if target == "tpu" else {}
@@ -114,7 +118,7 @@ def predict(
         peak_memory_bytes=compiled.peak_bytes,
         compiled=compiled,
         replicated_ops=_replicated(graph, groups.free, device),
-        specs=shardings.specs | {value: shardings.specs[first] for value, first in equal.items()},
+        specs=_specs(written, graph, shardings, equal, apart),
         kernel_s=tuple(kernels),
         collective_s=tuple(times),
     )
@@ -123,6 +127,23 @@ def predict(
 def _partitioned(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> tuple[Shardings, Partitioned]:
     shardings = undone(graph, propagate(graph, annotations, mesh, target), target)
     return shardings, partition(graph, shardings, target)
+
+
+def _specs(
+    written: Graph, graph: Graph, shardings: Shardings, equal: Mapping[Value, Value], apart: Mapping[Value, Value]
+) -> dict[Value, Spec]:
+    """The sharding of every value of the program as `written`: of what is equal to another, or a move of it."""
+    found = shardings.specs | {value: shardings.specs[first] for value, first in equal.items()}
+    tilings: dict[Value, Tiling] = {}
+    for value in sorted(apart):
+        of, op = apart[value], written.ops[value.op]
+        tiling = tilings[of] if of in tilings else shardings.read(None, equal.get(of, of))
+        if op.kind == "transpose":
+            tilings[value] = tuple(tiling[dim] for dim in op.attrs["permutation"])
+        else:
+            tilings[value] = shardings.subaxes.reshape(graph.type_of(of).shape, op.results[0].shape, tiling)
+        found[value] = shardings.subaxes.spec(tilings[value])
+    return found
 
 
 def _moved_again(

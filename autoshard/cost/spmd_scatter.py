@@ -120,6 +120,31 @@ def _read_by(owner: Partitioner, value: Value) -> Iterator[tuple[Op, int]]:
                 yield op, place
 
 
+def _cut_behind(owner: Partitioner, op: Op, read: Tiling) -> Cut | None:
+    """The slice that every device takes of what a reshape of a sum makes: of a dim that the sum has merged.
+
+    A GPU's compiler looks behind no reshape of the dim that is cut. A TPU's scatters such a sum where a transpose
+    behind the reshape brings that dim to the front: the sum then lies so (libtpu 0.0.51: attentions with the sequence
+    first).
+    """
+    into = op.results[0].shape
+    made = owner.shardings.made[Value(op.id)]
+    forth = owner.subaxes.reshape(owner.graph.type_of(op.operands[0]).shape, into, read)
+    cut = None if owner.target == "gpu" else owner.cuts.cut(into, forth, made)
+    if cut is None or owner.target == "cpu":
+        return cut
+    turned = {tuple(reader.attrs.get("permutation", ())) for reader in owner.readers.get(Value(op.id), ())}
+    if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in owner.results:
+        return None
+    seen = replace(
+        cut,
+        factors=tuple(cut.factors[dim] for dim in order),
+        places=cut.places[:, list(order)],
+        shape=tuple(cut.shape[dim] for dim in order),
+    )
+    return seen if seen.factors[0] > 1 else None
+
+
 def is_summed(owner: Partitioner, op: Op) -> bool:
     """Whether a sum reads what an op makes, or a copy of it."""
     return any(reader.kind == "reduce" for reader in owner.readers.get(Value(op.id), ()))
@@ -152,6 +177,8 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
                 outer, source, end = move[1]
                 # A halo exchange has no source.
                 found.append(None if source is None else owner.cuts.cut(shape, source, end, outer))
+            elif op.kind == "reshape" and (cut := _cut_behind(owner, op, made)) is not None:
+                found.append(cut)
             elif depth and _moves(owner, op) and made == runs[op.id].reads[place]:
                 found.extend(cuts(Value(op.id), None, depth - 1))
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from autoshard.mesh import Mesh, Spec
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import TargetError, parse_target
+from tests.cost.few_ops import compiled_for, f32
 from tests.graph.helpers import graph_from_text
 
 MESH = Mesh((2, 4), ("data", "model"))
@@ -138,3 +140,31 @@ def test_sums_that_are_split_further_compile_to_what_is_predicted(family, target
     for one in partition(graph, propagate(graph, wanted, MESH), family).collectives:
         said[one.kind, one.axes] = said.get((one.kind, one.axes), 0) + one.bytes * one.count
     assert said == found
+
+
+@pytest.mark.parametrize(
+    ("target", "turned", "kind"),
+    [
+        ("cpu:8", False, "reduce-scatter"),
+        ("h100:8", True, "all-reduce"),
+        ("tpu-v5e:2x4", True, "reduce-scatter"),
+        ("tpu-v5e:2x4", False, "all-reduce"),
+    ],
+)
+def test_a_sum_of_which_a_dim_is_cut_that_it_has_merged(target, turned, kind):
+    # Attention with the sequence first (nn.MultiheadAttention): the batch is the second of two dims that are one row.
+    try:
+        parse_target(target, 8).packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+
+    def heads(x, w, z):
+        made = (x @ w).reshape(z.shape) if not turned else (x @ w).reshape(64, 16, 4, 64)
+        return jnp.einsum("bhsd,bhtd->bhst", made.transpose(1, 2, 0, 3), z) if turned else made * z
+
+    both, last = ("data", "model"), f32(16, 4, 64, 64) if turned else f32(64, 16, 256)
+    after = (both, (), (), ()) if turned else ((), both, ())
+    arguments = [f32(1024, 256), f32(256, 256), last]
+    report, _ = compiled_for(target, heads, arguments, [((), both), (both, ()), after])
+    assert report.fidelity.value == 0
+    assert {one.kind for one in report.prediction.collectives} == {kind}
