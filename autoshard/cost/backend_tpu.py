@@ -10,21 +10,21 @@ All-reduces work in place in device memory, not on chip; collectives are combine
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import ClassVar
 
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
-from autoshard.cost.conv_loops_tpu import allocated_early, ring
+from autoshard.cost.conv_loops_tpu import allocated_early
+from autoshard.cost.fusion_tpu import MOVES, TpuFusion, convolves, reads_from_memory
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
 from autoshard.cost.groups_tpu import in_groups
 from autoshard.cost.hidden_tpu import asynchronous, filling, hidden, hides_latency, right_before
 from autoshard.cost.indices_tpu import flattened_indices
-from autoshard.cost.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.loops_tpu import RING, as_loops, with_bodies
-from autoshard.cost.lowered import BARRIER, ROUNDING, SLICE, Array, Lowered, Step
+from autoshard.cost.kernels import Fusion, Kernel
+from autoshard.cost.loops_tpu import as_loops, with_bodies
+from autoshard.cost.lowered import BARRIER, ROUNDING, Array, Lowered, Step
 from autoshard.cost.memory_order import FromResults, counted_peak
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.order_tpu import behind_collectives, made_again, one_core_order
@@ -35,209 +35,55 @@ from autoshard.cost.rewrite_tpu import (
     COPIED,
     attentions_by_rows,
     convolved,
+    gathered_as_sums,
     gathered_results,
     laid_out_for_convolutions,
     looked_up_by_rows,
+    masks_of_operands,
     moved_by_rows,
     scattered_by_rows,
     updated_kernels,
 )
-from autoshard.cost.schedule import Dependencies, Liveness, combined, greedy, liveness
+from autoshard.cost.schedule import (
+    Dependencies,
+    Liveness,
+    combined,
+    combined_by_levels,
+    greedy,
+    liveness,
+)
 from autoshard.cost.sparse_copies_tpu import beside_sparse_cores
 from autoshard.cost.strip_widths_tpu import (
     FEW,
     SPLITS,
     annotated_view,
+    as_annotated,
     as_images,
     convolved_whole,
-    enlarges,
     strip_widths,
     with_images_apart,
 )
 from autoshard.cost.strips_tpu import (
+    EDGES,
     arguments_beside_gathers,
-    beside_gathers,
     cut_into_strips,
-    halo_passes,
     shifted_copies,
     sums_together,
 )
 from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, row_major, tiled, tiles
-from autoshard.graph.groups import ELEMENTWISE, INDEXED
+from autoshard.graph.groups import ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
-"""Bytes of results up to which collectives are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
+"""Bytes up to which all-reduces are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
 
 IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
 """Kinds that write into their operands' buffers."""
-
-MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
-"""Kinds that pass their operands' elements on."""
-
-
-TAKING = INDEXED | {SLICE}
-"""Kinds that read of an operand what they make."""
-
-
-MOST_AGAIN = 64
-"""Makers of what a step reads that are followed; what lies behind them counts as read. Chains of elementwise steps may
-be thousands long, and be asked after at every step.
-"""
-
-
-class TpuFusion(Fusion):
-    """Products with what is elementwise around them, loops into everything."""
-
-    recomputes = True
-
-    def __init__(self, program: Lowered) -> None:
-        """For one device's program."""
-        super().__init__(program)
-        self.ends: set[int] = set()  # roots of products' kernels
-        self.again_of: dict[int, bool] = {}  # array -> `_runs_again`
-        self.parted: set[int] = set()  # arrays that are kept for a device to take its part of
-        self.around = convolved(program)  # arrays that convolutions read or make, and what is elementwise around them
-
-    def cluster(self) -> None:
-        """A product's kernel goes on as long as one elementwise step alone reads what it made.
-
-        Of two products that one step reads, the kernel of its last operand goes on and the other one ends (so compiled
-        in either order). So do convolutions; of these the earlier one is taken all the same: what ResNet keeps between
-        those that it adds is not predicted, and with the last one its memory is 13 % too low, with this one 4.
-        """
-        kernels: dict[int, list[int]] = {}  # last step of a product's kernel -> its steps
-        for number, step in enumerate(self.steps):
-            if self.root[number] != number:
-                continue
-            if step.kind in CONTRACTIONS:
-                if not (step.parts >= RING or ring(self.program, step) is not None):
-                    kernels[number] = [number]
-                continue
-            ends = [last for last in self._continues(step) if last in kernels]
-            if ends:
-                convolution = self.steps[kernels[ends[0]][0]].kind == "convolution"
-                before = min(ends, key=lambda last: kernels[last][0]) if convolution else ends[0]
-                kernels[number] = [*kernels.pop(before), number]
-        for last, members in kernels.items():
-            for member in members:
-                self.root[member] = last
-            self.ends.add(last)
-
-    def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
-        return number in self.ends or step.parts >= RING or super()._kept(number, step, array, readers, kernels)
-
-    def _continues(self, step: Step) -> Iterator[int]:
-        """The steps whose kernels one could be the end of: makers of what it alone reads, the last operand's first."""
-        if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")):
-            return
-        size = self.arrays[step.writes[0]].elements
-        for array in reversed(step.reads):
-            read = self.arrays[array]
-            if len(read.readers) == 1 and not read.returned and read.maker >= 0 and read.elements == size:
-                yield read.maker
-
-    def absorbs(self, step: Step) -> bool:
-        """Loops, sums and products take in what is made elementwise; not so loops of permutes and some convolutions."""
-        if step.parts >= RING or reads_from_memory(self.program, step):
-            return super().absorbs(step)
-        return super().absorbs(step) or step.kind in CONTRACTIONS
-
-    def inlined(self, step: Step) -> bool:
-        """Whatever makes each element of its result from few of its operands, gathers left out."""
-        if step.kind == "broadcast_in_dim" and (self.arrays[step.writes[0]].strips or enlarges(self.program, step)):
-            return False
-        return step.kind in LOOPS and step.kind not in ("gather", "dynamic_update_slice")
-
-    def takes(self, reader: int, number: int) -> bool:
-        """Also in the middle of a product's kernel; a part is taken of what is kept, if something reads the whole."""
-        step = self.steps[reader]
-        return self.absorbs(step) and not (step.kind == SLICE and self.steps[number].writes[0] in self.parted)
-
-    def _repeated(self, number: int, step: Step) -> bool:
-        """What is kept for such a part runs again in what reads the whole, if it is made of one array."""
-        made = step.writes[0]
-        return made in self.parted and not self._reads(step, self.arrays[made].bytes)
-
-    def expensive(self, step: Step) -> bool:
-        """Nothing elementwise is."""
-        return False
-
-    def reads_more(self, step: Step, kernels: int) -> bool:
-        """Whether running in every reader moves more than one write and a read each.
-
-        As seen: an elementwise result of two arrays runs again in three kernels, not in four; of three arrays in two,
-        not in three; of four not in two; of one array, and what is smaller than that, in any number. What a device
-        takes its part of is kept if anything else reads it.
-        """
-        if kernels > 1 and step.kind == "multiply" and annotated_view(self.program, step):
-            return True
-        if kernels > 1 and any(self.steps[reader].kind == SLICE for reader in self.arrays[step.writes[0]].readers):
-            self.parted.add(step.writes[0])
-            return True
-        made = self.arrays[step.writes[0]].bytes
-        return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
-
-    def _reads(self, step: Step, bytes: float) -> bool:
-        """Whether a step reads more than so many bytes, with what runs again for it."""
-        arrays, again_of = self.arrays, self.again_of
-        sizes: dict[int, int] = {}
-        read = 0
-        todo = [step]
-        seen: set[int] = set()  # makers: there are as many ways to one as halves in a chain of sums
-        while todo:
-            one = todo.pop()
-            made = arrays[one.writes[0]].bytes
-            for array in dict.fromkeys(one.reads) if len(one.reads) > 1 else one.reads:
-                found = arrays[array]
-                if found.maker >= 0 and len(seen) < MOST_AGAIN:
-                    again = again_of.get(array)
-                    if self._runs_again(array) if again is None else again:
-                        if found.maker not in seen:
-                            seen.add(found.maker)
-                            todo.append(self.steps[found.maker])
-                        continue
-                taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
-                read += max(0, taken - sizes.get(array, 0))
-                sizes[array] = max(sizes.get(array, 0), taken)
-                if read > bytes:
-                    return True
-        return False
-
-    def _runs_again(self, number: int) -> bool:
-        """Whether all that reads an array takes its maker in: what it is made from is read then, not the array.
-
-        As seen: the gradient of BERT's logits, read by two products and a sum, is made from the logits in each. Not so
-        between convolutions: ResNet and U-Net keep what normalisations make.
-        """
-        if number not in self.again_of:
-            self.again_of[number] = self._taken_by_all(number)
-        return self.again_of[number]
-
-    def _taken_by_all(self, number: int) -> bool:
-        array = self.arrays[number]
-        maker = self.steps[array.maker]
-        if len(maker.writes) > 1 or array.returned or not self.inlined(maker) or array.maker in self.ends:
-            return False
-        if len(array.readers) == 1:
-            return True
-        return number not in self.around and all(self.absorbs(self.steps[reader]) for reader in array.readers)
-
-
-def reads_from_memory(program: Lowered, step: Step) -> bool:
-    """Whether a convolution takes in nothing: a loop around permutes, and one of strips that need their neighbours."""
-    return step.kind == "convolution" and (ring(program, step) is not None or halo_passes(program, step) > 1)
 
 
 def _put_together(program: Lowered, array: int) -> bool:
     """Whether an array is gathered in pieces, so that no result takes over its buffer."""
     maker = program.arrays[array].maker
     return maker >= 0 and program.steps[maker].kind == JOINED
-
-
-def _convolves(program: Lowered) -> bool:
-    """Whether most products are convolutions: not all copies around these are kernels here."""
-    kinds = Counter(step.kind for step in program.steps)
-    return kinds["convolution"] > kinds["dot_general"]
 
 
 def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
@@ -275,8 +121,9 @@ class TpuBackend(Backend):
     def rewrite(self, program: Lowered) -> Lowered:
         """See `autoshard.cost.rewrite_tpu`, `autoshard.cost.strips_tpu` and `autoshard.cost.loops_tpu`."""
         program = gathered_in_pieces(attentions_by_rows(program), self.device.kind)
-        program = gathered_results(scattered_in_turns(program, self.device.kind))
+        program = gathered_results(scattered_in_turns(gathered_as_sums(program), self.device.kind))
         program = updated_kernels(as_loops(with_bodies(program, self.device)))
+        program = masks_of_operands(program)
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
         return flattened_indices(cut_into_strips(laid_out_for_convolutions(in_groups(images), widths), widths))
@@ -286,19 +133,19 @@ class TpuBackend(Backend):
         return TpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """Elementwise results of one shape made together; independent all-reduces over the same devices, to 120 MiB."""
+        """Elementwise results of one shape made together; independent sums over the same devices.
+
+        What is rounded for a gather joins an update after that, unless one of the combined sums waits for the gather.
+        """
         for kernel in kernels:
             if product_with_vectors(kernel, program) is not None:
                 kernel.shares = True
                 kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
         kernels = merged_outputs(
             kernels,
-            lambda kernel: self._loop_over(kernel, program),
+            lambda kernel: None if kernel.kind == ROUNDING else self._loop_over(kernel, program),
             lambda array: True,
-            alike=lambda one, other: not one.kind == other.kind == ROUNDING,
         )
-        kernels = _rounded_once(kernels)
-
         kernels = several_results(sums_together(kernels, program), program)
 
         def key(kernel: Kernel) -> Hashable:
@@ -314,23 +161,34 @@ class TpuBackend(Backend):
                 kernel.shares = False
 
         def size(kernel: Kernel) -> int:
-            return sum(program.arrays[array].bytes for array in kernel.writes)
+            return sum(program.arrays[array].bytes for array in kernel.reads)
 
-        return combined(kernels, key, size, THRESHOLD)
+        if convolves(program):
+            kernels = combined(kernels, key, size, THRESHOLD, results=program.results)
+        else:
+            kernels = combined_by_levels(kernels, key, size, THRESHOLD, program.results)
+        kernels = merged_outputs(
+            kernels,
+            lambda kernel: self._loop_over(kernel, program),
+            lambda array: True,
+            alike=lambda one, other: (one.kind == ROUNDING) != (other.kind == ROUNDING),
+        )
+        return _rounded_once(kernels)
 
     @staticmethod
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
         """The shape of all that an elementwise kernel writes; the dims that a product with vectors has; else None."""
         if any(reads_from_memory(program, program.steps[number]) for number in kernel.steps):
             return None
-        shapes = {program.arrays[array].shape for array in kernel.writes}
+        made = [program.arrays[array] for array in kernel.writes]
+        shapes = {found.shape or (found.elements, found.strips) if found.shape != () else () for found in made}
         if shapes == {()}:
             return None  # what scalars are made of runs apart: gradients need the number of labels, not the loss
         product = product_with_vectors(kernel, program)
         if product is not None:
             around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
             return "product", *sorted(max(around, key=math.prod))
-        matrices = any(program.steps[number].kind == "dot_general" for number in kernel.steps)
+        matrices = any(program.steps[number].kind in CONTRACTIONS for number in kernel.steps)
         loop = kernel.kind in ELEMENTWISE or kernel.kind == ROUNDING
         return tuple(shapes) if loop and not matrices and len(shapes) == 1 else None
 
@@ -348,7 +206,7 @@ class TpuBackend(Backend):
         lowest = right_before(self.lowest_peak(kernels, deps, program), late, deps.makers)
         if not self._hides(kernels, program):
             return lowest
-        if not _convolves(program):
+        if not convolves(program):
             return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
         orders = [one_core_order(kernels, deps, program, updates) for updates in (True, False)]
 
@@ -381,7 +239,7 @@ class TpuBackend(Backend):
         """
         lying = convolved(program)
         near, apart = convolved_whole(program), with_images_apart(program)
-        views = {array for step in program.steps if annotated_view(program, step) for array in step.writes}
+        views = {step.writes[0]: step for step in program.steps if annotated_view(program, step)}
         rounded = _Rounded(program, lying.keys())
         for kernel in kernels:
             for array in kernel.writes:
@@ -391,14 +249,14 @@ class TpuBackend(Backend):
                     if found.strips:
                         shape = (SPLITS * shape[0], *shape[1:-1], found.strips)
                     size = for_convolution(shape, lying[array])
-                    other = row_major(shape) if array in views else tiled(shape)
+                    other = as_annotated(program, views[array], shape) if array in views else tiled(shape)
                     few = min(shape[dim] for dim in lying[array]) < FEW and array not in near
-                    free = array in views or (size > COPIED * other and array in apart if found.strips else few)
+                    free = array in views or (size >= COPIED * other and array in apart if found.strips else few)
                     found.bytes = item * (other if free else size)
                     found.tiles = tiles(shape) if free else convolution_tiles(shape, lying[array])
                     if rounded.is_kept_narrow(array):
                         found.dtype, found.bytes = "bf16", found.bytes // 2
-                    found.shape = None
+                    found.numbers, found.shape = found.elements, None
                     continue
                 if self._cut_up(array, program):
                     found.bytes = found.bytes * row_major(found.shape or ()) // found.elements
@@ -423,12 +281,11 @@ class TpuBackend(Backend):
 
         Those of large narrow tables run on sparse cores.
         """
-        if not self._hides(kernels, program) or _convolves(program):
+        if not self._hides(kernels, program) or convolves(program):
             order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         kernels, order = shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
-        kernels, order = beside_gathers(kernels, order, program, self.device.cores == 1)
         return beside_sparse_cores(kernels, order, program, self.device)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
@@ -452,7 +309,13 @@ class _Rounded:
         found = self.arrays[array]
         if found.dtype != "f32" or found.shape is None or not self._only_products(array):
             return False
-        return any(self.steps[reader].kind not in ("reduce", "compare") for reader in found.readers)
+        return any(self._multiplies(self.steps[reader]) for reader in found.readers)
+
+    def _multiplies(self, step: Step) -> bool:
+        """Whether a step is no sum and no mask, nor a copy for such alone."""
+        if step.kind == "copy":
+            return any(map(self.is_kept_narrow, step.writes))
+        return step.kind not in ("reduce", "compare")
 
     def _only_products(self, array: int) -> bool:
         if array not in self.known:
@@ -464,9 +327,11 @@ class _Rounded:
         step = self.steps[reader]
         if step.kind in CONTRACTIONS:
             return multiplies_matrices(self.program, step)
-        if step.kind == "reduce" or (step.kind == "compare" and self._with_constant(step)):
+        if step.kind in ("reduce", EDGES) or (step.kind == "compare" and self._with_constant(step)):
             return True
-        return (step.kind in MOVES or step.kind == "all-gather") and all(map(self._only_products, step.writes))
+        return (step.kind in MOVES or step.kind in ("all-gather", "copy")) and all(
+            map(self._only_products, step.writes)
+        )
 
     def _with_constant(self, step: Step) -> bool:
         """Whether a step's other operands follow from constants alone."""

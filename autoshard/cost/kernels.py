@@ -154,8 +154,8 @@ class Fusion:
         """
         if self.root[number] != number or len(step.writes) > 1 or not self.inlined(step) or self.expensive(step):
             return False
-        rank = _rank(self.arrays[step.writes[0]])
-        large = [a for a in dict.fromkeys(step.reads) if _rank(self.arrays[a]) >= rank and not self._broadcast(a)]
+        dims = rank(self.arrays[step.writes[0]])
+        large = [a for a in dict.fromkeys(step.reads) if rank(self.arrays[a]) >= dims and not self._broadcast(a)]
         return len(large) <= 1
 
     def _broadcast(self, array: int) -> bool:
@@ -204,6 +204,6 @@ class Fusion:
         return frozenset(found)
 
 
-def _rank(array: Array) -> int:
+def rank(array: Array) -> int:
     """Dims of more than one element; of an array of which only the size is known, more than any."""
     return 99 if array.shape is None else sum(size > 1 for size in array.shape)

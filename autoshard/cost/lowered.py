@@ -73,6 +73,7 @@ class Array:
         strips: of an activation of few images, which a TPU's compiler cuts into strips of space, the positions in each
             (`cost/strip_widths_tpu.py`); 0: it lies whole.
         tiles: of an operand of a TPU's convolution, the tiles that it lies in; of all others 0.
+        numbers: elements without padding, where they are known and the shape is not; else 0.
     """
 
     shape: tuple[int, ...] | None
@@ -84,11 +85,14 @@ class Array:
     donated: bool = False
     strips: int = 0
     tiles: int = 0
+    numbers: int = 0
 
     @property
     def elements(self) -> int:
         """How many numbers it holds."""
-        return self.bytes // dtype_bytes(self.dtype) if self.shape is None else math.prod(self.shape)
+        if self.shape is not None:
+            return math.prod(self.shape)
+        return self.numbers or self.bytes // dtype_bytes(self.dtype)
 
 
 @dataclass(slots=True, eq=False)

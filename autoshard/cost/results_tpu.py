@@ -3,43 +3,42 @@
 As compiled (libtpu 0.0.51, v5e and v5p; read off the kernels of four transformers under three plans, and single ops in
 tests): sums over what a product or a loop makes, over rows and over columns alike, are further results of that kernel,
 as is what is elementwise and reads it; sums that read one array are one kernel; not so what needs another sum first, as
-a variance needs the mean. Nets of convolutions are left as they are: theirs lie in strips, and were not read off.
+a variance needs the mean. Convolutions are products in this, and sums over the strips that they make no different
+(ResNet's batch norms; not where a convolution is a loop).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 
+from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.conv_loops_tpu import ring
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.loops_tpu import is_loop
-from autoshard.cost.lowered import Lowered
+from autoshard.cost.lowered import Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
-from autoshard.cost.rewrite_tpu import convolved
 from autoshard.graph.groups import ELEMENTWISE
 
 
 def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
     """Merge kernels of products with what reads these; then loops with sums, and sums that read one array."""
-    kinds = Counter(step.kind for step in program.steps)
-    if kinds["convolution"] > kinds["dot_general"]:
-        return kernels
-    around = convolved(program)
+    arrays, steps = program.arrays, program.steps
     sums = {array for kernel in kernels if kernel.kind == "reduce" for array in kernel.writes}
     products = {array for kernel in kernels if kernel.flops for array in kernel.writes}
 
     def size(kernel: Kernel) -> Hashable:
-        """The elements that a kernel goes over; None where it runs alone."""
-        if not kernel.steps or not around.keys().isdisjoint((*kernel.reads, *kernel.writes)):
+        """The elements that a kernel goes over, and the strips that these lie in; None where it runs alone."""
+        if not kernel.steps:
             return None
-        if kernel.flops and any(is_loop(program, program.steps[number]) for number in kernel.steps):
+        if kernel.flops and any(_alone(program, steps[number]) for number in kernel.steps):
             return None
-        last = program.steps[kernel.steps[-1]]
+        last = steps[kernel.steps[-1]]
         if last.kind == "reduce" and last.reads:
-            return program.arrays[last.reads[0]].elements
-        if kernel.kind not in ELEMENTWISE and kernel.kind != "dot_general":
+            found = arrays[last.reads[0]]
+            return found.elements, found.strips
+        if kernel.kind not in ELEMENTWISE and kernel.kind not in CONTRACTIONS:
             return None
-        sizes = {program.arrays[array].elements for array in kernel.writes}
+        sizes = {(arrays[array].elements, arrays[array].strips) for array in kernel.writes}
         return sizes.pop() if len(sizes) == 1 else None
 
     kernels = merged_outputs(
@@ -59,6 +58,11 @@ def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
     )
     _leave_out(kernels, program)
     return kernels
+
+
+def _alone(program: Lowered, step: Step) -> bool:
+    """Whether a product is a loop."""
+    return is_loop(program, step) or ring(program, step) is not None
 
 
 def _leave_out(kernels: list[Kernel], program: Lowered) -> None:

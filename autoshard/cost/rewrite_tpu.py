@@ -21,7 +21,8 @@ from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.ops import Graph, Op
+from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.simplify import fold
 
 Dims = tuple[int, int]
 
@@ -51,6 +52,28 @@ def gathered_results(program: Lowered) -> Lowered:
         rewriter.emit(Step("copy", program.steps[program.arrays[result].maker].op, (result,), (copy,)))
         rewriter.instead[result] = copy
     return rewriter.result()
+
+
+def gathered_as_sums(program: Lowered) -> Lowered:
+    """What is gathered by a sum over devices is written into zeros first: two kernels for each."""
+    parts = {number for number, step in enumerate(program.steps) if _sums_parts(program, step)}
+    if not parts:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number in parts:
+            zeros, whole = rewriter.array(step.writes[0]), rewriter.array(step.writes[0])
+            rewriter.emit(Step("copy", step.op, (), (zeros,)))
+            rewriter.emit(Step("dynamic_update_slice", step.op, (zeros, *step.reads), (whole,)))
+            step = replace(step, reads=(whole,))
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _sums_parts(program: Lowered, step: Step) -> bool:
+    if step.kind != "all-reduce" or len(step.reads) != 1 or len(step.writes) != 1:
+        return False
+    return program.arrays[step.reads[0]].bytes < program.arrays[step.writes[0]].bytes
 
 
 def scattered_by_rows(program: Lowered) -> Lowered:
@@ -385,6 +408,32 @@ def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lo
     return rewriter.result()
 
 
+def masks_of_operands(program: Lowered) -> Lowered:
+    """The mask of a ReLU between convolutions asks of what goes in whether it is positive (`AlgebraicSimplifier`)."""
+    around = convolved(program)
+    splat = fold(program.graph).splat if around else {}
+    into = {
+        step.writes[0]: step.reads[0]
+        for step in program.steps
+        if step.kind == "maximum" and step.writes[0] in around and _beside(program, step, splat) == 0
+    }
+    if not into:
+        return program
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        positive = step.kind == "compare" and program.graph.ops[step.op].attrs["direction"] == "GT"
+        if positive and step.reads and step.reads[0] in into and _beside(program, step, splat) == 0:
+            step = replace(step, reads=(into[step.reads[0]], *step.reads[1:]))
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _beside(program: Lowered, step: Step, splat: Mapping[Value, float]) -> float | None:
+    """The number that all elements of a step's second operand are; None if they differ."""
+    operands = program.graph.ops[step.op].operands
+    return splat.get(operands[1]) if len(operands) == 2 else None
+
+
 def updated_kernels(program: Lowered) -> Lowered:
     """What replaces a kernel of a convolution, or its moments, is made as the gradient lies, and copied back.
 
@@ -398,8 +447,17 @@ def updated_kernels(program: Lowered) -> Lowered:
         return program
     rewriter = Rewriter(program)
     made = {array: rewriter.array(array) for array in found}
+    updated = {program.updates[array] for array in found if array in program.updates}
+    updated = {array for array in updated if _pads_alike(program.arrays[array].shape or ())}
+    copies: dict[int, int] = {}
     for step in program.steps:
         reads, writes = (tuple(made.get(array, array) for array in arrays) for arrays in (step.reads, step.writes))
+        for array in updated.intersection(reads):
+            if step.kind in ELEMENTWISE or math.prod((program.arrays[array].shape or ())[2:]) == 1:
+                if array not in copies:
+                    copies[array] = rewriter.array(array)
+                    rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+                reads = tuple(copies[array] if each == array else each for each in reads)
         rewriter.emit(replace(step, reads=reads, writes=writes))
         for array in step.writes:
             if array in made:
@@ -420,11 +478,16 @@ def _copied_back(program: Lowered, number: int, taps: Collection[tuple[int, ...]
         return False
     if program.steps[array.maker].kind not in ELEMENTWISE or array.shape[2:] not in taps:
         return False
-    out, into = array.shape[:2]
+    return math.prod(array.shape[2:]) == 1 or _pads_alike(array.shape)
+
+
+def _pads_alike(shape: Sequence[int]) -> bool:
+    """Whether a kernel's features pad alike, whichever of them are the lanes of a tile."""
+    out, into = shape[:2]
     by_out, by_into = (
         -(-lanes // LANES) * LANES * (-(-rows // ROWS) * ROWS) for lanes, rows in ((out, into), (into, out))
     )
-    return math.prod(array.shape[2:]) == 1 or by_out == by_into
+    return by_out == by_into
 
 
 def _made(program: Lowered, array: Array) -> bool:
@@ -461,10 +524,10 @@ def convolved(program: Lowered) -> dict[int, Dims]:
 
 def _tile_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:
     """What a convolution reads and writes, and the dims of that which are not spatial."""
-    if step.kind != "convolution" or len(step.reads) != 2:
+    if step.kind != "convolution" or len(step.reads) < 2:
         return []
     found = []
-    for array, name in zip((*step.reads, *step.writes), ("lhs", "rhs", "out"), strict=True):
+    for array, name in zip((*step.reads[:2], *step.writes), ("lhs", "rhs", "out"), strict=True):
         dims = tuple(program.graph.ops[step.op].attrs[name])
         shape = program.arrays[array].shape
         if shape is not None and len(shape) == len(dims) and all(shape):

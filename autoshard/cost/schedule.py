@@ -57,13 +57,25 @@ def combined(
     size: Callable[[Kernel], int],
     limit: float,
     count: int = 256,
+    results: Sequence[int] = (),
 ) -> list[Kernel]:
     """Merge collectives with equal keys (None is never merged) up to `limit` bytes, as long as none needs another.
 
     In program order, as XLA does: a collective that would overflow the limit, or that depends on one of those taken,
     closes what was taken so far.
+
+    Args:
+        key: what collectives that run as one have in common.
+        size: bytes of one.
+        limit: bytes of all that run as one.
+        count: how many these are at most.
+        results: arrays in the order in which the program returns them; then collectives come in post-order from these.
     """
     keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
+    if results and len(keys) > 1:
+        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+        order = post_order(dependencies(kernels), [maker[array] for array in results if array in maker])
+        keys = {number: keys[number] for number in order if number in keys}
     keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
     if len(set(keys.values())) == len(keys):
         return kernels
@@ -90,6 +102,11 @@ def combined(
             for number, found in enumerate(before):  # what waits for one of them now waits for all
                 if found & above:
                     before[number] = found | joined
+    return _merged(kernels, merged)
+
+
+def _merged(kernels: list[Kernel], merged: Sequence[Sequence[int]]) -> list[Kernel]:
+    """Kernels of which some run as one."""
     if not merged:
         return kernels
     gone = {number for members in merged for number in members}
@@ -107,6 +124,51 @@ def combined(
             )
         )
     return in_order(sorted(result, key=lambda kernel: kernel.place))
+
+
+def combined_by_levels(
+    kernels: list[Kernel],
+    key: Callable[[Kernel], Hashable],
+    size: Callable[[Kernel], int],
+    limit: float,
+    results: Sequence[int],
+) -> list[Kernel]:
+    """Merge collectives with equal keys (None is never merged) up to `limit` bytes, those first that none waits for.
+
+    Then those that only these wait for, and so on; in the order of `results`, arrays. What does not fit is left for the
+    next one, what comes behind and is smaller still joins.
+    """
+    every = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
+    keys = {number: found for number, found in every.items() if size(kernels[number]) <= limit}
+    if len(set(keys.values())) == len(keys):
+        return kernels
+    deps = dependencies(kernels)
+    below = [0] * len(kernels)  # the most collectives in a row that wait for a kernel
+    for number in range(len(kernels) - 1, -1, -1):
+        for maker in deps.makers[number]:
+            below[maker] = max(below[maker], below[number] + (number in every))
+    place = {number: at for at, number in enumerate(post_order(deps, _makers(kernels, results)))}
+    levels: dict[Hashable, list[int]] = {}
+    for number in sorted(keys, key=lambda number: (below[number], place[number])):
+        levels.setdefault((below[number], keys[number]), []).append(number)
+    merged: list[list[int]] = []
+    for left in levels.values():
+        while left:
+            taken, total = [], 0
+            for number in left:
+                if total + size(kernels[number]) <= limit:
+                    taken.append(number)
+                    total += size(kernels[number])
+            left[:] = [number for number in left if number not in taken]
+            if len(taken) > 1:
+                merged.append(taken)
+    return _merged(kernels, merged)
+
+
+def _makers(kernels: Sequence[Kernel], arrays: Sequence[int]) -> list[int]:
+    """The kernels that make these arrays, in their order, each once."""
+    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    return list(dict.fromkeys(maker[array] for array in arrays if array in maker))
 
 
 def ancestors(kernels: Sequence[Kernel]) -> list[int]:
@@ -141,8 +203,7 @@ def in_order(kernels: list[Kernel]) -> list[Kernel]:
 
 def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
     """The kernels that make the program's results, in the order of the results."""
-    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-    return list(dict.fromkeys(maker[array] for array in program.results if array in maker))
+    return _makers(kernels, program.results)
 
 
 # --- orders ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from autoshard.cost.conv_loops_tpu import ring
 from autoshard.cost.lowered import BARRIER, COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.rewrite import Rewriter
+from autoshard.cost.tpu_layout import row_major
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Value
 
@@ -141,12 +142,20 @@ def _viewed(array: Array, whole: tuple[int, ...]) -> tuple[int, ...] | None:
 def annotated_view(program: Lowered, step: Step) -> bool:
     """Whether a step makes an annotated value of another rank than convolutions read.
 
-    It stays a view of the whole, whose dims lie in their order.
+    It stays a view of the whole, whose dims lie in their order. What a convolution in one dim reads as images of height
+    one, and the updates of its kernel, are no views: dims of one lie anywhere.
     """
     shape = program.arrays[step.writes[0]].shape
     if shape is None or step.kind not in ELEMENTWISE or Value(step.op) not in program.pinned:
         return False
-    return len(shape) != len(program.graph.ops[step.op].results[0].shape)
+    whole = program.graph.ops[step.op].results[0].shape
+    return sum(size > 1 for size in shape[2:]) != sum(size > 1 for size in whole[2:])
+
+
+def as_annotated(program: Lowered, step: Step, shape: tuple[int, ...]) -> int:
+    """Elements, with padding, of a device's part of such a view: of `shape` as convolutions read it."""
+    whole = program.graph.ops[step.op].results[0].shape
+    return math.prod(shape) * row_major(whole) // max(1, math.prod(whole))
 
 
 def enlarges(program: Lowered, step: Step) -> bool:
@@ -175,7 +184,7 @@ def convolved_whole(program: Lowered) -> set[int]:
     found: set[int] = set()
     around: set[int] = set()
     for step in program.steps:
-        if step.kind != "convolution" or len(step.reads) != 2 or arrays[step.writes[0]].strips:
+        if step.kind != "convolution" or len(step.reads) < 2 or arrays[step.writes[0]].strips:
             continue
         if not taps_of(program, step)[1]:
             (found if ring(program, step) is None else around).update((step.reads[0], step.writes[0]))
@@ -237,17 +246,17 @@ class _Widths:
         return 0
 
     def _together(self, step: Step) -> int:
-        """The width of the operands of an elementwise step or a concatenation; narrower strips are made wider."""
+        """The width of the operands of an elementwise step or a concatenation; strips of two widths are made whole."""
         made = math.prod(self.arrays[step.writes[0]].shape or ())
         found = {self.found[array] for array in step.reads if array in self.found}
         whole = [array for array in step.reads if array not in self.found]
         if step.kind == "concatenate":
             return 0 if whole or len(found) > 1 else found.pop()
-        if annotated_view(self.program, step):
+        if annotated_view(self.program, step) or len(found) > 1:
             return 0
         if any(math.prod(self.arrays[array].shape or ()) == made and not self._spread_out(array) for array in whole):
             return 0
-        return max(found)
+        return found.pop()
 
     def _spread_over_strips(self, step: Step, width: int) -> None:
         """What differs between images is broadcast over them whole, and then cut (`PropagateOnBroadcast`)."""

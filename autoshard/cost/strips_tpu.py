@@ -9,10 +9,11 @@ the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to
   were 10, 5, 6 and 7 such kernels, and more where strips end for what is near. Three plans with four all-to-alls each
   (1.2 to 1.6 MB a part), compiled for v5p, had 74 to 130 kernels more than data parallelism, and took 0.10, 0.13 and
   0.16 ms more of compute though they update fewer weights: as 30 kernels for each would (`COPIES` and `PARTS`).
-- What the forward pass leaves to the backward pass is copied to another layout. On one core that happens right before
-  the reader, on chip, unless a gather is in flight since an earlier point of the step: then all copies that are ready
-  run beside it, and wait in device memory next to what they are copies of (121 MB in the automatic plan on v5e, none
-  under data parallelism, nor on the two cores of a v5p).
+- Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
+  has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
+  (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
+- Where a gather is in flight, copies for the backward pass run beside it and wait in device memory (one core). That is
+  not predicted, but a plan with gathers must be worth it (`early_seconds`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.rewrite_tpu import KEEPS_DIMS
-from autoshard.cost.strip_widths_tpu import FEW, SPLITS, annotated_view, taps_of
-from autoshard.cost.tpu_layout import row_major
+from autoshard.cost.strip_widths_tpu import FEW, SPLITS, annotated_view, as_annotated, taps_of, with_images_apart
+from autoshard.cost.tpu_layout import ROWS, for_convolution
+from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 
@@ -46,6 +48,9 @@ near with it."""
 PARTS = 10
 """Kernels that put the parts of an all-to-all in order, on the side that is not in strips."""
 
+AROUND, ORDERED = 4, 2
+"""What of these is predicted as kernels: the rest are copies where strips end, which are predicted where they do."""
+
 IN_FLIGHT = 2**12
 """Bytes that a gather makes at least that other kernels run beside. Of 1,572 gathers in 105 programs compiled for v5e
 no smaller one is asynchronous, and of those of 4 to 8 KiB a tenth; tables are copied beside indices of 4 KiB."""
@@ -53,11 +58,11 @@ no smaller one is asynchronous, and of those of 4 to 8 KiB a tenth; tables are c
 MASK = "mask"
 """The kind of a step that makes what sums over padded strips leave out."""
 
+EDGES = "edges"
+"""The kind of a step that cuts out, or pads, what a convolution needs of strips beside its own."""
+
 READ_WHOLE = frozenset({"reduce_window", "select_and_scatter", "pad"})
 """Kinds of steps that read strips put together, where they do not keep to them."""
-
-EARLY = "early copy"
-"""The kind of copies that run beside a gather."""
 
 MOVING = COLLECTIVES - {"all-reduce"}
 
@@ -75,9 +80,22 @@ def batch_dims(graph: Graph) -> dict[Value, int]:
 
 
 def early_seconds(compiled: Compiled, device: Device) -> float:
-    """Seconds of copies that run early, beside a gather: written and read once more in device memory."""
-    arrays = compiled.program.arrays
-    size = sum(arrays[array].bytes for kernel in compiled.kernels if kernel.kind == EARLY for array in kernel.writes)
+    """Seconds of copies that run early, beside a gather: written and read once more in device memory.
+
+    They are those of activations in strips that the backward pass reads, on one core.
+    """
+    kernels, program = compiled.kernels, compiled.program
+    backward = _backward(kernels, program) if device.cores == 1 else None
+    if backward is None:
+        return 0.0
+    gathers = [position for position, kernel in enumerate(kernels) if _in_flight(kernel, program)]
+    made, uses = _uses(kernels)
+    size = 0
+    for array, position in made.items():
+        late = next((use for use in uses.get(array, ()) if use >= backward), None)
+        if late is not None and position < backward and program.arrays[array].strips:
+            ready = max([position, *(use for use in uses[array] if use < backward)])
+            size += program.arrays[array].bytes * any(ready < gather < late for gather in gathers)
     return 2 * size / (device.memory_bandwidth * device.achievable_memory)
 
 
@@ -150,7 +168,8 @@ def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     strips = few(program)
     if any(step.kind in MOVING and _moves(step, strips) for step in program.steps):
         program = _put_together(program, strips)
-    program = _whole_again(_masked(program, widths), widths)
+    widths = dict(widths)
+    program = _summed_apart(_recut(_whole_again(_masked(program, widths), widths), widths), widths)
     for array, width in widths.items():
         program.arrays[array].strips = width
     for number, step in enumerate(program.steps):
@@ -169,6 +188,120 @@ def _padded(program: Lowered, step: Step) -> float:
     return max(1.0, SPLITS * strips.strips / strips.shape[-1]) if strips is not None and strips.shape else 1.0
 
 
+def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
+    """Copies where strips begin and end, and where a convolution needs them in another width.
+
+    What strips are padded with is cut off behind the copy that puts them together, and added before the one that cuts
+    them; `widths` gets the new strips.
+    """
+    if not widths:
+        return program
+    rewriter = Rewriter(program)
+    computed = _computed((step.kind, step.reads, step.writes) for step in program.steps)
+    for array, width in widths.items():
+        program.arrays[array].strips = width
+    free = with_images_apart(program)
+    whole: dict[int, int] = {}  # strips -> their copy that lies whole
+    strips: dict[tuple[int, int], int] = {}  # array and width -> its copy in strips
+
+    def padded(array: int, width: int) -> tuple[int, ...] | None:
+        shape = program.arrays[array].shape or ()
+        return (*shape[:-1], SPLITS * width) if SPLITS * width > shape[-1] else None
+
+    def put_together(step: Step, array: int) -> int:
+        if array in free and widths[array] % ROWS == 0 and padded(array, widths[array]) is None:
+            return array  # whose tiles lie within a strip
+        if array not in whole:
+            shape, size = padded(array, widths[array]), program.arrays[array].bytes
+            if shape is not None:
+                size = size * shape[-1] // (program.arrays[array].shape or shape)[-1]
+            made = whole[array] = rewriter.array(array, size, shape or program.arrays[array].shape)
+            rewriter.emit(Step("copy", step.op, (array,), (made,)))
+            if shape is not None:
+                whole[array] = rewriter.array(array)
+                rewriter.emit(Step("slice", step.op, (made,), (whole[array],)))
+        return whole[array]
+
+    def cut(step: Step, array: int, width: int) -> int:
+        if (array, width) not in strips:
+            source = put_together(step, array) if array in widths else array
+            shape = padded(array, width)
+            if shape is not None:
+                size = program.arrays[array].bytes * shape[-1] // (program.arrays[array].shape or shape)[-1]
+                wider = rewriter.array(array, size, shape)
+                rewriter.emit(Step("pad", step.op, (source,), (wider,)))
+                source = wider
+            made = strips[array, width] = rewriter.array(array)
+            rewriter.emit(Step("copy", step.op, (source,), (made,)))
+            widths[made] = width
+        return strips[array, width]
+
+    for step in program.steps:
+        reads = list(step.reads)
+        for place, array in enumerate(step.reads):
+            if program.arrays[array].shape is None:
+                continue
+            needed = _read_as(program, step, place, widths, computed)
+            if needed == 0 and array in widths:
+                reads[place] = put_together(step, array)
+            elif needed and widths.get(array, 0) != needed:
+                reads[place] = cut(step, array, needed)
+        if reads != [*step.reads]:
+            step = replace(step, reads=tuple(reads))
+        rewriter.emit(_with_edges(rewriter, step, widths, computed))
+    return rewriter.result()
+
+
+def _with_edges(rewriter: Rewriter, step: Step, widths: Mapping[int, int], computed: Container[int]) -> Step:
+    """A convolution of strips, which reads the edges of their neighbours beside them.
+
+    These are cut out by one kernel and padded by one for each side. For the gradient of a kernel strips are shifted by
+    each of its taps, and put together.
+    """
+    program = rewriter.source
+    array = step.reads[0] if step.reads else -1
+    if step.kind != "convolution" or len(step.reads) != 2 or array not in widths:
+        return step
+    taps, gradient = taps_of(program, step)
+    if taps == 1 or (step.writes[0] not in widths and not gradient):
+        return step
+    found = rewriter.arrays[array]
+    size = found.bytes // 2 if found.dtype == "f32" else found.bytes
+
+    def emit(reads: tuple[int, ...], size: int) -> int:
+        rewriter.arrays.append(Array(None, "bf16", size, -1))
+        rewriter.emit(Step(EDGES, step.op, reads, (len(rewriter.arrays) - 1,)))
+        return len(rewriter.arrays) - 1
+
+    if gradient:
+        shifted = [emit((array,), size) for _ in range(taps - 1)]
+        return replace(step, reads=(emit((array, *shifted), taps * size), step.reads[1]))
+    edge = size * (taps - 1) // (2 * widths[array])
+    cut = emit((array,), 2 * edge)
+    return replace(step, reads=(*step.reads, *(emit((cut,), edge) for _ in range(2))))
+
+
+def _read_as(
+    program: Lowered, step: Step, place: int, widths: Mapping[int, int], computed: Container[int]
+) -> int | None:
+    """How wide the strips are in which a step reads an operand; 0: whole, None: however it lies."""
+    array, made = step.reads[place], widths.get(step.writes[0], 0) if step.writes else 0
+    if step.kind == "convolution" and len(step.reads) == 2:
+        if step.reads[1] in computed:  # the gradient of a kernel
+            return None if all(one in widths for one in step.reads) else 0
+        attrs = program.graph.ops[step.op].attrs
+        needed = made * attrs["stride"][-1] // max(1, attrs["lhs_dilation"][-1])
+        copied = program.arrays[array].maker
+        if place or (copied >= 0 and program.steps[copied].kind == "copy" and array not in widths):
+            return None  # images are copied as they are needed
+        return int(needed)
+    if step.kind in ("reduce", "copy", "select_and_scatter", *READ_WHOLE):
+        return None
+    if step.kind in ELEMENTWISE and made:
+        return None
+    return 0
+
+
 def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     """What pools strips whole, or puts them beside others, reads a copy, one for both passes (`BatchToSpace`)."""
     copies: dict[int, int] = {}
@@ -181,7 +314,8 @@ def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
         for array in step.reads:
             if array in widths and array not in copies:
                 found = program.arrays[array]
-                size = found.bytes * row_major(found.shape or ()) // _count(found) if view else found.bytes
+                item = found.bytes // _count(found)
+                size = item * as_annotated(program, step, found.shape or ()) if view else found.bytes
                 copies[array] = rewriter.array(array, size)
                 rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
         rewriter.emit(replace(step, reads=tuple(copies.get(array, array) for array in step.reads)))
@@ -206,6 +340,44 @@ def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
             rewriter.emit(Step(MASK, step.op, (), (masks[key],)))
         rewriter.emit(replace(step, reads=(*step.reads, masks[key])))
     return rewriter.result() if masks else program
+
+
+def _summed_apart(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Sums for each image put its strips together: those that are padded in a copy, of others a sum each, summed again.
+
+    As compiled (a convolution of 64 features and a group norm, 2 images to a device, v5e and v5p): of 64 positions, 8
+    strips of 9, both sums read a copy, without what strips are padded with; of 32 positions of stride 2, 8 strips of 4
+    from a convolution before, the convolution makes sums of its strips. What is negated is summed before.
+    """
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind == "reduce" and step.reads and _negated(program, step.reads[0]) in widths:
+            step = replace(step, reads=(_negated(program, step.reads[0]), *step.reads[1:]))
+        width = widths.get(step.reads[0], 0) if step.kind == "reduce" and step.reads else 0
+        shape = program.arrays[step.reads[0]].shape if width else None
+        if shape is None or len(shape) < 3 or _over_images(program, step):
+            rewriter.emit(step)
+            continue
+        read = program.arrays[step.reads[0]]
+        item = read.bytes // max(1, read.elements)
+        cut = (SPLITS * shape[0], *shape[1:-1], width)
+        if width * SPLITS > shape[-1]:
+            copy = rewriter.array(step.reads[0], item * for_convolution(cut, (0, 1)))
+            rewriter.arrays[copy].shape = None
+            rewriter.emit(Step("copy", step.op, (step.reads[0],), (copy,)))
+            rewriter.emit(replace(step, reads=(copy, *step.reads[1:])))
+        else:
+            made = program.arrays[step.writes[0]]
+            each = rewriter.array(step.writes[0], SPLITS * made.bytes, (SPLITS, *(made.shape or ())))
+            rewriter.emit(replace(step, writes=(each,)))
+            rewriter.emit(Step("copy", step.op, (each,), step.writes))
+    return rewriter.result()
+
+
+def _negated(program: Lowered, array: int) -> int:
+    """What an array is the negative of; -1 if it is none."""
+    maker = program.arrays[array].maker
+    return program.steps[maker].reads[0] if maker >= 0 and program.steps[maker].kind == "negate" else -1
 
 
 def _over_images(program: Lowered, step: Step) -> bool:
@@ -240,8 +412,8 @@ def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
         if step.kind not in MOVING or not _moves(step, strips):
             rewriter.emit(step)
             continue
-        parts = PARTS if step.kind == "all-to-all" else 0
-        counts = [COPIES if array in strips else parts for array in (step.reads[0], step.writes[0])]
+        parts = ORDERED if step.kind == "all-to-all" else 0
+        counts = [AROUND if array in strips else parts for array in (step.reads[0], step.writes[0])]
         read, made = step.reads[0], step.writes[0]
         for _ in range(counts[0]):
             read = _copied(rewriter, step, read)
@@ -296,47 +468,12 @@ def halo_passes(program: Lowered, step: Step) -> int:
     """
     arrays = program.arrays
     strips = any(arrays[array].strips for array in (*step.reads, *step.writes))
-    if step.kind != "convolution" or len(step.reads) != 2 or not strips:
+    if step.kind != "convolution" or len(step.reads) < 2 or not strips:
         return 1
     taps, gradient = taps_of(program, step)
     if taps == 1:
         return 1
     return 6 if gradient else 2 if arrays[step.reads[0]].strips else 4
-
-
-def beside_gathers(
-    kernels: list[Kernel], order: list[int], program: Lowered, early: bool
-) -> tuple[list[Kernel], list[int]]:
-    """Copies that the backward pass needs of activations in strips.
-
-    Args:
-        early: whether they run beside the first gather since they are ready; else right before their reader.
-    """
-    strips = {number for number, array in enumerate(program.arrays) if array.strips}
-    if not strips:
-        return kernels, order
-    gathers = [position for position, number in enumerate(order) if early and _in_flight(kernels[number], program)]
-    backward = _backward(kernels, order, program)
-    if backward is None:
-        return kernels, order
-    made, uses = _uses(kernels, order)
-    found, before = list(kernels), dict[int, list[int]]()
-    for array in (array for array in made if array in strips and made[array] < backward):
-        late = [position for position in uses.get(array, ()) if position >= backward]
-        if not late:
-            continue
-        ready = max([made[array], *(position for position in uses[array] if position < backward)])
-        beside = next((position for position in gathers if ready < position < late[0]), late[0])
-        kind = program.arrays[array]
-        program.arrays.append(Array(kind.shape, kind.dtype, kind.bytes, kind.maker, strips=kind.strips))
-        copy = len(program.arrays) - 1
-        before.setdefault(beside, []).append(len(found))
-        how = "copy" if beside == late[0] else EARLY
-        found.append(Kernel((), (array,), (copy,), how, kernels[order[beside]].place))
-        reader = order[late[0]]
-        found[reader] = replace(found[reader], reads=(*found[reader].reads, copy))
-    changed = [each for position, number in enumerate(order) for each in (*before.get(position, ()), number)]
-    return found, changed
 
 
 def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) -> tuple[list[Kernel], list[int]]:
@@ -345,7 +482,7 @@ def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) ->
     Once as they are made, once as images in strips; the gradient puts them together anew.
     """
     found, behind = list(kernels), dict[int, int]()
-    for number, kernel in enumerate(kernels):
+    for kernel in kernels:
         for place in kernel.steps:
             step = program.steps[place]
             if halo_passes(program, step) <= 1 or program.graph.ops[step.op].attrs["stride"][-1] != 1:
@@ -363,8 +500,10 @@ def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) ->
             copy = len(program.arrays) - 1
             behind[array] = len(found)
             found.append(Kernel((), (array,), (copy,), "copy", kernel.place))
-            for one in (number, *readers):
-                found[one] = replace(found[one], reads=(*found[one].reads, copy))
+            for one in readers[-1:]:
+                found[one] = replace(
+                    found[one], reads=tuple(copy if each == array else each for each in found[one].reads)
+                )
     makers = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
     after = {makers[array]: copy for array, copy in behind.items() if array in makers}
     return found, [each for number in order for each in ((number, after[number]) if number in after else (number,))]
@@ -373,7 +512,7 @@ def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) ->
 def _gradient_of(program: Lowered, number: int, array: int) -> bool:
     """Whether a step is the gradient of the kernel that an activation was convolved with."""
     step = program.steps[number]
-    return step.kind == "convolution" and step.reads[0] == array and taps_of(program, step)[1]
+    return step.kind in ("convolution", EDGES) and step.reads[0] == array and taps_of(program, step)[1]
 
 
 def arguments_beside_gathers(
@@ -408,24 +547,24 @@ def _in_flight(kernel: Kernel, program: Lowered) -> bool:
     return kernel.kind == "all-gather" and _made(kernel, program) >= IN_FLIGHT
 
 
-def _backward(kernels: Sequence[Kernel], order: Sequence[int], program: Lowered) -> int | None:
+def _backward(kernels: Sequence[Kernel], program: Lowered) -> int | None:
     """The position of the first gradient of a kernel: a convolution of which both operands are computed."""
     computed = _computed((step.kind, step.reads, step.writes) for step in program.steps)
     gradients = {
         number
         for number, step in enumerate(program.steps)
-        if step.kind == "convolution" and len(step.reads) == 2 and step.reads[1] in computed
+        if step.kind == "convolution" and len(step.reads) > 1 and step.reads[1] in computed
     }
-    return next((at for at, number in enumerate(order) if not gradients.isdisjoint(kernels[number].steps)), None)
+    return next((at for at, kernel in enumerate(kernels) if not gradients.isdisjoint(kernel.steps)), None)
 
 
-def _uses(kernels: Sequence[Kernel], order: Sequence[int]) -> tuple[dict[int, int], dict[int, list[int]]]:
+def _uses(kernels: Sequence[Kernel]) -> tuple[dict[int, int], dict[int, list[int]]]:
     """Array -> the position at which it is made, and those at which it is read."""
     made: dict[int, int] = {}
     uses: dict[int, list[int]] = {}
-    for position, number in enumerate(order):
-        for array in kernels[number].writes:
+    for position, kernel in enumerate(kernels):
+        for array in kernel.writes:
             made[array] = position
-        for array in kernels[number].reads:
+        for array in kernel.reads:
             uses.setdefault(array, []).append(position)
     return made, uses

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cost import order_tpu
-from autoshard.cost.backend_tpu import TpuBackend, TpuFusion
+from autoshard.cost.backend_tpu import TpuBackend
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.device import load_device
+from autoshard.cost.fusion_tpu import TpuFusion
 from autoshard.cost.heap import packed
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
@@ -490,14 +491,17 @@ def test_elementwise_work_runs_in_its_readers_and_products_write_what_follows_th
     steps: list[Step] = []
     arrays = arguments(3)
     product = step(steps, arrays, "dot_general", (0, 1))
-    biased = step(steps, arrays, "add", (product, 2))  # read twice: kept
+    biased = step(steps, arrays, "add", (product, 2))
     gelu = step(steps, arrays, "tanh", (biased,))
     scaled = step(steps, arrays, "multiply", (gelu, biased))
     down = step(steps, arrays, "dot_general", (scaled, 1))
     weight = step(steps, arrays, "dot_general", (scaled, 0))
     for array in (down, weight):
         arrays[array].returned = True
-    assert kept(steps, arrays) == {biased: "f32", down: "f32", weight: "f32"}
+    assert kept(steps, arrays) == {scaled: "bf16", down: "f32", weight: "f32"}
+    slope = step(steps, arrays, "dot_general", (biased, 0))  # so that not all that reads it ends in one array
+    arrays[slope].returned = True
+    assert kept(steps, arrays) == {biased: "f32", down: "f32", weight: "f32", slope: "f32"}
 
 
 def test_what_products_alone_read_is_kept_in_bf16() -> None:

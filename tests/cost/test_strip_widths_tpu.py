@@ -7,7 +7,7 @@ import pytest
 from autoshard.cost.backend import Compiled
 from autoshard.cost.conv_loops_tpu import ALLOCATED
 from autoshard.cost.strip_widths_tpu import Window
-from autoshard.cost.strips_tpu import MASK
+from autoshard.cost.strips_tpu import EDGES, MASK
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
@@ -98,7 +98,7 @@ def test_strips_are_padded_in_memory_and_their_sums_read_a_mask() -> None:
     found = compiled(normalised(16, "1"))
     arrays = found.program.arrays
     first = next(kernel for kernel in found.kernels if kernel.flops)
-    assert [arrays[array].strips for array in first.writes] == [9]
+    assert [arrays[array].strips for array in first.writes] == [9, 0]  # the sum is a result of its kernel
     assert arrays[first.writes[0]].bytes == 64 * 16 * 9 * 128 * 4  # rows, images in strips, width, lanes
     assert sum(step.kind == MASK for step in found.program.steps) == 1
     assert not any(step.kind == MASK for step in compiled(normalised(64, "1")).program.steps)
@@ -108,7 +108,10 @@ def test_a_convolution_with_a_halo_reads_strips_from_memory() -> None:
     found = compiled(normalised(16))
     last = [kernel for kernel in found.kernels if kernel.flops][-1]
     assert [found.program.steps[step].kind for step in last.steps] == ["convolution"]
-    whole = [kernel for kernel in compiled(normalised(64)).kernels if kernel.flops][-1]
+    edges = [kernel for kernel in found.kernels if kernel.kind == EDGES]
+    assert {array for kernel in edges[-2:] for array in kernel.writes} <= {*last.reads}
+    found = compiled(normalised(64))
+    whole = [kernel for kernel in found.kernels if kernel.flops][-1]
     assert "subtract" in {found.program.steps[step].kind for step in whole.steps}
 
 

@@ -11,8 +11,9 @@ from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered
 from autoshard.cost.predict import Prediction
 from autoshard.cost.strips_tpu import (
+    AROUND,
     COPIES,
-    EARLY,
+    ORDERED,
     PARTS,
     arguments_beside_gathers,
     batch_dims,
@@ -77,24 +78,15 @@ def test_batch_dims_are_found_through_elementwise_ops_and_not_for_kernels() -> N
 @pytest.mark.parametrize(
     ("device", "images", "split", "early"),
     [
-        ("tpu-v5e", 32, True, True),  # a gather is in flight: what waits for the gradient is copied beside it
-        ("tpu-v5e", 32, False, False),  # nothing is: it is copied where it is read
+        ("tpu-v5e", 32, True, True),  # a gather is in flight: copies for the gradient run beside it
+        ("tpu-v5e", 32, False, False),  # nothing is
         ("tpu-v5p", 32, True, False),  # two cores copy where it is read
-        ("tpu-v5e", 64, True, None),  # eight images fill a tile: no copies
+        ("tpu-v5e", 64, True, False),  # eight images fill a tile: no copies
     ],
 )
-def test_copies_for_the_backward_pass(device: str, images: int, split: bool, early: bool | None) -> None:
-    found = predicted(network(images), device, (BOTH, (), (), ()) if split else WHOLE)
-    compiled = found.compiled
-    first = next(kernel for kernel in compiled.kernels if kernel.flops)
-    waits = first.writes[0]  # read by the second convolution, and by the gradient
-    copies = [at for at, kernel in enumerate(compiled.kernels) if not kernel.steps and kernel.reads == (waits,)]
-    assert [compiled.kernels[at].kind for at in copies] == ([] if early is None else [EARLY if early else "copy"])
-    assert bool(early_seconds(compiled, load_device(device))) == (early is True)
-    if copies:  # beside the gather before the third convolution, or right before the gradient
-        products = [at for at, kernel in enumerate(compiled.kernels) if kernel.flops]
-        after, before = (1, 2) if early else (2, 3)
-        assert products[after] < copies[0] < products[before]
+def test_copies_for_the_backward_pass_are_asked_after(device: str, images: int, split: bool, early: bool) -> None:
+    compiled = predicted(network(images), device, (BOTH, (), (), ()) if split else WHOLE).compiled
+    assert bool(early_seconds(compiled, load_device(device))) == early
 
 
 def test_activations_are_put_together_around_an_all_to_all() -> None:
@@ -104,8 +96,8 @@ def test_activations_are_put_together_around_an_all_to_all() -> None:
     moved = Annotations(pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
     kinds = [kernel.kind for kernel in predict_annotations(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
     place = kinds.index("all-to-all")
-    assert kinds[place - COPIES : place] == ["copy"] * COPIES
-    assert kinds[place + 1 : place + 1 + PARTS] == ["copy"] * PARTS
+    assert kinds[place - AROUND : place] == ["copy"] * AROUND
+    assert kinds[place + 1 : place + 1 + ORDERED] == ["copy"] * ORDERED
 
 
 def test_the_solver_pays_for_copies_where_images_are_few() -> None:
