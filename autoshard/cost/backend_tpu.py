@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import ClassVar
 
+from autoshard.cost.ahead_tpu import fetched_ahead
 from autoshard.cost.backend import Backend, Placement
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early
@@ -41,6 +42,7 @@ from autoshard.cost.rewrite_tpu import (
     looked_up_by_rows,
     masks_of_operands,
     moved_by_rows,
+    results_as_they_lie,
     scattered_by_rows,
     updated_kernels,
 )
@@ -123,7 +125,7 @@ class TpuBackend(Backend):
         program = gathered_in_pieces(attentions_by_rows(program), self.device.kind)
         program = gathered_results(scattered_in_turns(gathered_as_sums(program), self.device.kind))
         program = updated_kernels(as_loops(with_bodies(program, self.device)))
-        program = masks_of_operands(program)
+        program = results_as_they_lie(masks_of_operands(program))
         images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
         widths = strip_widths(images)
         return flattened_indices(cut_into_strips(laid_out_for_convolutions(in_groups(images), widths), widths))
@@ -290,7 +292,8 @@ class TpuBackend(Backend):
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
-        return Placing(self.device, self.buffer_bytes, kernels, program, live).placement()
+        ahead = fetched_ahead(kernels, program, self.buffer_bytes, self.device.on_chip_bytes)
+        return Placing(self.device, self.buffer_bytes, kernels, program, live, ahead).placement()
 
 
 class _Rounded:

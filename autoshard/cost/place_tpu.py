@@ -88,8 +88,12 @@ class Placing:
         kernels: Sequence[Kernel],
         program: Lowered,
         live: Liveness,
+        ahead: int | None = None,
     ) -> None:
-        """`kernels` in the order in which they run; `live` what is in memory meanwhile."""
+        """`kernels` in the order in which they run; `live` what is in memory meanwhile.
+
+        `ahead` is the argument that is on chip when the program begins (`cost/ahead_tpu.py`).
+        """
         self.device, self.buffer_bytes = device, buffer_bytes
         self.kernels, self.program, self.live = kernels, program, live
         self.slices = any(step.kind == SLICE for step in program.steps)
@@ -103,6 +107,7 @@ class Placing:
         self.gains: dict[int, float] = {}
         self.written: list[Life] = []
         self._count()
+        self.ahead = ahead
 
     def _count(self) -> None:
         """What each value gains on chip, and where it is used."""
@@ -148,7 +153,7 @@ class Placing:
                 known = held in uses or held in read
                 reads = array in self.reads[position]
                 if known and held in beside and (position in beside[held].fetched if reads else beside[held].evicted):
-                    copies[array] = size
+                    copies[array] = self.buffer_bytes(self.program.arrays[array]) if array == self.ahead else size
                     continue
                 near = known and (held not in beside or (reads and position in beside[held].near))
                 if not near and kernel.kind not in STILL:
@@ -165,6 +170,8 @@ class Placing:
 
     def _argument(self, array: int, at: Sequence[int]) -> Life:
         size = self.buffer_bytes(self.program.arrays[array])
+        if array == self.ahead:
+            return Life(size, tuple(at[1:]), self.gains[array], far=True, argument=True, ahead=True)
         half = self._fetched(at[0], size) if at[0] and self._in_slices(size) else None
         return Life(size, tuple(dict.fromkeys(at)), self.gains[array], far=True, half=half, argument=True)
 
@@ -181,7 +188,7 @@ class Placing:
 
     def _tables(self, life: Life, count: int) -> int:
         """Tables of parts that `count` copies of a value to on-chip memory take."""
-        return count * (2 * SLICES if self._in_slices(life.bytes) else 1)
+        return count * (2 * SLICES if self._in_slices(life.bytes) and not life.ahead else 1)
 
     def _in_slices(self, size: int) -> bool:
         return size >= SLICED and self.device.cores == 1

@@ -19,6 +19,7 @@ from autoshard.cost.lowered import (
 )
 from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
+from autoshard.cost.tiles_tpu import minor_dims
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op, Value
@@ -52,6 +53,46 @@ def gathered_results(program: Lowered) -> Lowered:
         rewriter.emit(Step("copy", program.steps[program.arrays[result].maker].op, (result,), (copy,)))
         rewriter.instead[result] = copy
     return rewriter.result()
+
+
+def results_as_they_lie(program: Lowered) -> Lowered:
+    """A result lies as pads least; a product's with its last two dims in tiles. Where these are others it is copied.
+
+    And what is elementwise behind the product. So logits of 50,257 words whose batch is 2 or 8 (compiled for v5e and v5p,
+    48 results of products, alone, with a bias, an activation or a norm behind them; f32 and bf16).
+    """
+    copied = [array for array in dict.fromkeys(program.results) if _lies_otherwise(program, array)]
+    if not copied:
+        return program
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        rewriter.emit(step)
+    for array in copied:
+        copy = rewriter.array(array)
+        rewriter.emit(Step("copy", program.steps[program.arrays[array].maker].op, (array,), (copy,)))
+        rewriter.instead[array] = copy
+    return rewriter.result()
+
+
+def _lies_otherwise(program: Lowered, array: int) -> bool:
+    shape = program.arrays[array].shape
+    if array in program.updates or shape is None or len(shape) < 3 or not math.prod(shape):
+        return False
+    packed = max(1, 4 * program.arrays[array].elements // program.arrays[array].bytes)
+    if {*minor_dims(shape, packed)} == {len(shape) - 2, len(shape) - 1}:
+        return False
+    seen, behind = set[int](), [array]
+    while behind:
+        maker = program.arrays[behind.pop()].maker
+        if maker < 0 or maker in seen:
+            continue
+        seen.add(maker)
+        step = program.steps[maker]
+        if step.kind == "dot_general":
+            return True
+        if step.kind in ELEMENTWISE:
+            behind += [read for read in step.reads if program.arrays[read].shape == shape]
+    return False
 
 
 def gathered_as_sums(program: Lowered) -> Lowered:

@@ -4,9 +4,10 @@ A kernel's transpose and the reversal of its taps become dimension numbers and w
 that reads it (`AlgebraicSimplifier`): a forward convolution and the gradient of its input read one value, gathered
 once for both. Where each goes round the ring instead (`spmd_looped.py`) the first permute of both is one.
 
-That a value is gathered for several contractions keeps them from going round the ring, but `GetShardingFromUser`
-(xla/service/sharding_propagation.cc) does not know what a convolution that slides over its input asks for, so those
-never count.
+That a value is gathered for several contractions keeps them from going round the ring, if they ask for one sharding of
+it: not so where one of two is made as its weight is split, the other as what both read (a gated layer whose weights
+alone are split). `GetShardingFromUser` (xla/service/sharding_propagation.cc) does not know what a convolution that
+slides over its input asks for, so those never count.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from autoshard.cost.spmd import Partitioner
 
 Dim = tuple[int, ...]
+
+AGGRESSIVE = 3
+"""The level of propagation at which readers are asked."""
 
 
 def source_of(owner: Partitioner, op: Op, place: int) -> tuple[Value, Dim, int]:
@@ -61,11 +65,11 @@ class Gathering:
     def __init__(self, owner: Partitioner) -> None:
         """For the program that `owner` partitions."""
         self.owner = owner
-        self.readers: dict[Value, set[int]] = {}
+        self.readers: dict[Value, list[tuple[Op, int]]] = {}
         for op in owner.graph.ops:
             if op.kind in CONTRACTIONS and not self.slides(op):
                 for place in range(len(op.operands)):
-                    self.readers.setdefault(source_of(owner, op, place)[0], set()).add(op.id)
+                    self.readers.setdefault(source_of(owner, op, place)[0], []).append((op, place))
 
     def slides(self, op: Op) -> bool:
         """Whether a kernel of more than one tap slides over an input."""
@@ -75,4 +79,27 @@ class Gathering:
         """Per operand whether it may go round the ring, because it is gathered for no other contraction."""
         if self.slides(op):
             return (True,) * len(op.operands)
-        return tuple(self.readers[source_of(self.owner, op, place)[0]] == {op.id} for place in range(len(op.operands)))
+        return tuple(not self._shared(op, place) for place in range(len(op.operands)))
+
+    def _shared(self, op: Op, place: int) -> bool:
+        """Whether another contraction that reads the same asks for the same sharding, and not the one it finds.
+
+        `check_users_sharding` (xla/service/spmd/dot_handler.cc).
+        """
+        value, _, reads = source_of(self.owner, op, place)
+        others = [reader for reader in self.readers[value] if reader[0].id != op.id]
+        asked = self._asked(op, place) if others else None
+        if asked is None:
+            return bool(others)
+        found = [self._asked(*reader) for reader in others]
+        return any(each is None or each == asked != self.owner.shardings.read(reads, value) for each in found)
+
+    def _asked(self, op: Op, place: int) -> Tiling | None:
+        """The sharding that a contraction asks of the value that it reads; None while a plan is sought."""
+        shardings = self.owner.shardings
+        made = shardings.made.get(Value(op.id))
+        if made is None or any(value not in shardings.made for value in op.operands):
+            return None
+        reads = [shardings.read(op.id, value) for value in op.operands]
+        asked = self.owner.transfers.backward(op, place, made, reads, AGGRESSIVE)
+        return None if asked is None else turned(asked, source_of(self.owner, op, place)[1])

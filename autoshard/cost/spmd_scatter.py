@@ -21,6 +21,7 @@ from autoshard.cost import tiles_tpu
 from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import Cut, first_cut
+from autoshard.cost.spmd_looped import Ring
 from autoshard.graph.groups import ELEMENTWISE, unscaled
 from autoshard.graph.ops import Op, Value
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -175,8 +176,9 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             move = next((move for move in owner.emissions[op.id].moves if move[0] == place), None)
             if move is not None:
                 outer, source, end = move[1]
-                # A halo exchange has no source.
-                found.append(None if source is None else owner.cuts.cut(shape, source, end, outer))
+                # A halo exchange has no source; what goes round a ring goes as it is.
+                whole = source is None or isinstance(outer, Ring)
+                found.append(None if whole else owner.cuts.cut(shape, source, end, outer))
             elif op.kind == "reshape" and (cut := _cut_behind(owner, op, made)) is not None:
                 found.append(cut)
             elif depth and _moves(owner, op) and made == runs[op.id].reads[place]:

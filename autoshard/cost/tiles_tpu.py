@@ -63,14 +63,18 @@ def lies_row_major(kind: str, shape: Shape) -> bool:
     return kind == "gather" or (kind == "dot_general" and len(shape) > 2 and shape[-2] >= shape[0])
 
 
-def minor_dims(shape: Shape) -> tuple[int, int]:
-    """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two."""
+def minor_dims(shape: Shape, packed: int = 1) -> tuple[int, int]:
+    """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two.
+
+    `packed` numbers of a column take one place of 32 bits: there are no fewer rows.
+    """
     best = None
     for lane in reversed(range(len(shape))):
         for row in reversed(range(len(shape))):
             if lane == row:
                 continue
-            size = math.prod(shape) // (shape[lane] * shape[row]) * _up(shape[lane], LANES) * _rows(shape[row])
+            rows = max(packed, _rows(shape[row]))
+            size = math.prod(shape) // (shape[lane] * shape[row]) * _up(shape[lane], LANES) * rows
             if best is None or size < best[0]:
                 best = size, lane, row
     assert best is not None

@@ -168,3 +168,18 @@ def test_a_sum_of_which_a_dim_is_cut_that_it_has_merged(target, turned, kind):
     report, _ = compiled_for(target, heads, arguments, [((), both), (both, ()), after])
     assert report.fidelity.value == 0
     assert {one.kind for one in report.prediction.collectives} == {kind}
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "tpu-v5p:2x2x2"])
+def test_what_a_sum_makes_may_go_round_a_ring(target):
+    """A norm's scale, split by FSDP, before the head: what is summed to the devices' scales ends in permutes."""
+    pytest.importorskip("libtpu")
+
+    def head(scale, rows, words):
+        return (jnp.tanh(rows) * scale) @ words.T
+
+    both = ("data", "model")
+    arguments = [f32(512), f32(8, 512, 512), f32(32128, 512)]
+    report, _ = compiled_for(target, head, arguments, [(both,), (both, (), ()), (both, ())])
+    assert report.fidelity.value == 0
+    assert {one.kind for one in report.prediction.collectives} == {"all-reduce", "collective-permute"}
