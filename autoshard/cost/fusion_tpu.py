@@ -204,11 +204,20 @@ class TpuFusion(Fusion):
         """The steps whose kernels one could be the end of: makers of what it alone reads, the last operand's first."""
         if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")):
             return
+        if self._widens(step) and len(self.arrays[step.writes[0]].readers) > 1:
+            return
         size = self.arrays[step.writes[0]].elements
         for array in reversed(step.reads):
             read = self.arrays[array]
             if len(read.readers) == 1 and not read.returned and read.maker >= 0 and read.elements == size:
                 yield read.maker
+
+    def _widens(self, step: Step) -> bool:
+        """Whether a step makes f32 of bf16: each reader does that for itself, and the narrow array is kept."""
+        if step.kind != "convert":
+            return False
+        read, made = self.arrays[step.reads[0]], self.arrays[step.writes[0]]
+        return read.bytes * made.elements < made.bytes * read.elements and not made.returned
 
     def absorbs(self, step: Step) -> bool:
         """Loops, sums and products take in what is made elementwise; not so loops of permutes and some convolutions."""
