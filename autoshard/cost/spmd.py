@@ -512,7 +512,10 @@ class Partitioner:
         unit = tiles_tpu.scatter_unit(names, self.subaxes.mesh)
         ways = cut.factors[dim]
         buffer = tiles_tpu.scatter_buffer(self.subaxes.mesh)
-        found = tiles_tpu.scattered(cut.shape, dim, ways, unit=unit, row_major=row_major, summed=summed, buffer=buffer)
+        packed = max(1, 4 * math.prod(cut.shape) // max(1, size))
+        found = tiles_tpu.scattered(
+            cut.shape, dim, ways, unit=unit, row_major=row_major, summed=summed, buffer=buffer, packed=packed
+        )
         if found is None:
             return None
         steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]
