@@ -307,6 +307,9 @@ class _Rounded:
         """`around`: arrays that convolutions read or make, and what is elementwise around them."""
         self.program, self.arrays, self.steps, self.around = program, program.arrays, program.steps, set(around)
         self.known: dict[int, bool] = {}
+        for step in reversed(self.steps):  # what an array's readers make is known before it is
+            for array in step.writes:
+                self._only_products(array)
 
     def is_kept_narrow(self, array: int) -> bool:
         found = self.arrays[array]

@@ -15,16 +15,9 @@ from autoshard.cost.conv_loops_tpu import ring
 from autoshard.cost.kernels import LOOPS, Fusion, rank
 from autoshard.cost.loops_tpu import RING
 from autoshard.cost.lowered import SLICE, Lowered, Step
-from autoshard.cost.rewrite_tpu import (
-    convolved,
-)
-from autoshard.cost.strip_widths_tpu import (
-    annotated_view,
-    enlarges,
-)
-from autoshard.cost.strips_tpu import (
-    halo_passes,
-)
+from autoshard.cost.rewrite_tpu import convolved
+from autoshard.cost.strip_widths_tpu import annotated_view, enlarges
+from autoshard.cost.strips_tpu import halo_passes
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})

@@ -58,8 +58,8 @@ def gathered_results(program: Lowered) -> Lowered:
 def results_as_they_lie(program: Lowered) -> Lowered:
     """A result lies as pads least; a product's with its last two dims in tiles. Where these are others it is copied.
 
-    And what is elementwise behind the product. So logits of 50,257 words whose batch is 2 or 8 (compiled for v5e and v5p,
-    48 results of products, alone, with a bias, an activation or a norm behind them; f32 and bf16).
+    And what is elementwise behind the product. So logits of 50,257 words whose batch is 2 or 8 (compiled for v5e and
+    v5p, 88 results of products, alone, with a bias, an activation or a norm behind them; f32 and bf16).
     """
     copied = [array for array in dict.fromkeys(program.results) if _lies_otherwise(program, array)]
     if not copied:

@@ -154,12 +154,12 @@ def combined_by_levels(
     merged: list[list[int]] = []
     for left in levels.values():
         while left:
-            taken, total = [], 0
+            taken, rest, total = list[int](), list[int](), 0
             for number in left:
-                if total + size(kernels[number]) <= limit:
-                    taken.append(number)
-                    total += size(kernels[number])
-            left[:] = [number for number in left if number not in taken]
+                fits = total + size(kernels[number]) <= limit
+                (taken if fits else rest).append(number)
+                total += size(kernels[number]) if fits else 0
+            left[:] = rest
             if len(taken) > 1:
                 merged.append(taken)
     return _merged(kernels, merged)

@@ -324,7 +324,7 @@ def on_elements(size: int, taps: int, count: int, stride: int, low: int, base: i
     for tap in range(taps):
         at = range(tap * dilation - low, tap * dilation - low + count * stride, stride)
         found += sum(0 <= place < size * base and place % base == 0 for place in at)
-    return Fraction(found, taps * count)
+    return Fraction(found, taps * count) if taps * count else Fraction(1)
 
 
 def _whole(tiling: Tiling) -> Tiling:

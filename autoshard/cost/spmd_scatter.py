@@ -177,8 +177,10 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             if move is not None:
                 outer, source, end = move[1]
                 # A halo exchange has no source; what goes round a ring goes as it is.
-                whole = source is None or isinstance(outer, Ring)
-                found.append(None if whole else owner.cuts.cut(shape, source, end, outer))
+                if source is None or isinstance(outer, Ring):
+                    found.append(None)
+                else:
+                    found.append(owner.cuts.cut(shape, source, end, outer))
             elif op.kind == "reshape" and (cut := _cut_behind(owner, op, made)) is not None:
                 found.append(cut)
             elif depth and _moves(owner, op) and made == runs[op.id].reads[place]:

@@ -217,6 +217,9 @@ class _Widths:
         self.found: dict[int, int] = {}
         self.computed: set[int] = set()  # what follows from what a convolution makes
         self.spreading: dict[int, bool] = {}  # array -> `_spread_out`
+        for step in self.steps:
+            for array in step.writes:
+                self._spread_out(array)
         for step in program.steps:
             width = self._made(step)
             if width:

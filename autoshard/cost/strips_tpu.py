@@ -248,11 +248,11 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
                 reads[place] = cut(step, array, needed)
         if reads != [*step.reads]:
             step = replace(step, reads=tuple(reads))
-        rewriter.emit(_with_edges(rewriter, step, widths, computed))
+        rewriter.emit(_with_edges(rewriter, step, widths))
     return rewriter.result()
 
 
-def _with_edges(rewriter: Rewriter, step: Step, widths: Mapping[int, int], computed: Container[int]) -> Step:
+def _with_edges(rewriter: Rewriter, step: Step, widths: Mapping[int, int]) -> Step:
     """A convolution of strips, which reads the edges of their neighbours beside them.
 
     These are cut out by one kernel and padded by one for each side. For the gradient of a kernel strips are shifted by
@@ -295,7 +295,7 @@ def _read_as(
         if place or (copied >= 0 and program.steps[copied].kind == "copy" and array not in widths):
             return None  # images are copied as they are needed
         return int(needed)
-    if step.kind in ("reduce", "copy", "select_and_scatter", *READ_WHOLE):
+    if step.kind in ("reduce", "copy", *READ_WHOLE):
         return None
     if step.kind in ELEMENTWISE and made:
         return None
@@ -329,7 +329,10 @@ def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     for step in program.steps:
         shape = program.arrays[step.reads[0]].shape if step.reads else None
         width = widths.get(step.reads[0], 0) if step.reads else 0
-        if step.kind != "reduce" or shape is None or width * SPLITS <= shape[-1] or not _over_images(program, step):
+        if not width or not shape or width * SPLITS <= shape[-1]:
+            rewriter.emit(step)
+            continue
+        if step.kind != "reduce" or not _over_images(program, step):
             rewriter.emit(step)
             continue
         key = shape[0], shape[-1], width
@@ -355,7 +358,7 @@ def _summed_apart(program: Lowered, widths: Mapping[int, int]) -> Lowered:
             step = replace(step, reads=(_negated(program, step.reads[0]), *step.reads[1:]))
         width = widths.get(step.reads[0], 0) if step.kind == "reduce" and step.reads else 0
         shape = program.arrays[step.reads[0]].shape if width else None
-        if shape is None or len(shape) < 3 or _over_images(program, step):
+        if shape is None or len(shape) < 3 or _over_images(program, step) or not _over_space(program, step):
             rewriter.emit(step)
             continue
         read = program.arrays[step.reads[0]]
@@ -385,6 +388,12 @@ def _over_images(program: Lowered, step: Step) -> bool:
     made = program.arrays[step.writes[0]]
     read = program.arrays[step.reads[0]].shape or ()
     return 0 in program.graph.ops[step.op].attrs["dims"] and len(read) > 1 and _count(made) == read[1]
+
+
+def _over_space(program: Lowered, step: Step) -> bool:
+    """Whether one sum goes along strips; sums of features, and several at once, stay apart."""
+    read = program.arrays[step.reads[0]].shape or ()
+    return len(step.writes) == 1 and len(read) - 1 in program.graph.ops[step.op].attrs["dims"]
 
 
 def _count(array: Array) -> int:

@@ -63,7 +63,7 @@ class Sums:
     def makes_rows(self, kernel: Kernel) -> bool:
         """Whether all sums that a kernel returns are of rows."""
         made = [self.over(step) for step in self._steps(kernel) if not set(step.writes).isdisjoint(kernel.writes)]
-        return bool(made) and all(over is not None and over[-1][0] for over in made)
+        return bool(made) and all(over and over[-1][0] for over in made)
 
     def normalises(self, kernel: Kernel) -> bool:
         """Whether a kernel sums over the last dims alone, and goes on with the sums."""
@@ -89,6 +89,8 @@ def _summed_shape(program: Lowered, step: Step) -> tuple[int, ...] | None:
         return shape
     made = iter(program.arrays[step.writes[0]].shape or ())
     seen = [size if dim in op.attrs["dims"] else next(made, 0) for dim, size in enumerate(whole)]
+    if not seen:
+        return None
     first = min(op.attrs["dims"], default=0)
     if math.prod(seen) and seen[first] * math.prod(shape) % math.prod(seen) == 0:  # it may be split
         seen[first] = seen[first] * math.prod(shape) // math.prod(seen)
@@ -98,7 +100,7 @@ def _summed_shape(program: Lowered, step: Step) -> tuple[int, ...] | None:
 def _seen_as(program: Lowered, array: int, shape: Sequence[int], orders: dict[int, Order]) -> Order | None:
     """How an array lies for what reads it in this shape; None: in the order of its dims."""
     before = program.arrays[array].shape
-    if array not in orders or before is None or math.prod(before) != math.prod(shape):
+    if array not in orders or before is None or math.prod(before) != math.prod(shape) or not math.prod(shape):
         return None
     return _reshaped(orders[array], before, shape)
 

@@ -100,8 +100,8 @@ def scattered(
             as the slices do.
         summed: whether sums read the slices: they take whole lanes, and the array lies as its maker lays it out.
         buffer: tiles that hold the pieces it is scattered in (`BUFFER`).
-        packed: numbers that take one place of 32 bits: slices of lanes are multiples of so many tiles (bf16: 384 columns
-            for each of four or eight devices are not scattered, 256 and 768 are; v5e and v5p).
+        packed: numbers that take one place of 32 bits: slices of lanes are multiples of so many tiles (bf16: 384
+            columns for each of four or eight devices are not scattered, 256 and 768 are; v5e and v5p).
 
     Returns:
         None where it stays an all-reduce.

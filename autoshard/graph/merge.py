@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
-import networkx as nx
-
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE, free_ops
-from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.ops import Graph, Op, Value, flow
 from autoshard.graph.simplify import fold
 from autoshard.mesh import Spec
 
@@ -43,22 +41,17 @@ def merged(graph: Graph, annotations: Annotations, equal: Mapping[Value, Value])
         return equal.get(value, value)
 
     ops: list[Op] = []
-    edges = nx.DiGraph()
     for op in graph.ops:
         if Value(op.id) in equal:
             op = replace(op, kind="constant", operands=(), attrs={"value": 0})
         elif any(value in equal for value in op.operands):
             op = replace(op, operands=tuple(map(first, op.operands)))
         ops.append(op)
-        edges.add_node(op.id, op=op)
-        for value in op.operands:
-            before = edges.edges.get((value.op, op.id), {}).get("values", ())
-            edges.add_edge(value.op, op.id, values=(*before, value))
     outputs = tuple(map(first, graph.outputs))
     pins = {value: spec for value, spec in annotations.pins.items() if value not in equal}
     copies = {(first(value), aten): spec for (value, aten), spec in annotations.copies.items()}
     hops = {(first(value), spec): through for (value, spec), through in annotations.hops.items()}
-    return replace(graph, nx=edges, ops=tuple(ops), outputs=outputs), Annotations(pins, copies, hops)
+    return replace(graph, nx=flow(ops), ops=tuple(ops), outputs=outputs), Annotations(pins, copies, hops)
 
 
 class _Equal:

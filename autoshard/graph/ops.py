@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -64,6 +64,18 @@ class Graph:
     def type_of(self, value: Value) -> TensorType:
         """Shape and dtype of a value."""
         return self.ops[value.op].results[value.result]
+
+
+def flow(ops: Iterable[Op]) -> nx.DiGraph:
+    """`Graph.nx` of ops."""
+    found = nx.DiGraph()
+    for op in ops:
+        found.add_node(op.id, op=op)
+        values: dict[int, list[Value]] = {}
+        for value in dict.fromkeys(op.operands):
+            values.setdefault(value.op, []).append(value)
+        found.add_edges_from((before, op.id, {"values": tuple(read)}) for before, read in values.items())
+    return found
 
 
 FactorKind = Literal["parallel", "reduce", "replicated", "halo"]

@@ -21,13 +21,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-
-import networkx as nx
+from typing import Any
 
 from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.ops import Graph, Op, Value, flow
 from autoshard.graph.simplify import fold
 
 Shape = tuple[int, ...]
@@ -51,7 +50,7 @@ class _Rewriting:
         self.copied = annotations.copies
         self.pinned = {*annotations.pins, *(value for value, _ in annotations.copies)}
         self.results = frozenset(graph.outputs)
-        self.splat = _numbers(graph)
+        self.uniform = _uniform(graph)
         self.numbers = fold(graph).splat
         self.readers: dict[Value, list[Op]] = {}
         for op in graph.ops:
@@ -59,6 +58,7 @@ class _Rewriting:
                 self.readers.setdefault(value, []).append(op)
         self.ops = list(graph.ops)
         self.apart: dict[Value, Value] = {}
+        self.moved: dict[Value, frozenset[Shape]] = {}
 
     def run(self) -> tuple[Graph, dict[Value, Value]]:
         for op in self.graph.ops:
@@ -72,13 +72,7 @@ class _Rewriting:
         if all(op is before for op, before in zip(self.ops, self.graph.ops, strict=True)):
             return self.graph, {}
         self._drop_unread()
-        edges = nx.DiGraph()
-        for op in self.ops:
-            edges.add_node(op.id, op=op)
-            for value in op.operands:
-                before = edges.edges.get((value.op, op.id), {}).get("values", ())
-                edges.add_edge(value.op, op.id, values=(*before, value))
-        return replace(self.graph, nx=edges, ops=tuple(self.ops)), self.apart
+        return replace(self.graph, nx=flow(self.ops), ops=tuple(self.ops)), self.apart
 
     def _compared(self, op: Op) -> None:
         """Whether the larger of an array and a number is greater than that number: whether the array is.
@@ -101,7 +95,7 @@ class _Rewriting:
             maker = self.graph.ops[value.op]
             if maker.kind != "transpose" or len(maker.results[0].shape) != 2 or value in self.pinned:
                 continue
-            if (maker.operands[0], maker.aten) not in self.copied:
+            if not self._copied(maker.operands[0], maker, op):
                 operands[place] = maker.operands[0]
                 attrs[f"{side}_contract"] = tuple(maker.attrs["permutation"][dim] for dim in attrs[f"{side}_contract"])
         if tuple(operands) != op.operands:
@@ -116,7 +110,7 @@ class _Rewriting:
             return False
         reshape = readers[0]
         parts = _parts(op.results[0].shape, reshape.results[0].shape)
-        sources = [self._source(value) for value in op.operands]
+        sources = [self._source(value, op) for value in op.operands]
         if parts is None or not any(sources):
             return False
         operands: list[Value] = []
@@ -144,16 +138,16 @@ class _Rewriting:
             else:
                 operands.append(op.operands[place] if source is None else source)
                 missing.append(place)
-        if len(missing) > 1 or (missing and any((value, op.aten) in self.copied for value in op.operands)):
+        if len(missing) > 1 or (missing and any(self._copied(value, op, reshape) for value in op.operands)):
             return False
         attrs = {**op.attrs, "lhs_contract": contracts[0], "rhs_contract": contracts[1]}
         if missing:
             place = missing[0]
             kind = replace(self._type(op.operands[place]), shape=shapes[place])
-            self.ops[op.id] = replace(reshape, id=op.id, operands=(operands[place],), results=(kind,), aten=op.aten)
+            self.ops[op.id] = replace(reshape, id=op.id, operands=(operands[place],), results=(kind,), **_place(op))
             operands[place] = made
             self.ops[reshape.id] = replace(
-                op, id=reshape.id, operands=tuple(operands), results=reshape.results, attrs=attrs, aten=reshape.aten
+                op, id=reshape.id, operands=tuple(operands), results=reshape.results, attrs=attrs, **_place(reshape)
             )
         else:
             self.ops[op.id] = replace(op, operands=tuple(operands), results=reshape.results, attrs=attrs)
@@ -166,7 +160,7 @@ class _Rewriting:
         merged: list[Shape] = []
         sources: list[Value] = []
         for value, side in zip(op.operands, ("lhs", "rhs"), strict=True):
-            source, contract = self._source(value), op.attrs[f"{side}_contract"]
+            source, contract = self._source(value, op), op.attrs[f"{side}_contract"]
             if source is None or len(contract) != 1:
                 return False
             parts = _parts(self._type(value).shape, self._type(source).shape)
@@ -185,7 +179,7 @@ class _Rewriting:
     def _reduced(self, op: Op) -> None:
         """Over the dims that a reshape merges; the others are merged behind it, by the reshapes that alone read it."""
         read, made, dims = op.operands[0], Value(op.id), op.attrs["dims"]
-        source = self._source(read)
+        source = self._source(read, op)
         parts = None if source is None else _parts(self._type(read).shape, self._type(source).shape)
         if source is None or parts is None:
             return
@@ -201,31 +195,44 @@ class _Rewriting:
         operands = (source, *op.operands[1:])
         self.ops[op.id] = replace(op, operands=operands, results=(kind,), attrs={**op.attrs, "dims": over})
 
-    def _source(self, value: Value) -> Value | None:
-        """What a value is a reshape of, where nothing on the way is annotated."""
+    def _copied(self, value: Value, *readers: Op) -> bool:
+        """Whether there is an annotated copy of a value for one of its readers."""
+        return any((value, reader.aten) in self.copied for reader in readers)
+
+    def _source(self, value: Value, reader: Op) -> Value | None:
+        """What a value is a reshape of, where nothing on the way to its reader is annotated."""
         op = self.graph.ops[value.op]
-        if op.kind != "reshape" or value in self.pinned or (op.operands[0], op.aten) in self.copied:
+        if op.kind != "reshape" or value in self.pinned or self._copied(op.operands[0], op, reader):
             return None
         source = op.operands[0]
         if self.ops[source.op].results[source.result] != self._type(source):
             return None  # it was rewritten itself
         return None if self._type(value).shape in self._moved(source) else source
 
-    def _moved(self, value: Value) -> set[Shape]:
+    def _moved(self, value: Value) -> frozenset[Shape]:
         """The shapes of what moves and elementwise ops, of one array and numbers alone, make a value of.
 
         Such ops are done before the moves (`ReshapeMover`), which then undo each other.
         """
-        found: set[Shape] = set()
-        ways = [value]
-        while ways:
-            op = self.graph.ops[ways.pop().op]
-            if op.kind in _MOVES and Value(op.id) not in self.pinned:
-                ways.append(op.operands[0])
-                found.add(self._type(op.operands[0]).shape)
+        way: list[tuple[Value, Shape | None]] = []  # values, and the shape of what each moves
+        while value not in self.moved:
+            op = self.graph.ops[value.op]
+            before: Value | None = None
+            moves = op.kind in _MOVES and Value(op.id) not in self.pinned
+            if moves:
+                before = op.operands[0]
             elif op.kind in ELEMENTWISE and Value(op.id) not in self.pinned:
-                arrays = [read for read in op.operands if read not in self.splat]
-                ways.extend(arrays[:1] if len(set(arrays)) == 1 else [])
+                arrays = [read for read in op.operands if read not in self.uniform]
+                before = arrays[0] if len(set(arrays)) == 1 else None
+            if before is None:
+                self.moved[value] = frozenset()
+                break
+            way.append((value, self._type(before).shape if moves else None))
+            value = before
+        found = self.moved[value]
+        for behind, shape in reversed(way):
+            found = found if shape is None else found | {shape}
+            self.moved[behind] = found
         return found
 
     def _type(self, value: Value) -> TensorType:
@@ -248,7 +255,12 @@ class _Rewriting:
                 left[op.operands[0]] -= 1
 
 
-def _numbers(graph: Graph) -> set[Value]:
+def _place(op: Op) -> dict[str, Any]:
+    """Where an op comes from."""
+    return {"aten": op.aten, "module": op.module}
+
+
+def _uniform(graph: Graph) -> set[Value]:
     """Values of which all elements are one number."""
     found: set[Value] = set()
     for op in graph.ops:

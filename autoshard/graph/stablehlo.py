@@ -16,12 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import networkx as nx
-
 from autoshard.capture.program import Argument, Output, Program, TensorType
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
-from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.ops import Graph, Op, Value, flow
 from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs, trip_count
 
 # An SSA value is one tensor, or a tuple of such.
@@ -75,18 +73,8 @@ def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -
         op = ops[i]
         reads = tuple(map(moved, op.operands))
         kept.append(Op(new_id[i], op.kind, reads, op.results, op.attrs, op.aten, op.module))
-    graph = nx.DiGraph()
-    graph.add_nodes_from((op.id, {"op": op}) for op in kept)
-    flows: dict[tuple[int, int], tuple[Value, ...]] = {}
-    for op in kept:
-        for operand in op.operands:
-            edge = (operand.op, op.id)
-            known = flows.get(edge, ())
-            if operand not in known:
-                flows[edge] = (*known, operand)
-    graph.add_edges_from((source, target, {"values": values}) for (source, target), values in flows.items())
     marked = {key: moved(value) for key, value in importer.aten_outputs.items() if new_id[value.op] >= 0}
-    return Graph(program, graph, tuple(kept), tuple(range(argument_count)), tuple(map(moved, outputs)), marked)
+    return Graph(program, flow(kept), tuple(kept), tuple(range(argument_count)), tuple(map(moved, outputs)), marked)
 
 
 def _post_order(ops: Sequence[Op], outputs: Iterable[Value], argument_count: int) -> list[int]:
