@@ -30,12 +30,13 @@ class _Term:
 
     Attributes:
         maker: that op.
-        reduction: its last collective, as large as the sum would be.
+        reduction: its last collective, as large as the sum would be; behind a reduce-scatter of slices that were padded
+            the permute that moves them into place, too.
         whole: the values on the way, if parts of them are read: they are whole until the sum is reduced.
     """
 
     maker: int
-    reduction: Collective
+    reduction: tuple[Collective, ...]
     whole: tuple[Value, ...]
 
 
@@ -60,8 +61,8 @@ class _Summing:
 
     def _kind(self, term: _Term) -> tuple[object, ...]:
         """What terms that are reduced together have in common."""
-        one = term.reduction
-        return one.kind, one.axes, one.bytes, self.owner.order.get(term.maker), not term.whole
+        what = tuple((one.kind, one.axes, one.bytes) for one in term.reduction)
+        return what, self.owner.order.get(term.maker), not term.whole
 
     def _join(self, op: Op, terms: Sequence[_Term]) -> None:
         first = terms[0]
@@ -72,16 +73,17 @@ class _Summing:
         for term in terms:
             self.owner.unsummed.update(term.whole)
             before = self.runs[term.maker]
-            self.runs[term.maker] = replace(before, collectives=before.collectives[:-1])
-        self.runs[op.id] = replace(self.runs[op.id], collectives=(replace(first.reduction, op=op.id),))
+            self.runs[term.maker] = replace(before, collectives=before.collectives[: -len(term.reduction)])
+        made = tuple(replace(one, op=op.id) for one in first.reduction)
+        self.runs[op.id] = replace(self.runs[op.id], collectives=made)
 
     def _term(self, op: Op, place: int) -> _Term | None:
         """An operand as a term; None where it is not reduced, or something else reads it too."""
         way = self._way(op, place)
         *_, value = way
         maker = self.graph.ops[value.op]
-        last = self.runs[maker.id].collectives[-1:]
-        if not last or last[0].kind not in ("all-reduce", "reduce-scatter"):
+        last = _reduction(self.runs[maker.id].collectives)
+        if not last:
             return None
         if any(self.uses[each] != 1 or each in self.owner.results for each in way):
             return None
@@ -93,7 +95,8 @@ class _Summing:
             return None
         cut = made != way or maker.id in self.whole or last[0].kind == "reduce-scatter"
         times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
-        return _Term(maker.id, replace(last[0], bytes=times * last[0].bytes), tuple(way) if cut else ())
+        reduction = tuple(replace(one, bytes=times * one.bytes) for one in last)
+        return _Term(maker.id, reduction, tuple(way) if cut else ())
 
     def _way(self, op: Op, place: int) -> Mapping[Value, Tiling]:
         """The values from an operand back to what was reduced, with how they are read. A product may be transposed."""
@@ -108,6 +111,15 @@ class _Summing:
         if turn.kind == "transpose" and is_transposed(self.owner, self.graph.ops[turn.operands[0].op]):
             way[turn.operands[0]] = split[::-1]
         return way
+
+
+def _reduction(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+    """The reduction that an op ends with, and what moves its slices into place."""
+    last = tuple(collectives[-2:])
+    if last and last[-1].kind in ("all-reduce", "reduce-scatter"):
+        return last[-1:]
+    padded = [one.kind for one in last] == ["reduce-scatter", "collective-permute"]
+    return last if padded and last[0].axes == last[1].axes else ()
 
 
 def _widens(graph: Graph, op: Op) -> bool:

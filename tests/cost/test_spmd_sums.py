@@ -246,3 +246,21 @@ def test_products_that_are_transposed_before_they_are_added_are_summed_once(fami
     wanted = Annotations({Value(at): (("data", "model"), ()) for at in graph.arguments})
     assert predicted(graph, wanted, family) == {("all-reduce", ("data", "model")): times * 128 * 64 * 4}
     assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_terms_whose_scattered_slices_are_padded_are_summed_once(dtype: str) -> None:
+    """Llama's and Qwen 2's automatic plans in bf16 on v5e: 8 and 20 % of the bytes."""
+    pytest.importorskip("libtpu")
+    jax = pytest.importorskip("jax")
+    from tests.cost.few_ops import compiled_for
+
+    def gated(a, b, up, gate, x):
+        return (a @ up + b @ gate) * x
+
+    both = ("data", "model")
+    shapes = [(8, 512, 1024), (8, 512, 1024), (1024, 4096), (1024, 4096), (8, 512, 4096)]
+    specs: list[Spec] = [((), (), both), ((), (), both), (both, ()), (both, ()), (both, (), ())]
+    report, _ = compiled_for("tpu-v5e:2x4", gated, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], specs)
+    assert report.fidelity.value == 0
+    assert [one.kind for one in report.prediction.collectives] == ["reduce-scatter", "collective-permute"]
