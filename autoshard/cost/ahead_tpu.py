@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.loops_tpu import is_loop
-from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.lowered import SLICE, Array, Lowered
 
 
 def fetched_ahead(
@@ -39,11 +39,12 @@ def fetched_ahead(
 
 
 def _as_weight(kernel: Kernel, array: int, program: Lowered) -> bool:
-    """Whether a kernel reads an array as a table or a convolution's kernel, or multiplies it, and not in a loop."""
+    """Whether a kernel reads an array as a table or a convolution's kernel, or multiplies it or a part, and not in a loop."""
     steps = [program.steps[number] for number in kernel.steps]
     reads = [(step, place) for step in steps for place, read in enumerate(step.reads) if read == array]
     return bool(reads) and all(
         (step.kind, place) in (("gather", 0), ("convolution", 1))
         or (step.kind == "dot_general" and not is_loop(program, step))
+        or (step.kind == SLICE and kernel.flops > 0)
         for step, place in reads
     )
