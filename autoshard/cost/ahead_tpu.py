@@ -39,7 +39,7 @@ def fetched_ahead(
 
 
 def _as_weight(kernel: Kernel, array: int, program: Lowered) -> bool:
-    """Whether a kernel reads an array as a table or a convolution's kernel, or multiplies it or a part, and not in a loop."""
+    """Whether a kernel looks up in an array, multiplies it or a part, not in a loop, or convolves with it."""
     steps = [program.steps[number] for number in kernel.steps]
     reads = [(step, place) for step in steps for place, read in enumerate(step.reads) if read == array]
     return bool(reads) and all(

@@ -307,9 +307,6 @@ class _Rounded:
         """`around`: arrays that convolutions read or make, and what is elementwise around them."""
         self.program, self.arrays, self.steps, self.around = program, program.arrays, program.steps, set(around)
         self.known: dict[int, bool] = {}
-        for step in reversed(self.steps):  # what an array's readers make is known before it is
-            for array in step.writes:
-                self._only_products(array)
 
     def is_kept_narrow(self, array: int) -> bool:
         found = self.arrays[array]
@@ -324,10 +321,20 @@ class _Rounded:
         return step.kind not in ("reduce", "compare")
 
     def _only_products(self, array: int) -> bool:
-        if array not in self.known:
-            found = self.arrays[array]
-            self.known[array] = bool(found.readers) and not found.returned and all(map(self._passes, found.readers))
+        todo = [] if array in self.known else [array]
+        while todo:  # chains of moves may be long
+            found = self.arrays[todo[-1]]
+            moves = (self.steps[reader] for reader in found.readers if self._moves(self.steps[reader]))
+            behind = [one for step in moves for one in step.writes if one not in self.known]
+            if not behind:
+                passes = bool(found.readers) and not found.returned and all(map(self._passes, found.readers))
+                self.known[todo.pop()] = passes
+            todo += behind
         return self.known[array]
+
+    @staticmethod
+    def _moves(step: Step) -> bool:
+        return step.kind in MOVES or step.kind in ("all-gather", "copy")
 
     def _passes(self, reader: int) -> bool:
         step = self.steps[reader]
@@ -335,9 +342,7 @@ class _Rounded:
             return multiplies_matrices(self.program, step)
         if step.kind in ("reduce", EDGES) or (step.kind == "compare" and self._with_constant(step)):
             return True
-        return (step.kind in MOVES or step.kind in ("all-gather", "copy")) and all(
-            map(self._only_products, step.writes)
-        )
+        return self._moves(step) and all(self.known[one] for one in step.writes)
 
     def _with_constant(self, step: Step) -> bool:
         """Whether a step's other operands follow from constants alone."""

@@ -391,9 +391,9 @@ def _over_images(program: Lowered, step: Step) -> bool:
 
 
 def _over_space(program: Lowered, step: Step) -> bool:
-    """Whether one sum goes along strips; sums of features, and several at once, stay apart."""
+    """Whether a step is one sum, and of more than the features."""
     read = program.arrays[step.reads[0]].shape or ()
-    return len(step.writes) == 1 and len(read) - 1 in program.graph.ops[step.op].attrs["dims"]
+    return len(step.writes) == 1 and _count(program.arrays[step.writes[0]]) * read[1] != math.prod(read)
 
 
 def _count(array: Array) -> int:
