@@ -9,7 +9,7 @@ predicting it needs to know them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -127,24 +127,41 @@ def simplified(graph: Graph, target: str) -> Graph:
     """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
 
     For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is written at a known
-    place (the gradient of a slice) is that part, padded. The CPU's compiler does so after partitioning.
+    place (the gradient of a slice) is that part, padded; on GPUs squares are products, so that no sharding passes from
+    one to another through the exponent that they share. The CPU's compiler does so after partitioning.
     """
-    return graph if target == "cpu" else _with_pads(graph) or graph
+    if target == "cpu":
+        return graph
+    graph = _with_pads(graph) or graph
+    return _with_squares(graph) or graph if target == "gpu" else graph
 
 
 @per_graph
 def _with_pads(graph: Graph) -> Graph | None:
     """`graph` with pads for updates of splat constants; None where it has no such update."""
     splat = fold(graph).splat
-    pads = {op.id: pad for op in graph.ops if (pad := _pad(op, graph, splat)) is not None}
-    if not pads:
+    return _with_ops(graph, [pad for op in graph.ops if (pad := _pad(op, graph, splat)) is not None])
+
+
+@per_graph
+def _with_squares(graph: Graph) -> Graph | None:
+    """`graph` with products for second powers; None where it has none."""
+    splat = fold(graph).splat
+    powers = (op for op in graph.ops if op.kind == "power" and splat.get(op.operands[1]) == 2)
+    return _with_ops(graph, [replace(op, kind="multiply", operands=(op.operands[0],) * 2) for op in powers])
+
+
+def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:
+    """`graph` with other ops of their numbers; None where there are none."""
+    if not changed:
         return None
     edges = nx.DiGraph(graph.nx)
-    for pad in pads.values():
-        edges.remove_edges_from(list(edges.in_edges(pad.id)))
-        edges.add_node(pad.id, op=pad)
-        edges.add_edge(pad.operands[0].op, pad.id, values=pad.operands)
-    return replace(graph, nx=edges, ops=tuple(pads.get(op.id, op) for op in graph.ops))
+    for op in changed:
+        edges.remove_edges_from(list(edges.in_edges(op.id)))
+        edges.add_node(op.id, op=op)
+        edges.add_edge(op.operands[0].op, op.id, values=(op.operands[0],))
+    ops = {op.id: op for op in changed}
+    return replace(graph, nx=edges, ops=tuple(ops.get(op.id, op) for op in graph.ops))
 
 
 def _pad(op: Op, graph: Graph, splat: Mapping[Value, Number]) -> Op | None:
