@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.lowered import (
@@ -46,9 +46,15 @@ def gathered_results(program: Lowered) -> Lowered:
             copy = rewriter.array(argument)
             rewriter.emit(Step("copy", program.steps[program.arrays[argument].readers[0]].op, (argument,), (copy,)))
             rewriter.instead[argument] = copy
+    return _with_results_copied(rewriter, gathered)
+
+
+def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
+    """The rewriter's source, of which some results are copies, made at the end."""
+    program = rewriter.source
     for step in program.steps:
         rewriter.emit(step)
-    for result in gathered:
+    for result in results:
         copy = rewriter.array(result)
         rewriter.emit(Step("copy", program.steps[program.arrays[result].maker].op, (result,), (copy,)))
         rewriter.instead[result] = copy
@@ -62,16 +68,7 @@ def results_as_they_lie(program: Lowered) -> Lowered:
     v5p, 88 results of products, alone, with a bias, an activation or a norm behind them; f32 and bf16).
     """
     copied = [array for array in dict.fromkeys(program.results) if _lies_otherwise(program, array)]
-    if not copied:
-        return program
-    rewriter = Rewriter(program)
-    for step in program.steps:
-        rewriter.emit(step)
-    for array in copied:
-        copy = rewriter.array(array)
-        rewriter.emit(Step("copy", program.steps[program.arrays[array].maker].op, (array,), (copy,)))
-        rewriter.instead[array] = copy
-    return rewriter.result()
+    return _with_results_copied(Rewriter(program), copied) if copied else program
 
 
 def _lies_otherwise(program: Lowered, array: int) -> bool:
