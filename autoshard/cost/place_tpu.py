@@ -106,8 +106,8 @@ class Placing:
         self.read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
         self.gains: dict[int, float] = {}
         self.written: list[Life] = []
-        self._count()
         self.ahead = ahead
+        self._count()
 
     def _count(self) -> None:
         """What each value gains on chip, and where it is used."""

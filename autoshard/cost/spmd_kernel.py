@@ -70,6 +70,7 @@ class Gathering:
             if op.kind in CONTRACTIONS and not self.slides(op):
                 for place in range(len(op.operands)):
                     self.readers.setdefault(source_of(owner, op, place)[0], []).append((op, place))
+        self.asking: dict[Value, dict[Tiling | None, set[int]]] = {}  # value -> sharding -> ops that ask for it
 
     def slides(self, op: Op) -> bool:
         """Whether a kernel of more than one tap slides over an input."""
@@ -87,12 +88,19 @@ class Gathering:
         `check_users_sharding` (xla/service/spmd/dot_handler.cc).
         """
         value, _, reads = source_of(self.owner, op, place)
-        others = [reader for reader in self.readers[value] if reader[0].id != op.id]
-        asked = self._asked(op, place) if others else None
+        if all(reader.id == op.id for reader, _ in self.readers[value]):
+            return False
+        asked = self._asked(op, place)
         if asked is None:
-            return bool(others)
-        found = [self._asked(*reader) for reader in others]
-        return any(each is None or each == asked != self.owner.shardings.read(reads, value) for each in found)
+            return True
+        if value not in self.asking:
+            self.asking[value] = {}
+            for reader, at in self.readers[value]:
+                self.asking[value].setdefault(self._asked(reader, at), set()).add(reader.id)
+        known = self.asking[value]
+        if known.get(None, set()) - {op.id}:
+            return True
+        return bool(known[asked] - {op.id}) and asked != self.owner.shardings.read(reads, value)
 
     def _asked(self, op: Op, place: int) -> Tiling | None:
         """The sharding that a contraction asks of the value that it reads; None while a plan is sought."""
