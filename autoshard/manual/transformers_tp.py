@@ -8,6 +8,7 @@ batch.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 
 from autoshard.errors import ManualPlanError
@@ -56,17 +57,21 @@ _WHOLE_OUTPUT = (
 _SPLIT_INPUT = ("rowwise", "rowwise_rep", "rowwise_split_input")
 
 
+class UnknownStyleWarning(UserWarning):
+    """A model's tensor parallel plan has a style that is not known here: what it names is replicated."""
+
+
 def transformers_plan(graph: Graph, mesh: Mesh) -> Annotations:
     """The plan that the model carries (`base_model_tp_plan`), over the last axis; data parallelism over the others.
 
     Weights are split as each module's style says, evenly or not, packed ones (gate and up in one weight) in
     contiguous parts: GSPMD has no strided ones. A module's output is annotated as its style leaves it: whole, or split
     on its last dim; of a row-parallel layer that splits its input, also the input; the sequence under
-    `sequence_parallel`. Parameters that no style names are replicated.
+    `sequence_parallel`. Parameters that no style names, or one that is not known here (a warning names it), are
+    replicated.
 
     Raises:
-        ManualPlanError: the model carries no plan (its class has none, or it was captured from a file), or one with a
-            style that is not known here.
+        ManualPlanError: the model carries no plan: its class has none, or it was captured from a file.
     """
     plan = graph.program.tp_plan
     if not plan:
@@ -74,12 +79,7 @@ def transformers_plan(graph: Graph, mesh: Mesh) -> Annotations:
             "the model carries no tensor parallel plan: of transformers' models those have one whose configuration "
             "class has a base_model_tp_plan"
         )
-    unknown = sorted(set(plan.values()) - set(_WEIGHT_DIM))
-    if unknown:
-        raise ManualPlanError(
-            f"the model's tensor parallel plan has the style {unknown[0]!r}, which is not one of "
-            + ", ".join(_WEIGHT_DIM)
-        )
+    plan = _known_styles(plan)
     *data, model = mesh.axis_names
     specs: dict[str, Spec] = {}
     for argument in graph.program.arguments:
@@ -92,6 +92,21 @@ def transformers_plan(graph: Graph, mesh: Mesh) -> Annotations:
         raise ManualPlanError("the model's tensor parallel plan names none of its parameters")
     pins, copies = _activations(graph, mesh, plan)
     return Annotations(arguments(graph, mesh, specs, data) | pins, copies)
+
+
+def _known_styles(plan: Mapping[str, str]) -> dict[str, str]:
+    """The entries whose style is known; a warning names the others."""
+    left_out = {path: style for path, style in plan.items() if style not in _WEIGHT_DIM}
+    if left_out:
+        path, style = min(left_out.items())
+        warnings.warn(
+            f"the model's tensor parallel plan gives {path} the style {style!r}"
+            f"{f' (and {len(left_out) - 1} more like it)' if len(left_out) > 1 else ''}, which is not known here: "
+            f"left out, its parameters are replicated; known are {', '.join(_WEIGHT_DIM)}",
+            UnknownStyleWarning,
+            stacklevel=3,
+        )
+    return {path: style for path, style in plan.items() if path not in left_out}
 
 
 def _style(path: str, plan: Mapping[str, str]) -> str | None:

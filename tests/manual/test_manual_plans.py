@@ -1,9 +1,9 @@
 """Plans written by hand: they train with the numbers of one device, and their compiled bytes are predicted."""
 
 import json
-import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from autoshard import manual
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Value
 from autoshard.lower.stablehlo import annotate
+from autoshard.manual.transformers_tp import _WEIGHT_DIM, UnknownStyleWarning
 from autoshard.mesh import Mesh
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
@@ -151,17 +152,26 @@ def test_the_plan_that_a_model_carries_is_read_at_capture(graphs):
         manual.transformers_plan(graphs["images"], MESH)
 
 
-def test_every_style_that_transformers_registers_or_plans_with_is_known():
-    transformers = pytest.importorskip("transformers")
-    from autoshard.manual.transformers_tp import _WEIGHT_DIM
+def test_a_style_that_is_not_known_is_named_and_left_out(graphs):
+    graph = graphs["language"]
+    known = manual.transformers_plan(graph, MESH)
+    newer = dict(graph.program.tp_plan) | {"embed_tokens": "colwise_of_tomorrow"}
+    newer_graph = replace(graph, program=replace(graph.program, tp_plan=newer))
+    with pytest.warns(
+        UnknownStyleWarning, match="gives embed_tokens the style 'colwise_of_tomorrow', which is not known"
+    ):
+        left_out = manual.transformers_plan(newer_graph, MESH)
+    expected = named(graph, known)
+    assert expected["embed_tokens.weight"] != ((), ())
+    table = {"embed_tokens.weight", "embed_tokens.weight.momentum_buffer"}
+    assert named(newer_graph, left_out) == {name: ((), ()) if name in table else s for name, s in expected.items()}
 
-    folder = Path(transformers.__file__).parent / "models"
-    used = set()
-    for path in folder.glob("*/configuration_*.py"):
-        for plan in re.findall(r"base_model_tp_plan[^=\n]*= \{(.*?)\n    \}", path.read_text(), re.DOTALL):
-            used |= set(re.findall(r'^ *"[^"]+": "([a-z_]+)"', plan, re.MULTILINE))
-    assert len(used) > 5
-    assert used <= set(_WEIGHT_DIM)
+
+def test_the_styles_of_llama_are_known():
+    transformers = pytest.importorskip("transformers")
+    plan = transformers.LlamaConfig.base_model_tp_plan
+    assert len(plan) > 5
+    assert set(plan.values()) <= set(_WEIGHT_DIM)
 
 
 def test_spatial_partitioning_goes_over_to_the_batch_where_the_height_no_longer_divides(graphs):
