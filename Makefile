@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 OUT ?= out
+# Exact versions of everything, as constraints; empty for the newest that pyproject.toml allows.
+LOCK ?= requirements/xla.txt
+CORE_LOCK ?= requirements/core.txt
 
 # One thread each: the tests run side by side, and float sums are the same on every machine.
 export OMP_NUM_THREADS ?= 1
@@ -14,24 +17,33 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs examples notebooks test lint format clean
+.PHONY: help install core demo docs examples notebooks test test-latest lock lint format clean
 
 help: ## what there is to make
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 install: $(STAMP) ## the environment, in .venv
 
 # torch_xla brings files of an older torchax that belong to no package. So that tests can hold captures through torchax
 # against those through torch_xla, the package is put over them afterwards, and without what it depends on.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK) $(CORE_LOCK)
 	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or later: no python3 on the path" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "autoshard needs Python 3.11 or later, $(PYTHON) is older; pass PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
-	$(BIN)/uv pip install --quiet --compile-bytecode --no-deps --reinstall-package torchax --python $(BIN)/python torchax==0.0.13
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCK:%=--constraint %) uv setuptools
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(LOCK:%=--constraint %) \
+		--no-build-isolation --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --no-deps --reinstall-package torchax --python $(BIN)/python \
+		$(CORE_LOCK:%=--constraint %) torchax==0.0.13
 	@touch $@
+
+# Constraints, not a list to install: a build of torch for CPUs alone brings fewer packages than the lock names.
+lock: $(STAMP) ## resolve requirements/*.txt anew, every package at its newest allowed version
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate --extra dev \
+		pyproject.toml requirements/xla.in --output-file requirements/xla.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
+		--extra torchax --extra hf --extra test pyproject.toml requirements/core.in --output-file requirements/core.txt
 
 demo: $(STAMP) ## plan GPT-2 for a TPU slice, hold it against hand-made plans, verify it, train under it
 	$(BIN)/python examples/demo.py --out $(OUT)
@@ -49,20 +61,27 @@ docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an err
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+test-latest: ## both test runs in environments of their own, with the newest of everything that is not pinned
+	$(MAKE) VENV=.venv-latest LOCK= CORE_LOCK= test
+	$(MAKE) CORE=.venv-core-latest LOCK= CORE_LOCK= CORE_TORCH=torch core
+
 # A second environment: current torch, jax and torchax, without torch_xla. pip itself installs it: where a build of torch for
 # CPUs alone is configured, pip takes that one.
 CORE := .venv-core
+CORE_TORCH ?= torch==2.13.0
 CORE_STAMP := $(CORE)/.installed
 CORE_TESTS ?= tests/core tests/capture/test_sources.py tests/capture/test_stablehlo_file.py tests/graph tests/lower/test_dtensor.py tests/lower/test_host_scalars.py \
 	tests/lower/test_stablehlo.py tests/lower/test_to_jax.py tests/lower/test_tp_plan.py tests/test_api.py \
 	tests/test_bad_input.py tests/test_cli_plan.py tests/test_comparison.py tests/test_explanation.py tests/test_hints.py \
 	tests/test_mesh.py tests/test_meshes.py tests/test_plan.py
 
-$(CORE_STAMP): pyproject.toml
+$(CORE_STAMP): pyproject.toml $(CORE_LOCK)
 	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or later: no python3 on the path" >&2; exit 1; }
 	test -x $(CORE)/bin/python || $(PYTHON) -m venv $(CORE)
-	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[torchax,hf,test]'
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check $(CORE_LOCK:%=--constraint %) \
+		setuptools '$(CORE_TORCH)'
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check $(CORE_LOCK:%=--constraint %) \
+		--no-build-isolation --editable '.[torchax,hf,test]'
 	@touch $@
 
 core: $(CORE_STAMP) ## plan without torch_xla, on current torch, and run the tests that need no torch_xla
@@ -80,4 +99,4 @@ format: $(STAMP) ## let ruff rewrite the sources
 	$(BIN)/ruff format .
 
 clean: ## remove what was made, the environment too
-	rm -rf $(VENV) $(CORE) $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE) .venv-latest .venv-core-latest $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
