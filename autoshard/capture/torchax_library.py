@@ -73,7 +73,7 @@ def _only_its_ops() -> Iterator[None]:
 
 
 class _Absent:
-    """Stands in for an overload that this torch has no more."""
+    """Stands in for an op or overload that this torch does not have; so does every attribute of it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -81,30 +81,45 @@ class _Absent:
     def __repr__(self) -> str:
         return self.name
 
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self.name}.{name}")
+
+
+@contextlib.contextmanager
+def _absent_ops() -> Iterator[None]:
+    """While entered, torchax finds a stand-in for each aten op or overload that this torch does not have."""
+    aten = torch.ops.aten
+    with contextlib.ExitStack() as stack:
+        for kind in (type(aten), type(aten.add)):
+            stack.callback(setattr, kind, "__getattr__", kind.__getattr__)
+            kind.__getattr__ = _or_absent(kind.__getattr__)
+        yield
+
+
+def _or_absent(has: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def getattr_(self: Any, name: str) -> Any:
+        try:
+            return has(self, name)
+        except AttributeError:
+            if name.startswith("__") or not str(sys._getframe(1).f_globals.get("__name__")).startswith("torchax."):
+                raise
+            return _Absent(f"{self}.{name}")
+
+    return getattr_
+
 
 @cache
 def _registry() -> dict[Any, Any]:
     """torchax's table of lowerings.
 
-    It names overloads for named tensors, which torch 2.13 has dropped: while torchax is loaded, a name stands for each
-    that is missing.
+    It names ops that newer torches have dropped (overloads for named tensors, `aten.cholesky`): those are absent.
     """
-    packet = type(torch.ops.aten.add)
-    has = packet.__getattr__
-
-    def getattr_(self: Any, name: str) -> Any:
-        try:
-            return has(self, name)
-        except AttributeError:
-            if name.startswith("__") or "imname" not in name:
-                raise
-            return _Absent(f"{self}.{name}")
-
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it warns of what it registers twice
-    packet.__getattr__ = getattr_
     try:
-        with _only_its_ops():
+        with _only_its_ops(), _absent_ops():
             importlib.import_module("torchax.ops.jaten")
             ops_registry = importlib.import_module("torchax.ops.ops_registry")
     except Exception as error:
@@ -113,7 +128,6 @@ def _registry() -> dict[Any, Any]:
             f"({type(error).__name__}: {error}): {INSTALL}"
         ) from error
     finally:
-        packet.__getattr__ = has
         logging.disable(before)
     table: dict[Any, Any] = ops_registry.all_aten_ops
     return table

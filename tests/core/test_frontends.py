@@ -95,3 +95,17 @@ def test_the_command_line_says_it_in_one_line(tmp_path):
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("autoshard: a PyTorch program is captured through torch_xla")
     assert "Traceback" not in done.stderr
+
+
+def test_ops_that_this_torch_does_not_have_are_absent_while_torchax_is_loaded():
+    found = {"__name__": "torchax.ops.some", "aten": torch.ops.aten}
+    with torchax_library._absent_ops():
+        exec(
+            "packet = aten.op_of_another_torch; overload = packet.dim_Dimname; of_known = aten.add.some_Dimname", found
+        )
+        with pytest.raises(AttributeError):
+            _ = torch.ops.aten.op_of_another_torch  # asked by anybody else
+    assert repr(found["overload"]).endswith("op_of_another_torch.dim_Dimname")
+    assert repr(found["of_known"]).endswith("add.some_Dimname")
+    with pytest.raises(AttributeError):
+        exec("aten.op_of_another_torch", found)
