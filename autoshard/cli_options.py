@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import click
 
 from autoshard.mesh import Mesh, Spec, parse_spec
 
 T = TypeVar("T")
+
+
+class Number(click.FloatRange):
+    """A number within limits, which NaN is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number that an option gives."""
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return found
+
+
+SECONDS = Number(0, min_open=True)
+SEED = click.IntRange(0, 2**31 - 2)
+"""Solvers keep it in 32 bits."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from importlib import resources
+from itertools import islice
 from typing import Any
 
 import autoshard
+from autoshard import json_text
 from autoshard.capture.program import ValueRead
+from autoshard.json_text import shortened
 from autoshard.mesh import Mesh, Spec, as_spec
 from autoshard.plan import (
     ActivationKey,
@@ -267,8 +270,8 @@ def loads(text: str | bytes, source: str = "plan") -> Plan:
         PlanError: with the path of the bad field.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        value = json_text.parse(text)
+    except ValueError as error:
         raise PlanError(f"{source} is not JSON: {error}") from None
     check(value, source)
     try:
@@ -284,25 +287,26 @@ def check(value: Any, source: str) -> None:
         PlanError: with the path of the bad field.
     """
     if not isinstance(value, dict):
-        raise PlanError(f"{source}: a plan is a JSON object, not {_short(value)}")
+        raise PlanError(f"{source}: a plan is a JSON object, not {shortened(value)}")
     if value.get("format") != FORMAT:
-        found = f"{_short(value['format'])}" if "format" in value else "no format field"
+        found = f"{shortened(value['format'])}" if "format" in value else "no format field"
         raise PlanError(f"{source}: format: expected {FORMAT!r}, found {found}; this is no plan of autoshard")
     if value.get("version") != VERSION or isinstance(value.get("version"), bool):
         raise PlanError(
             f"{source}: version: this autoshard ({autoshard.__version__}) reads version {VERSION} of the format, "
-            f"not {_short(value.get('version'))}; the plan was written by autoshard {value.get('autoshard_version')}"
+            f"not {shortened(value.get('version'))}; the plan was written by autoshard {value.get('autoshard_version')}"
         )
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
-    error = best_match(Draft202012Validator(schema()).iter_errors(value))
+    errors = islice(Draft202012Validator(schema()).iter_errors(value), _ERRORS)
+    error = best_match(errors)
     if error is not None:
         raise PlanError(f"{source}: {_path(error.absolute_path)}: {_explain(error)}")
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+_ERRORS = 20
+"""How many errors are looked at to name the one that matters: a large file may have one in every entry."""
 
 
 def _path(parts: Sequence[str | int]) -> str:
@@ -317,18 +321,16 @@ def _explain(error: Any) -> str:
     value = error.instance
     if error.validator == "type":
         wanted = error.validator_value
-        return f"expected {' or '.join(wanted) if isinstance(wanted, list) else wanted}, found {_short(value)}"
+        return f"expected {' or '.join(wanted) if isinstance(wanted, list) else wanted}, found {shortened(value)}"
     if error.validator == "enum":
-        return f"expected one of {', '.join(map(json.dumps, error.validator_value))}, found {_short(value)}"
+        return f"expected one of {', '.join(map(json.dumps, error.validator_value))}, found {shortened(value)}"
     if error.validator == "pattern":
-        return f"{_short(value)} does not look like {error.schema.get('description', error.validator_value)}"
+        return f"{shortened(value)} does not look like {error.schema.get('description', error.validator_value)}"
+    if error.validator in ("minimum", "maximum"):
+        how = "less than the minimum" if error.validator == "minimum" else "greater than the maximum"
+        return f"{shortened(value)} is {how} of {error.validator_value}"
     message = str(error.message)
-    return message if len(message) <= 200 else f"{_short(value)} fails {error.validator!r}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return message if len(message) <= 200 else f"{shortened(value)} fails {error.validator!r}"
 
 
 def from_dict(value: Json) -> Plan:

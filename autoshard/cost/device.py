@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -335,11 +336,22 @@ def _read(path: str, _stamp: tuple[int, int]) -> Mapping[str, Device]:
 def _parse(text: str, where: str) -> Mapping[str, Device]:
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise DeviceError(f"{where} describes no device: it is nested too deeply") from None
+    except ValueError as error:  # beside its own errors, the parser lets through those of numbers and dates
         raise DeviceError(f"{where} is not TOML: {error}") from None
     if not document:
         raise DeviceError(f"{where} describes no device: a device is a table such as [my-device]")
     return {name: _device(_Table(value, where, name), name) for name, value in document.items()}
+
+
+LEAST, MOST = 1e-30, 1e30
+"""No figure of a device is smaller or larger, so that what is worked out of them stays a number."""
+
+
+def _short(value: Any) -> str:
+    text = reprlib.repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class _Table:
@@ -348,7 +360,7 @@ class _Table:
     def __init__(self, value: Any, where: str, path: str) -> None:
         self.where, self.path = where, path
         if not isinstance(value, dict):
-            self.fail("", f"must be a table, not {value!r}")
+            self.fail("", f"must be a table, not {_short(value)}")
         self.value: dict[str, Any] = value
 
     def fail(self, key: str, problem: str) -> NoReturn:
@@ -367,35 +379,34 @@ class _Table:
     def text(self, key: str) -> str:
         value = self.get(key)
         if not isinstance(value, str) or not value:
-            self.fail(key, f"must be a non-empty string, not {value!r}")
+            self.fail(key, f"must be a non-empty string, not {_short(value)}")
         return str(value)
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
         value = self.text(key)
         if value not in choices:
-            self.fail(key, f"must be one of {', '.join(choices)}, not {value!r}")
+            self.fail(key, f"must be one of {', '.join(choices)}, not {_short(value)}")
         return value
 
-    def number(self, key: str, *, zero: bool = False, most: float = math.inf) -> float:
+    def number(self, key: str, *, zero: bool = False, most: float = MOST) -> float:
         value = self.get(key)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or value < 0 or (value == 0 and not zero) or value > most:
-            bound = "at least 0" if zero else "greater than 0"
-            self.fail(
-                key, f"must be a number {bound}{f' and at most {most:g}' if most < math.inf else ''}, not {value!r}"
-            )
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not (value > 0 or (zero and value == 0)):
+            self.fail(key, f"must be a number {'at least 0' if zero else 'greater than 0'}, not {_short(value)}")
+        if value and not LEAST <= value <= most:
+            self.fail(key, f"must be a number of at least {LEAST:g} and at most {most:g}, not {_short(value)}")
         return float(value)
 
     def whole(self, key: str, *, zero: bool = False) -> int:
         value = self.number(key, zero=zero)
         if value != int(value):
-            self.fail(key, f"must be a whole number, not {value!r}")
+            self.fail(key, f"must be a whole number, not {_short(value)}")
         return int(value)
 
     def flag(self, key: str) -> bool:
         value = self.value.get(key, False)
         if not isinstance(value, bool):
-            self.fail(key, f"must be true or false, not {value!r}")
+            self.fail(key, f"must be true or false, not {_short(value)}")
         return value
 
     def table(self, key: str) -> _Table:

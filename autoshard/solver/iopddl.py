@@ -14,16 +14,19 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autoshard import files
+from autoshard import files, json_text
 from autoshard.solver.problem import Array, Problem, Usage
 
 INFINITE = 10**18
 """Costs from here on are forbidden choices (the contest's convention)."""
+MOST = 1e300
+"""No number is larger, so that sums of them stay finite."""
 EXACT = 2**53
 """Whole numbers up to here are exact in float64."""
 
@@ -42,8 +45,8 @@ def read(path: str | Path) -> Problem:
     path = Path(path)
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        document = json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        document = json_text.parse(data)
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise FormatError(f"{path}: not JSON{' in gzip' if path.suffix == '.gz' else ''}: {error}") from error
     try:
         return from_json(document)
@@ -73,8 +76,8 @@ def from_json(document: Any) -> Problem:
     usages = []
     for i, (interval, amounts) in enumerate(zip(nodes["intervals"], nodes["usages"], strict=True)):
         where = f"problem.nodes.intervals[{i}]"
-        if not (isinstance(interval, list) and len(interval) == 2 and all(isinstance(t, int) for t in interval)):
-            raise FormatError(f"{where} must be [start, end]")
+        if not (isinstance(interval, list) and len(interval) == 2 and all(_is_whole(t) for t in interval)):
+            raise FormatError(f"{where} must be [start, end], whole numbers below 2^53")
         amount = _vector(amounts, f"problem.nodes.usages[{i}]")
         if amount.shape != costs[i].shape:
             raise FormatError(f"problem.nodes.usages[{i}] has {len(amount)} entries, costs[{i}] has {len(costs[i])}")
@@ -83,7 +86,7 @@ def from_json(document: Any) -> Problem:
     pairs, matrices = [], []
     for e, (ends, flat) in enumerate(zip(edges["nodes"], edges["costs"], strict=True)):
         where = f"problem.edges.nodes[{e}]"
-        if not (isinstance(ends, list) and all(isinstance(i, int) and 0 <= i < count for i in ends)):
+        if not (isinstance(ends, list) and all(_is_whole(i) and 0 <= i < count for i in ends)):
             raise FormatError(f"{where} must be two indices of nodes below {count}")
         if len(ends) != 2 or ends[0] == ends[1]:
             raise FormatError(f"{where} is {ends}: only edges between two different nodes are supported")
@@ -94,18 +97,32 @@ def from_json(document: Any) -> Problem:
         pairs.append((ends[0], ends[1]))
         matrices.append(vector.reshape(shape))
     limit = problem.get("usage_limit")
-    if limit is not None and not isinstance(limit, int | float):
-        raise FormatError("problem.usage_limit must be a number or null")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not abs(limit) <= MOST):
+        raise FormatError(f"problem.usage_limit must be null or a number of at most {MOST:g}")
     return Problem(costs, pairs, matrices, usages, (), None if limit is None else float(limit))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= EXACT
 
 
 def _vector(values: Any, where: str) -> Array:
     try:
-        vector = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"{where} must be a list of numbers") from error
+        vector = np.array(values)
+    except ValueError:  # lists of several lengths
+        vector = np.array([""])
+    if vector.dtype.kind not in "iufO" and vector.size:
+        raise FormatError(f"{where} must be a list of numbers")
     if vector.ndim != 1 or not len(vector):
         raise FormatError(f"{where} must be a list of at least one number")
+    try:
+        vector = vector.astype(np.float64)
+    except OverflowError:
+        raise FormatError(f"{where} has a number beyond {MOST:g}") from None
+    except (TypeError, ValueError):
+        raise FormatError(f"{where} must be a list of numbers") from None
+    if not np.all(np.abs(vector) <= MOST):
+        raise FormatError(f"{where} has a number beyond {MOST:g}, or something that is none")
     return vector
 
 
