@@ -1,9 +1,14 @@
-"""Files that are written whole or not at all, and where autoshard keeps what it need not work out twice."""
+"""Files that are written whole or not at all, folders for work, and where autoshard keeps what it need not redo.
+
+Temporary files and folders are locked while their process lives. What a killed process left is not, and is taken away
+by the next that writes there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,14 +16,26 @@ from pathlib import Path
 
 from autoshard.errors import FileError
 
+try:
+    import fcntl
+except ImportError:  # no locks of this kind there: nothing is known to be left over
+    fcntl = None  # type: ignore[assignment]
+
 
 def cache_dir() -> Path:
-    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory (XDG)."""
-    if "AUTOSHARD_CACHE" in os.environ:
-        return Path(os.environ["AUTOSHARD_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or (
-        Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
-    )
+    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory (XDG).
+
+    Raises:
+        FileError: neither is there: the user has no home folder.
+    """
+    try:
+        if said := os.environ.get("AUTOSHARD_CACHE"):
+            return Path(said).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or (
+            Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
+        )
+    except RuntimeError:
+        raise FileError("there is no home folder to keep anything in; set AUTOSHARD_CACHE to a directory") from None
     return Path(base) / "autoshard"
 
 
@@ -28,8 +45,9 @@ def write(path: Path, content: str | bytes) -> None:
     Raises:
         FileError: the path cannot be written; nothing is left behind.
     """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with _beside(path) as (temporary, target):
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(data)
         if temporary != path:
             umask = os.umask(0)
             os.umask(umask)
@@ -48,12 +66,34 @@ def check_writable(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def work_folder(root: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in `root`, gone afterwards; those with this prefix that killed processes left are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for left in root.glob(f"{prefix}*"):
+        _remove_if_left(left)
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=root, prefix=prefix))
+        descriptor = os.open(folder, os.O_RDONLY)
+        if _lock(descriptor):
+            break
+        os.close(descriptor)  # another process took it for one that was left, and removes it
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
     """A temporary file in the directory of `path`, which is gone afterwards, and what `path` stands for.
 
     What is no file, such as `/dev/stdout`, is itself in both places: it must not be replaced.
     """
-    temporary = None
+    temporary = descriptor = None
     try:
         target = path.resolve()  # a link stays a link: what it points to is replaced
         if target.is_dir():
@@ -63,12 +103,58 @@ def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
         if target.exists() and not target.is_file():
             yield path, path
             return
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-        os.close(descriptor)
-        temporary = Path(name)
+        _remove_left_over(target)
+        while True:
+            descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_PART, dir=target.parent)
+            temporary = Path(name)
+            if _lock(descriptor):
+                break
+            os.close(descriptor)
         yield temporary, target
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no path: a zero byte in it; links that go in circles
+        raise FileError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_PART = ".autoshard.part"
+
+
+def _remove_left_over(target: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote in the folder of `target`."""
+    with contextlib.suppress(OSError):
+        for each in os.scandir(target.parent):
+            if each.name.startswith(".") and each.name.endswith(_PART):
+                _remove_if_left(Path(each.path))
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock what this process just made; False where another process has found it first, or removed it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: nothing is removed there either
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a temporary file or folder if the process that made it is gone."""
+    if fcntl is None or path.is_symlink():
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        finally:
+            os.close(descriptor)

@@ -1,8 +1,8 @@
 """Plans kept on disk, so that a program is planned once: by program, mesh, options and versions.
 
-An entry is a file `plans/<key>.json` in `files.cache_dir()`: a line with the sha256 of the rest, then the plan's JSON.
-It is written whole or not at all, under a lock per key, so that of several processes that start at once one plans and
-the others wait and read. An entry that is not what was written is planned anew, with a warning.
+An entry is a file `plans/<key>.json` in `files.cache_dir()` (see `kept`), the plan's JSON. It is written under a lock
+per key, so that of several processes that start at once one plans and the others wait and read. An entry that is not
+what was written, or for another program or mesh, is planned anew, with a warning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import autoshard
-from autoshard import files, plan_json
+from autoshard import files, kept, plan_json
 from autoshard.capture.program import Program
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
@@ -37,21 +37,22 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
     from autoshard.api import plan_program
 
     said = {name: value for name, value in options.items() if name not in ("progress", "dump_problem")}
-    path = files.cache_dir() / "plans" / f"{key(program, mesh, said)}.json"
     try:
+        path = files.cache_dir() / "plans" / f"{key(program, mesh, said)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(path.with_suffix(".lock"))
         lock.__enter__()
-    except OSError as error:
-        warnings.warn(f"plans are not kept: {path.parent} cannot be written ({error.strerror})", stacklevel=2)
+    except (OSError, FileError) as error:
+        why = error if isinstance(error, FileError) else f"{error.filename} cannot be written ({error.strerror})"
+        warnings.warn(f"plans are not kept: {why}", stacklevel=2)
         return plan_program(program, mesh, **options)
     try:
-        found = _read(path)
+        found = _read(path, program, [mesh] if isinstance(mesh, Mesh) else mesh)
         if found is None:
             found = plan_program(program, mesh, **options)
             text = found.to_json()
             try:
-                files.write(path, f"{_digest(text)}\n{text}")
+                kept.write(path, text.encode())
             except FileError as error:
                 warnings.warn(f"this plan is not kept: {error}", stacklevel=2)
         return found
@@ -99,7 +100,7 @@ def _module_digest(module: bytes) -> str:
 
     with mlir_context():
         text = parse_module(module).operation.get_asm(enable_debug_info=False)
-    return _digest(re.sub(r"(@[\w$-]+)\.\d+", r"\1", text))
+    return hashlib.sha256(re.sub(r"(@[\w$-]+)\.\d+", r"\1", text).encode()).hexdigest()
 
 
 def _device_text(device: str) -> str:
@@ -108,28 +109,20 @@ def _device_text(device: str) -> str:
     return path.read_text() if path.suffix == ".toml" and path.is_file() else ""
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read(path: Path) -> Plan | None:
-    """The plan in an entry; None where there is none, or, with a warning, where it is not what was written."""
+def _read(path: Path, program: Program, meshes: Sequence[Mesh]) -> Plan | None:
+    """The plan in an entry; None where there is none, or, with a warning, where it is not what was asked for."""
     try:
-        content = path.read_text()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        _warn(path, type(error).__name__)
-        return None
-    digest, _, text = content.partition("\n")
-    if digest != _digest(text):
-        _warn(path, "it is not as it was written")
-        return None
-    try:
-        return plan_json.from_dict(json.loads(text))
-    except (PlanError, ValueError, KeyError, TypeError) as error:
+        content = kept.read(path)
+        if content is None:
+            return None
+        found = plan_json.from_dict(json.loads(content))
+    except (kept.DamagedError, PlanError, ValueError, KeyError, TypeError) as error:
         _warn(path, str(error))
         return None
+    if found.program.fingerprint != program.fingerprint or found.mesh not in meshes:
+        _warn(path, "it is for another program or mesh")
+        return None
+    return found
 
 
 def _warn(path: Path, why: str) -> None:

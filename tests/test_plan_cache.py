@@ -1,12 +1,13 @@
 """Plans kept on disk: found again, planned once by several processes, planned anew where an entry is broken."""
 
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from autoshard import api, files, plan_cache
+from autoshard import api, files, kept
 from autoshard.capture.stablehlo_file import read_program
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
@@ -91,9 +92,34 @@ def test_a_broken_entry_is_planned_anew_with_a_warning(program, planned, tmp_pat
 def test_an_entry_that_is_no_plan_is_planned_anew(program, planned, tmp_path):
     first = cached_plan(program, MESH)
     (entry,) = entries(tmp_path)
-    entry.write_text(f"{plan_cache._digest('{}')}\n{{}}")
+    kept.write(entry, b"{}")
     with pytest.warns(UserWarning, match="cannot be used"):
         assert cached_plan(program, MESH) == first
+
+
+@pytest.mark.parametrize("how", ["copied", "written"])
+def test_an_entry_for_another_mesh_is_not_taken(program, planned, tmp_path, how):
+    cached_plan(program, Mesh((4, 1)))
+    (other,) = entries(tmp_path)
+    mine = other.with_name(f"{key(program, MESH, {})}.json")
+    if how == "copied":
+        mine.write_bytes(other.read_bytes())
+    else:
+        kept.write(mine, kept.read(other))
+    with pytest.warns(UserWarning, match="cannot be used"):
+        assert cached_plan(program, MESH).mesh == MESH
+    assert len(planned) == 2
+
+
+def test_without_a_home_folder_plans_are_not_kept(program, monkeypatch):
+    def nobody(_):
+        raise KeyError("getpwuid(): uid not found: 1000")
+
+    for name in ("AUTOSHARD_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.warns(UserWarning, match="plans are not kept: there is no home folder"):
+        assert cached_plan(program, MESH).mesh == MESH
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(program, monkeypatch, tmp_path):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from autoshard import files, workers
 from autoshard.cost.collectives import CollectiveKind, coefficients
 from autoshard.cost.device import Device, DeviceError, Link, Target, load_device
 from autoshard.cost.layout import standard_shape
@@ -168,28 +168,16 @@ def measured(
     Raises:
         CalibrationError: the backend is not there, or failed; says what it said.
     """
-    with tempfile.TemporaryDirectory(prefix="autoshard-") as work:
-        request = Path(work) / "request.json"
+    with files.work_folder(Path(tempfile.gettempdir()), "autoshard-measure-") as work:
+        request = work / "request.json"
         asked = {"backend": backend, "platform": platform, "devices": devices, "quick": quick}
         request.write_text(json.dumps(asked))
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-        with open(Path(work) / "stderr.txt", "w+") as errors:
-            process = subprocess.Popen(
-                [*WORKER, str(request)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"},
-                text=True,
-            )
-            try:
+        with open(work / "stderr.txt", "w+") as errors:
+            command, variables = [*WORKER, str(request)], {"TF_CPP_MIN_LOG_LEVEL": "3"}
+            with workers.started(command, variables, stdout=subprocess.PIPE, stderr=errors) as process:
                 assert process.stdout is not None
                 lines = list(_said(process.stdout, progress or (lambda stage: None)))
                 status = process.wait(timeout)
-            finally:
-                process.kill()
-                process.wait()
             if status != 0 or not lines:
                 errors.seek(0)
                 last = [line for line in errors.read().splitlines() if line.strip()] or ["it said nothing"]

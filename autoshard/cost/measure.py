@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from autoshard.workers import end_with_parent
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _DTYPES = ("f32", "bf16", "f16", "f64", "i8")
@@ -141,6 +143,7 @@ def points(backend: Backend, quick: bool) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Measure what the request file asks for; write lines as they are found."""
+    end_with_parent()
     request = json.loads(Path(sys.argv[1]).read_text())
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to standard error

@@ -5,9 +5,11 @@ A table depends on the mesh's shape and axis names, the partitioner and the code
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from autoshard import files
+from autoshard import files, kept
 from autoshard.cost.collectives import CollectiveKind
 from autoshard.errors import FileError
 
@@ -62,8 +64,11 @@ def step_table(key: object, size: int, steps: Callable[[int, int], tuple[Step, .
     if size * size < LEAST_PAIRS:
         return _made(size, steps)
     digest = hashlib.sha256(f"{_sources()} {key!r}".encode()).hexdigest()[:32]
-    path = files.cache_dir() / "reshards" / f"{digest}.json.gz"
-    found = _read(path, size)
+    try:
+        path = files.cache_dir() / "reshards" / f"{digest}.json.gz"
+    except FileError:
+        return _made(size, steps)
+    found = _read(path)
     if found is None:
         found = _made(size, steps)
         _write(path, found)
@@ -92,21 +97,19 @@ def _write(path: Path, table: StepTable) -> None:
     """Keep a table; where that is not possible it is made again next time."""
     ways = [[[step.kind, step.axes, str(step.share)] for step in way] for way in table.ways]
     document = {"ways": ways, "index": table.index.reshape(-1).tolist()}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 1, mtime=0))
-    except (OSError, FileError):
-        return
+    with contextlib.suppress(FileError):
+        kept.write(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 1, mtime=0))
 
 
-def _read(path: Path, size: int) -> StepTable | None:
-    """The table of a file; None where there is none, or not a whole one."""
+def _read(path: Path) -> StepTable | None:
+    """The table of a file; None where there is none, or not as it was written."""
     try:
-        document: Any = json.loads(gzip.decompress(path.read_bytes()))
-        ways = [
-            tuple(Step(kind, tuple(axes), Fraction(share)) for kind, axes, share in way) for way in document["ways"]
-        ]
-        index = np.array(document["index"], dtype=np.int32).reshape(size, size)
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        content = kept.read(path)
+    except kept.DamagedError:
         return None
-    return StepTable(ways, index) if 0 <= int(index.min()) <= int(index.max()) < len(ways) else None
+    if content is None:
+        return None
+    document: Any = json.loads(gzip.decompress(content))
+    ways = [tuple(Step(kind, tuple(axes), Fraction(share)) for kind, axes, share in way) for way in document["ways"]]
+    size = math.isqrt(len(document["index"]))
+    return StepTable(ways, np.array(document["index"], dtype=np.int32).reshape(size, size))

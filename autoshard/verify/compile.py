@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
@@ -12,15 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autoshard import files
-from autoshard.errors import AutoshardError
+from autoshard import files, kept, workers
+from autoshard.errors import AutoshardError, FileError
 from autoshard.verify.targets import Target, parse_target
 
 WORKER_VERSION = 2
@@ -127,29 +125,51 @@ def compile_module(
     versions = target.packages()
     donate = dict(sorted((donate or {}).items()))
     moved = [] if order is None or target.family == "cpu" or list(order) == sorted(order) else list(order)
-    root = Path(cache_dir) if cache_dir is not None else files.cache_dir()
-    entry = root / "compiled" / _key(stablehlo, target, donate, moved, versions)
-    cached = (entry / "result.json").exists()
-    if not cached:
-        root = entry.parent
-        try:
+    try:
+        root = (Path(cache_dir) if cache_dir is not None else files.cache_dir()) / "compiled"
+        entry = root / _key(stablehlo, target, donate, moved, versions)
+        result = _kept(entry)
+        cached = result is not None
+        if result is None:
             root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CompileError(
-                f"cannot keep compiled programs in {root}: {error.strerror}; set AUTOSHARD_CACHE to a directory"
-            ) from error
-        with tempfile.TemporaryDirectory(dir=root, prefix="tmp-") as work:
-            _run_worker(Path(work), stablehlo, target, donate, moved, timeout)
-            _publish(Path(work), entry)
-    result = json.loads((entry / "result.json").read_text())
+            with files.work_folder(root, "tmp-") as work:
+                _run_worker(work, stablehlo, target, donate, moved, timeout)
+                result = _publish(work, entry)
+    except FileError as error:
+        raise CompileError(f"cannot keep compiled programs: {error}") from None
+    except OSError as error:
+        raise CompileError(
+            f"cannot keep compiled programs in {root}: {error.strerror or error}; set AUTOSHARD_CACHE to a directory"
+        ) from error
     return Compiled(
         target=target,
-        path=entry / "hlo.txt.gz",
+        path=entry / _TEXT,
         memory=Memory(**result["memory"]),
         seconds=result["seconds"],
         rematerializations=tuple(result["rematerializations"]),
         cached=cached,
     )
+
+
+_TEXT, _RESULT = "hlo.txt.gz", "result.json"
+"""What an entry, a folder, holds."""
+
+
+def _kept(entry: Path) -> dict[str, Any] | None:
+    """The result in an entry; None where there is none, or not as it was written: then it is removed."""
+    try:
+        result = json.loads((entry / _RESULT).read_bytes())
+        if result.pop("sha256") == _digest(entry, result, (entry / _TEXT).read_bytes()):
+            return dict(result)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if entry.exists():
+        shutil.rmtree(entry, ignore_errors=True)
+    return None
+
+
+def _digest(entry: Path, result: Mapping[str, Any], text: bytes) -> str:
+    return kept.digest(entry.name.encode(), json.dumps(result, sort_keys=True).encode(), text)
 
 
 def _key(
@@ -165,18 +185,22 @@ def _key(
     return digest.hexdigest()[:32]
 
 
-def _publish(work: Path, entry: Path) -> None:
-    """Make the finished directory the cache entry in one step; whoever comes first wins."""
-    keep = Path(tempfile.mkdtemp(dir=entry.parent, prefix="new-"))
-    for name in ("hlo.txt.gz", "result.json"):
-        os.replace(work / name, keep / name)
-    keep.chmod(0o755)
-    try:
-        os.rename(keep, entry)
-    except OSError:
-        shutil.rmtree(keep, ignore_errors=True)
-        if not (entry / "result.json").exists():
-            raise
+def _publish(work: Path, entry: Path) -> dict[str, Any]:
+    """Make what is in the work folder the cache entry in one step, whoever comes first; returns the result."""
+    result: dict[str, Any] = json.loads((work / _RESULT).read_text())
+    digest = _digest(entry, result, (work / _TEXT).read_bytes())
+    with files.work_folder(entry.parent, "new-") as keep:
+        os.replace(work / _TEXT, keep / _TEXT)
+        (keep / _RESULT).write_text(json.dumps(result | {"sha256": digest}))
+        keep.chmod(0o755)
+        try:
+            os.rename(keep, entry)
+        except OSError:
+            other = _kept(entry)
+            if other is None:
+                raise
+            return other
+    return result
 
 
 def _run_worker(
@@ -185,32 +209,16 @@ def _run_worker(
     (work / "module.mlir").write_bytes(stablehlo)
     request = {"module": "module.mlir", "target": asdict(target), "donate": donate, "order": order}
     (work / "request.json").write_text(json.dumps(request))
-    command = [*WORKER, str(work / "request.json")]
-    # With -P nothing in the current directory shadows a module; this package is found wherever it was found here.
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": "", "PYTHONPATH": path}
     with open(work / "stderr.txt", "wb") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(timeout)
-        except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if isinstance(error, subprocess.TimeoutExpired):
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": ""}
+        with workers.started([*WORKER, str(work / "request.json")], variables, stderr=errors) as process:
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
                 raise CompileError(
                     f"compiling for {target} took longer than {timeout:.0f} s and was stopped; "
                     "a smaller model, or a longer timeout, may pass"
                 ) from None
-            raise
     said = (work / "stderr.txt").read_text(errors="replace")
     if status != 0 or not (work / "result.json").exists():
         raise CompileError(_failure(target, status, said))

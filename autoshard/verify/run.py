@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard import files, workers
 from autoshard.errors import AutoshardError
 from autoshard.plan import OpSignature, Plan
 
@@ -150,27 +151,27 @@ def run_equal(plan: Plan, source: Source, steps: int = 3, *, timeout: float = DE
         RunError: a source that cannot be sent to another process, weights that cannot be made; a run that failed or
             took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="autoshard-run-") as directory:
-        folder = Path(directory)
+    with files.work_folder(Path(tempfile.gettempdir()), "autoshard-run-") as folder:
         plan.save(folder / "plan.json")
         request: dict[str, Any] = {"steps": steps, "origin": _origin(source)}
         if request["origin"] is None:
             _send(source, folder / "source.pt")
         (folder / "request.json").write_text(json.dumps(request))
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {FASTER_COMPILES}".strip()
-        environment = {
-            **os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(plan.mesh.size), "XLA_FLAGS": flags,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
+        variables = {
+            "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(plan.mesh.size), "TF_CPP_MIN_LOG_LEVEL": "3",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FASTER_COMPILES}".strip(),
         }  # fmt: skip
-        command = [sys.executable, "-m", "autoshard.verify.run_worker", directory]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"the run took longer than {timeout:.0f} s") from None
+        command = [sys.executable, "-m", "autoshard.verify.run_worker", str(folder)]
+        with open(folder / "stderr.txt", "wb") as errors, workers.started(command, variables, stderr=errors) as process:
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise RunError(f"the run took longer than {timeout:.0f} s") from None
         result = folder / "result.json"
         if not result.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-            raise RunError(f"the run under the plan failed: {said[-1]}")
+            said = (folder / "stderr.txt").read_text(errors="replace").splitlines()
+            lines = [line for line in said if line.strip()] or [f"exit status {status}"]
+            raise RunError(f"the run under the plan failed: {lines[-1]}")
         return _report(json.loads(result.read_text()))
 
 

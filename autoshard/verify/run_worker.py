@@ -24,6 +24,7 @@ from autoshard.lower.place import free_of_weak_references
 from autoshard.plan import Plan
 from autoshard.verify import rounding
 from autoshard.verify.run import HALF_TOLERANCE, TOLERANCE, RunError, random_op
+from autoshard.workers import end_with_parent
 
 SEED = 20
 ON_CPU, UNSPLIT = "PyTorch on one device", "torch_xla, not split"
@@ -32,6 +33,7 @@ HALF = ("bf16[", "f16[")
 
 def main() -> None:
     """Run what the folder describes; write `result.json` into it."""
+    end_with_parent()
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text())
     try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.verify.targets import Target, gpu_limits
+from autoshard.workers import end_with_parent
 
 _NO_TILES = "Couldn't find output tile sizes"
 _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_computation_parameter_layouts")
@@ -47,6 +48,7 @@ _LOOK_S = 0.05
 
 def main() -> None:
     """Compile what the request file describes; write `hlo.txt.gz` and `result.json` beside it."""
+    end_with_parent()
     request_path = Path(sys.argv[1])
     request = json.loads(request_path.read_text())
     target = Target(**{**request["target"], "topology": tuple(request["target"]["topology"])})

@@ -3,7 +3,13 @@
 What was compiled once stays in the user's cache (`AUTOSHARD_CACHE`), so that only the first run takes the time.
 """
 
+import gzip
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -172,6 +178,72 @@ def test_a_program_is_compiled_once_for_each_target_donation_and_flags(fake_work
     assert len({first.path, *(other.path for other in others)}) == 5
     kept = sorted(path.name for path in (tmp_path / "compiled").iterdir())
     assert len(kept) == 5, "nothing unfinished is left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("hlo.txt.gz", lambda content: content[: len(content) // 2]),
+        ("hlo.txt.gz", lambda content: b""),
+        ("hlo.txt.gz", lambda content: gzip.compress(b"HloModule another")),
+        ("result.json", lambda content: b"{}"),
+        ("result.json", lambda content: b"[1]"),
+        ("result.json", lambda content: content[:-5]),
+        ("result.json", lambda content: content.replace(b'"argument": 1', b'"argument": 7')),
+    ],
+)
+def test_a_damaged_entry_is_compiled_again(fake_worker, tmp_path, name, spoil):
+    fake_worker(WRITES)
+    first = compile_module(b"a", "cpu:8", cache_dir=tmp_path)
+    damaged = first.path.with_name(name)
+    damaged.write_bytes(spoil(damaged.read_bytes()))
+    again = compile_module(b"a", "cpu:8", cache_dir=tmp_path)
+    assert (again.cached, again.memory.peak, again.hlo_text) == (False, 5, "HloModule m")
+    assert compile_module(b"a", "cpu:8", cache_dir=tmp_path).cached
+
+
+ENDLESS = "pathlib.Path(os.environ['STARTED']).write_text(str(os.getpid())); time.sleep(600)"
+COMPILES = """
+import sys
+from autoshard.verify import compile
+compile.WORKER = (sys.executable, "-P", "-c", sys.argv[1])
+compile.compile_module(b"a", "cpu:8", cache_dir=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_worker_ends_with_who_started_it(fake_worker, tmp_path, signal_):
+    """However that ends; and what it left is removed by the next that compiles."""
+    started = tmp_path / "started"
+    code = "import os, pathlib, time; from autoshard.workers import end_with_parent; end_with_parent();" + ENDLESS
+    parent = subprocess.Popen(
+        [sys.executable, "-c", COMPILES, code, str(tmp_path)], env=os.environ | {"STARTED": str(started)}
+    )
+    pid = int(waited_for(lambda: started.exists() and started.read_text()))
+    parent.send_signal(signal_)
+    assert parent.wait(30) != 0
+    waited_for(lambda: not running(pid))
+    left = list((tmp_path / "compiled").iterdir())
+    assert len(left) == (0 if signal_ == signal.SIGINT else 1)
+    fake_worker(WRITES)
+    compile_module(b"a", "cpu:8", cache_dir=tmp_path)
+    assert [path.name for path in (tmp_path / "compiled").iterdir() if path in left] == []
+
+
+def waited_for(condition):
+    for _ in range(600):
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it took more than half a minute")
+
+
+def running(pid):
+    try:
+        os.kill(pid, 0)
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].lstrip().startswith("Z")
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
