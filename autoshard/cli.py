@@ -29,7 +29,16 @@ from autoshard.api import collector_paused, device_for, meshes_for, plan_program
 from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_compare import compare, explain
 from autoshard.cli_lower import lower
-from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_mesh, parse_setting
+from autoshard.cli_options import (
+    SECONDS,
+    SEED,
+    Number,
+    pairs,
+    parse_bytes,
+    parse_hint,
+    parse_mesh,
+    parse_setting,
+)
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import (
     JSON,
@@ -42,8 +51,9 @@ from autoshard.cli_source import (
     print_json,
     with_source,
 )
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, FileError
 from autoshard.plan import Plan
+from autoshard.terminal import say
 
 BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"
@@ -71,19 +81,15 @@ def _leave(status: object) -> None:
     """End at once if a solver was left behind at its time limit: the interpreter would wait for it."""
     ilp = sys.modules.get("autoshard.solver.ilp")
     if ilp is not None and ilp.left_behind():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(status if isinstance(status, int) else BUG if status else 0)
 
 
 def _main(arguments: Sequence[str] | None) -> None:
     try:
-        status = commands.main(
-            args=None if arguments is None else list(arguments), prog_name="autoshard", standalone_mode=False
-        )
-    except click.exceptions.NoArgsIsHelpError as asked:
-        click.echo(asked.format_message())
-        sys.exit(0)
+        with _terminable():
+            status = _run(arguments)
+            _flush()
     except click.ClickException as error:
         _fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -96,23 +102,52 @@ def _main(arguments: Sequence[str] | None) -> None:
     except (AutoshardError, ValueError) as error:
         _fail(str(error))
     except BrokenPipeError:  # the reader of standard output went away: `autoshard show plan.json | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
         sys.exit(0)
+    except OSError as error:  # of the machine: a full disk, no more processes
+        _fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except Exception:
         _crash()
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _run(arguments: Sequence[str] | None) -> Any:
+    try:
+        return commands.main(
+            args=None if arguments is None else list(arguments), prog_name="autoshard", standalone_mode=False
+        )
+    except click.exceptions.NoArgsIsHelpError as asked:
+        say(asked.format_message())
+        return 0
+
+
 def _fail(message: str) -> None:
     if os.environ.get(TRACEBACK):
         _traceback()
-    click.echo("autoshard: " + re.sub(r"\s*\n\s*", " ", message.strip()), err=True)
+    try:
+        _flush()
+    except OSError:
+        _close_output()
+    with contextlib.suppress(OSError, FileError):  # nobody hears it
+        say("autoshard: " + re.sub(r"\s*\n\s*", " ", message.strip()), error=True)
     sys.exit(BAD_INPUT)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever started the command
+            stream.flush()
+
+
+def _close_output() -> None:
+    """Let go of a standard output that takes nothing more: the interpreter would try it again as it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _crash() -> None:
     _traceback()
-    click.echo("autoshard: this is a bug of autoshard's; please report it with the lines above", err=True)
+    say("autoshard: this is a bug of autoshard's; please report it with the lines above", error=True)
     sys.exit(BUG)
 
 
@@ -179,8 +214,8 @@ def commands() -> None:
     metavar="TARGET",
     help="Compile the few best candidates for it (tpu-v5e:2x4, h100:8, cpu) and take the best compiled one.",
 )
-@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
+@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the solver.")
 @click.option(
     "--dump-problem",
     type=click.Path(path_type=Path),
@@ -226,7 +261,7 @@ def plan(
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
-    with Stages() as stages, collector_paused(), _terminable():
+    with Stages() as stages, collector_paused():
         program = captured(source, batch, seq, fields, train, stages, frontend)
         found = plan_program(
             program,
@@ -246,9 +281,9 @@ def plan(
             stages.begin("write")
             found.save(output)
         gc.freeze()  # the command ends here: a collection would walk the program, its graph and the plan for nothing
-    click.echo(str(found))
+    say(str(found))
     if output is not None:
-        click.echo(f"\nWrote {output}")
+        say(f"\nWrote {output}")
     if as_json:
         print_json({"plan": None if output is None else str(output), **_summary(found), **stages.spent()})
 
@@ -263,7 +298,7 @@ def plan(
     help="cpu, tpu-v5e:2x4, tpu-v5e:4x4:2slices, h100:8, h100:2x8 (hosts x GPUs); default the plan's device kind.",
 )
 @click.option("--run", is_flag=True, help="Also train three steps on virtual CPU devices, and on one.")
-@click.option("--max-fidelity", type=click.FloatRange(0), default=0.15, show_default=True, metavar="F")
+@click.option("--max-fidelity", type=Number(0), default=0.15, show_default=True, metavar="F")
 @JSON
 def verify(
     plan_file: Path,
@@ -295,15 +330,15 @@ def verify(
 
         report = verify_plan(found, loaded_source, target, run=run, progress=stages.begin)
     passed = report.passes(max_fidelity)
-    click.echo(str(report))
+    say(str(report))
     if math.isinf(report.fidelity.value):
-        click.echo("not verified: collectives were predicted, but none are compiled")
+        say("not verified: collectives were predicted, but none are compiled")
     elif report.fidelity.value > max_fidelity:
-        click.echo(f"not verified: fidelity {report.fidelity.value:.1%} is above the limit of {max_fidelity:.1%}")
+        say(f"not verified: fidelity {report.fidelity.value:.1%} is above the limit of {max_fidelity:.1%}")
     if report.wrong_sums:
-        click.echo("not verified: XLA computes wrong sums under these annotations")
+        say("not verified: XLA computes wrong sums under these annotations")
     if report.run is not None and not report.run.equal:
-        click.echo("not verified: the numbers under the plan are not those of one device")
+        say("not verified: the numbers under the plan are not those of one device")
     if as_json:
         said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
         print_json({**said, **report.as_dict(), **stages.spent()})
@@ -323,10 +358,10 @@ def show(plan_file: Path, html: Path | None, as_json: bool) -> None:
     """
     found = Plan.load(plan_file)
     if html is None:
-        click.echo(str(found))
+        say(str(found))
     else:
         files.write(html, found.to_html())
-        click.echo(f"Wrote {html}")
+        say(f"Wrote {html}")
     if as_json:
         written = {} if html is None else {"html": str(html)}
         print_json({"plan": str(plan_file), **written, **_summary(found)})
@@ -334,8 +369,8 @@ def show(plan_file: Path, html: Path | None, as_json: bool) -> None:
 
 @commands.command()
 @click.argument("problem_file", metavar="PROBLEM.JSON[.GZ]", type=click.Path(path_type=Path))
-@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the solver.")
+@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the solver.")
 @click.option(
     "-o", "--output", metavar="SOLUTION.JSON", type=click.Path(path_type=Path), help="Write the choice there."
 )
@@ -352,7 +387,7 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
 
     if output is not None:
         files.check_writable(output)
-    with Stages() as stages, _terminable():
+    with Stages() as stages:
         stages.begin("read")
         try:
             problem = iopddl.read(problem_file)
@@ -365,15 +400,16 @@ def solve(problem_file: Path, time_limit: float, seed: int, output: Path | None,
             stages.say(f"solve ({stage}): objective {objective:,.10g}, bound {bound:,.10g}")
 
         found = solved(problem, time_limit=left, seed=seed, progress=progress)
-    if found.choice and output is not None:
+    exists = math.isfinite(found.objective)
+    if exists and output is not None:
         files.write(output, json.dumps(list(found.choice)))
     said = f"objective {found.objective:,.10g}, bound {found.bound:,.10g}, gap {found.gap:.3%}, {found.backend}"
-    click.echo(f"{found.status.value}: {said if found.choice else found.message}")
+    say(f"{found.status.value}: {said if exists else found.message}")
     if as_json:
         figures = {"objective": found.objective, "bound": found.bound, "gap": found.gap}
         finite = {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
         print_json({"problem": str(problem_file), "status": found.status.value, **finite, **stages.spent()})
-    return 0 if found.choice else OFF
+    return 0 if exists else OFF
 
 
 @commands.command()
@@ -411,18 +447,18 @@ def calibrate(
         found = fitting.calibrate(facts, points, base=base, name=name)
     text = fitting.to_toml(found)
     if output is None:
-        click.echo(text, nl=False)
+        say(text, newline=False)
     else:
         files.write(output, text)
-        click.echo("\n".join([f"{found.device.name}: {found.device.source}", *map(str, found.fits)]))
-        click.echo(f"\nWrote {output}: autoshard plan … --device {output}")
+        say("\n".join([f"{found.device.name}: {found.device.source}", *map(str, found.fits)]))
+        say(f"\nWrote {output}: autoshard plan … --device {output}")
     if as_json:
         print_json({"output": None if output is None else str(output), **found.as_dict(), **stages.spent()})
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM interrupts, as Ctrl-C does: a solve ends with the best choice so far."""
+    """SIGTERM interrupts, as Ctrl-C does: a solve ends with the best choice so far, workers and temporary files go."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

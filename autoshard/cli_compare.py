@@ -10,7 +10,7 @@ import click
 
 from autoshard import files
 from autoshard.api import collector_paused
-from autoshard.cli_options import pairs, parse_bytes, parse_hint, parse_setting
+from autoshard.cli_options import SECONDS, pairs, parse_bytes, parse_hint, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import (
     JSON,
@@ -23,6 +23,7 @@ from autoshard.cli_source import (
 )
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
+from autoshard.terminal import say
 
 
 @click.command()
@@ -40,7 +41,7 @@ from autoshard.plan import Plan
 @click.option("--target", metavar="TARGET", help="Also compile every plan for it: tpu-v5e:2x4, h100:8, cpu.")
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="For the automatic plan, as of `plan`.")
-@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S")
+@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FIGURE.PNG", help="Draw the figures (png, svg, pdf).")
 @JSON
 def compare(
@@ -99,9 +100,9 @@ def compare(
         if plot is not None:
             stages.begin("plot")
             plots.save(found.plot(compiled=target is not None), plot)
-    click.echo(str(found))
+    say(str(found))
     if plot is not None:
-        click.echo(f"\nWrote {plot}")
+        say(f"\nWrote {plot}")
     if as_json:
         print_json({**found.to_dict(), **stages.spent()})
 
@@ -123,7 +124,7 @@ def _asked(plans: str | None) -> tuple[list[str] | None, list[Path]]:
 @with_source
 @click.argument("tensors", metavar="TENSOR...", nargs=-1, required=True)
 @click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
-@click.option("--time-limit", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, metavar="S")
+@click.option("--time-limit", type=SECONDS, default=20.0, show_default=True, metavar="S")
 @click.option("--html", type=click.Path(path_type=Path), metavar="OUT.HTML", help="Also write the plan's page with it.")
 @JSON
 def explain(
@@ -156,9 +157,9 @@ def explain(
         if html is not None:
             stages.begin("write")
             files.write(html, found.to_html(said))
-    click.echo("\n\n".join(map(str, said)))
+    say("\n\n".join(map(str, said)))
     if html is not None:
-        click.echo(f"\nWrote {html}")
+        say(f"\nWrote {html}")
     if as_json:
         written = None if html is None else str(html)
         print_json(

@@ -14,6 +14,7 @@ from autoshard.cli_options import pairs, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
 from autoshard.plan import Plan
+from autoshard.terminal import say
 from autoshard.written import captured_graph
 
 
@@ -67,7 +68,7 @@ def lower(
         module = annotate(program, graph, annotations, found.mesh, form, text=text, partitions=True)
         files.write(output, module)
     pins, copies = len(annotations.pins), len(annotations.copies)
-    click.echo(f"Wrote {output}: {len(module):,} bytes, {pins} pins and {copies} copies for {found.mesh.size} devices")
+    say(f"Wrote {output}: {len(module):,} bytes, {pins} pins and {copies} copies for {found.mesh.size} devices")
     if as_json:
         said = {"plan": str(plan_file), "output": str(output), "form": form, "bytes": len(module)}
         print_json({**said, "pins": pins, "copies": copies, **stages.spent()})

@@ -14,6 +14,7 @@ from autoshard.capture.frontends import FRONTENDS
 from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_progress import Stages
 from autoshard.plan import Plan
+from autoshard.terminal import say
 
 if TYPE_CHECKING:
     from autoshard.capture.program import Program
@@ -118,4 +119,4 @@ def as_planned(
 
 def print_json(value: dict[str, Any]) -> None:
     """The last line of standard output."""
-    click.echo(json.dumps(value, allow_nan=False))
+    say(json.dumps(value, allow_nan=False).replace("\x7f", "\\u007f"))

@@ -23,6 +23,7 @@ from autoshard.plan import (
     TensorPlan,
     describe_mesh,
 )
+from autoshard.terminal import printable
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32
@@ -46,7 +47,7 @@ def plan_report(plan: Plan) -> str:
     if plan.search:
         parts += ["", *search_lines(plan.search, plan.mesh.shape)]
     parts += ["", *replicated_lines(plan.replicated_ops)]
-    return "\n".join(parts)
+    return printable("\n".join(parts))
 
 
 def _options(plan: Plan) -> list[str]:
