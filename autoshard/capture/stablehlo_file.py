@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,19 +28,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from autoshard import json_text
 from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
+from autoshard.capture.untrusted import BYTECODE, PORTABLE, refuse
 from autoshard.errors import SourceError
-from autoshard.graph.inline import inline_calls
+from autoshard.graph.inline import check_calls, inline_calls
 from autoshard.graph.stablehlo import SHARDING_ATTRIBUTES, entry_block, functions_of, mlir_context
 from autoshard.graph.stablehlo_attrs import SPLIT_BY_HAND
 
 FRONTEND = "stablehlo"
 _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
 """Scopes that jax's own transformations put in names."""
+MOST_ELEMENTS = 2**58
+"""Of one tensor, so that its bytes are a number of 64 bits."""
 _FLOATS = re.compile(r"b?f\d")
 _OWN = frozenset({"sdy.sharding_constraint"})
-_PORTABLE = b"ML\xefR\rStableHLO_v"
-"""How the bytecode of a portable artifact (VHLO) begins."""
 
 
 def read_program(path: str | os.PathLike[str]) -> Program:
@@ -73,10 +75,13 @@ def _located(path: Path) -> tuple[Path, Mapping[str, Any]]:
     beside = path.with_suffix(".meta")
     if beside != path and beside.is_file():
         try:
-            meta = json.loads(beside.read_text())
-        except ValueError:
-            raise SourceError(f"{beside} is not the JSON that torch_xla writes beside a StableHLO function") from None
-        return path, meta if isinstance(meta, Mapping) else {}
+            meta = json_text.parse(beside.read_bytes())
+        except (OSError, ValueError):
+            meta = None
+        known = meta.get("input_locations", []) if isinstance(meta, Mapping) else None
+        if not isinstance(known, list) or not all(isinstance(entry, Mapping) for entry in known):
+            raise SourceError(f"{beside} is not the JSON that torch_xla writes beside a StableHLO function")
+        return path, meta
     return path, {}
 
 
@@ -84,32 +89,30 @@ def _parse(content: bytes, where: Path) -> Any:
     """The module in a file, in the current context."""
     from jaxlib.mlir import ir
 
-    if content.startswith(_PORTABLE):
-        return _portable(content, where)
-    try:
-        return ir.Module.parse(content)
-    except ir.MLIRError as error:
-        refused = str(error)
-    if not content.startswith(b"ML\xefR") and (b"\0" in content[:4096]):
+    if not content.startswith(BYTECODE) and b"\0" in content[:4096]:
         exported = _exported(content)
-        if exported is not None:
-            return _portable(exported, where)
-        raise SourceError(f"{where} is neither an MLIR module nor what jax.export serialized")
-    said = next((line.strip() for line in refused.splitlines() if "error" in line), refused.strip().splitlines()[0])
-    raise SourceError(f"{where} is no StableHLO module: {said}")
+        if exported is None:
+            raise SourceError(f"{where} is neither an MLIR module nor what jax.export serialized")
+        content = exported
+    portable = content.startswith(PORTABLE)
+    try:
+        refuse(content)
+        return _portable(content) if portable else ir.Module.parse(content)
+    except (ir.MLIRError, ValueError) as error:
+        said = [line.strip() for line in str(error).splitlines()] or [""]
+        said = [line for line in said if "error" in line] or said
+    if portable:
+        raise SourceError(
+            f"{where} is a StableHLO artifact that this jaxlib cannot read ({said[0]}); it may have been written by a "
+            "newer version"
+        )
+    raise SourceError(f"{where} is no StableHLO module: {said[0]}")
 
 
-def _portable(content: bytes, where: Path) -> Any:
+def _portable(content: bytes) -> Any:
     from jaxlib._jax import mlir
 
-    try:
-        return mlir.deserialize_portable_artifact(content)
-    except Exception as error:
-        first = str(error).strip().splitlines()
-        raise SourceError(
-            f"{where} is a StableHLO artifact that this jaxlib cannot read "
-            f"({first[0] if first else type(error).__name__}); it may have been written by a newer version"
-        ) from None
+    return mlir.deserialize_portable_artifact(content)
 
 
 def _exported(content: bytes) -> bytes | None:
@@ -147,6 +150,10 @@ class _Reader:
         if "main" not in functions:
             known = ", ".join(functions) or "none"
             raise SourceError(f"{where} has no function main, only {known}; the function to plan is to be called main")
+        try:
+            check_calls(functions)
+        except ValueError as error:
+            raise SourceError(f"{where} cannot be planned: {error}") from None
         self.main = functions["main"]
         self.block = entry_block(self.main)
 
@@ -196,7 +203,12 @@ class _Reader:
                 f"{self.where}: {what} of main has the type {mlir_type}; shapes have to be known: export the function "
                 "for the shapes that it will run with"
             )
-        return TensorType(tuple(mlir_type.shape), str(mlir_type.element_type))
+        found = TensorType(tuple(mlir_type.shape), str(mlir_type.element_type))
+        if math.prod(found.shape) > MOST_ELEMENTS:
+            raise SourceError(
+                f"{self.where}: {what} of main has the type {mlir_type}: more elements than XLA can count"
+            )
+        return found
 
     def remove_shardings(self) -> None:
         """Take out annotations, and what says for how many devices.

@@ -21,6 +21,7 @@ def inline_calls(
         note: called with each op of main that is no call (in its place after inlining), and its context.
     """
     functions = functions_of(module)
+    check_calls(functions)
     for view in list(entry_block(functions["main"]).operations):
         op = view.operation
         context = context_of(op, None)
@@ -31,6 +32,51 @@ def inline_calls(
             op.erase()
         else:
             note(op, context)
+
+
+MOST_OPS = 20_000_000
+"""Ops that a program may have when every call is replaced by the body that it calls."""
+_CALLEE = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+
+
+def check_calls(functions: Mapping[str, Any]) -> None:
+    """Refuse functions that cannot be inlined into main.
+
+    Raises:
+        ValueError: one has no body, calls itself, is not there, or all together would be too many ops.
+    """
+    sizes: dict[str, int | None] = {}  # None: its calls are being followed
+    stack = [("main", _calls(functions, "main"))]
+    while stack:
+        name, calls = stack[-1]
+        inner = next((called for called in calls if sizes.get(called, -1) == -1), None)
+        if inner is not None:
+            sizes[name] = None
+            stack.append((inner, _calls(functions, inner)))
+            continue
+        stack.pop()
+        again = next((called for called in calls if called == name or sizes[called] is None), None)
+        if again is not None:
+            raise ValueError(f"the function {again} calls itself, at once or through another")
+        sizes[name] = 1 + len(list(entry_block(functions[name]).operations)) + sum(sizes[each] or 0 for each in calls)
+        if (sizes[name] or 0) > MOST_OPS:
+            raise ValueError(f"the function {name} is more than {MOST_OPS:,} ops when all that it calls is inlined")
+
+
+def _calls(functions: Mapping[str, Any], name: str) -> list[str]:
+    """What a function calls, as often as it does, loops and branches in it too."""
+    function = functions.get(name)
+    if function is None or len(function.regions[0].blocks) != 1:
+        raise ValueError(f"the function {name} has no body" if function is not None else f"there is no function {name}")
+    found = []
+    blocks = [entry_block(function)]
+    while blocks:
+        for view in blocks.pop().operations:
+            op = view.operation
+            if (attribute := _CALLEE.get(op.name)) is not None:
+                found.append(op.attributes[attribute].value)
+            blocks += [block for region in op.regions for block in region.blocks]
+    return found
 
 
 def _copy_body(

@@ -21,6 +21,7 @@ from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value, flow
 from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs, trip_count
+from autoshard.graph.stablehlo_context import mlir_context as mlir_context
 
 # An SSA value is one tensor, or a tuple of such.
 Bound: TypeAlias = "Value | tuple[Bound, ...]"
@@ -383,23 +384,6 @@ def _leaves(value: Bound) -> tuple[Value, ...]:
     if isinstance(value, Value):
         return (value,)
     return tuple(leaf for part in value for leaf in _leaves(part))
-
-
-def mlir_context() -> Any:
-    """An MLIR context with the dialects that programs use; costs no import of jax itself."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-    from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
-
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context = ir.Context()
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    mhlo.register_mhlo_dialect(context)
-    for dialect in (stablehlo, chlo, sdy):
-        dialect.register_dialect(context)
-    return context
 
 
 def parse_module(module: bytes) -> Any:
