@@ -172,7 +172,7 @@ def batch_of(cases: Sequence[Case], device: str = "cpu", scale: int = 1) -> Batc
     """The program of some cases of one mesh, annotated by a random strategy of each; PyTorch's are not mixed in."""
     (shape,) = {case.mesh_shape for case in cases}
     mesh = Mesh(shape, device=device)
-    written = torch_program(cases) if cases[0].rule.startswith(TORCH) else _snippets(cases, scale)
+    written = torch_program(cases) if cases[0].rule.startswith(TORCH) else snippets_program(cases, scale)
     graph = build_graph(written.program)
     owner = _owners(graph, written.arguments)
     annotations, counted, strategy = _choose(graph, mesh, cases, owner)
@@ -193,7 +193,8 @@ def _owners(graph: Graph, arguments: Sequence[int]) -> dict[int, int]:
     return owner
 
 
-def _snippets(cases: Sequence[Case], scale: int) -> Written:
+def snippets_program(cases: Sequence[Case], scale: int = 1) -> Written:
+    """The program of cases whose rules have a builder."""
     bodies: list[Body] = []
     first = 0
     for place, case in enumerate(cases):
