@@ -112,6 +112,7 @@ def _main(arguments: Sequence[str] | None) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> Any:
+    files.name_user()
     try:
         return commands.main(
             args=None if arguments is None else list(arguments), prog_name="autoshard", standalone_mode=False

@@ -7,6 +7,7 @@ by the next that writes there.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import sys
@@ -37,6 +38,14 @@ def cache_dir() -> Path:
     except RuntimeError:
         raise FileError("there is no home folder to keep anything in; set AUTOSHARD_CACHE to a directory") from None
     return Path(base) / "autoshard"
+
+
+def name_user() -> None:
+    """Give a user without a name, as in a container, one in `USER`: importing torch asks for it."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        os.environ["USER"] = f"uid{os.getuid()}"
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -283,6 +283,20 @@ def test_without_a_home_folder_there_is_no_cache(monkeypatch):
         files.cache_dir()
 
 
+def test_a_user_without_a_name_is_given_one(monkeypatch):
+    import getpass
+    import pwd
+
+    def nobody(_):
+        raise KeyError("getpwuid(): uid not found: 1000")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "")  # empty counts as unset; what was there is put back
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    files.name_user()
+    assert getpass.getuser() == f"uid{os.getuid()}"
+
+
 @pytest.mark.parametrize("spoil", [lambda c: c[:-1], lambda c: b"", lambda c: c[65:], lambda c: c.replace(b"a", b"b")])
 def test_what_is_kept_is_read_as_written_or_not_at_all(tmp_path, spoil):
     path = tmp_path / "folder" / "entry"
