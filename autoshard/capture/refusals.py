@@ -172,6 +172,15 @@ def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
     )
 
 
+def ends_process(name: str, tensors: tuple[torch.Tensor, ...], how: str, where: str) -> CaptureError:
+    """The error for an op on which torch_xla ends the process; `how` as `probe.ends_process` says it."""
+    of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]" for t in tensors)
+    return CaptureError(
+        f"{where} uses {_short(name)}, which torch_xla cannot take: alone, on {of or 'no tensors'}, it ends the process "
+        f"({how}){_source()}. Write it with other operations, or leave that module out of the captured program."
+    )
+
+
 def _short(name: str) -> str:
     """`aten.mm` of `aten.mm.default`."""
     return name.removesuffix(".default")

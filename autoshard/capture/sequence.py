@@ -70,6 +70,16 @@ SAID_BY_SHAPES = frozenset({"size", "implicit"})
 """Arguments of ops that say no more than the shapes of their results."""
 _VIEWS = frozenset({"aten._unsafe_view.default"})
 """Ops that functionalization makes anew as it does views, and that are not tagged as such."""
+TAKES_ONE_RESULT = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("index_select.default", "index_select_backward.default", "embedding.default"),
+        *("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor"),
+        *("index_add_.default", "index_copy_.default", "index_fill_.int_Scalar", "index_fill_.int_Tensor"),
+    )
+)
+"""Ops on which torch_xla ends the process where an index is one of several results of its node (`topk`'s positions):
+it asks the node for its shape, and that is a tuple. They are given a view of it."""
 UNDECLARED_WRITES = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
 
 
@@ -127,6 +137,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._cleared_before: set[int] = set()
         self._accumulated: set[int] = set()
         self._views: dict[str, _Made] = {}
+        self._of_several: set[int] = set()
         self._threads: list[Any] = []
         self._inside = 0
         self.indexing = ""
@@ -138,6 +149,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._producers.clear()
         self._accumulated.clear()
         self._views.clear()
+        self._of_several.clear()
         # A loop may clear gradients before or after it begins the step in which autograd adds to them.
         self._cleared_before, self._cleared = self._cleared, set()
         self.next_index = 0
@@ -206,6 +218,9 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
                 result = indexed(*args, **kwargs)
             self.indexing = ""
             return result
+        if kind.takes_one_result and any(self.is_of_several(t) for t in tensors):
+            with self._once_more():
+                return func(*tree_map(self._viewed, args), **tree_map(self._viewed, dict(kwargs)))
         if self._inside and (functional := functional_form(func)) is not None:
             with self._once_more():
                 return functional(*args, **kwargs)
@@ -240,6 +255,8 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
             # Else writes through views of it would be lost.
             result = tree_map(_functionalized, result)
         outputs = outputs_of(call, result)
+        if len(outputs) > 1 or (self._of_several and self._passes_on(call, outputs)):
+            self._of_several.add(call.index)
         self.after(call, outputs)
         for j, tensor in enumerate(outputs):
             if is_xla(tensor):
@@ -258,6 +275,24 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._inside -= 1
             TorchDispatchMode.__exit__(self, None, None, None)
+
+    def _passes_on(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> bool:
+        """Whether an op may return one of several results as it is: a copy, a slice of everything, a permutation."""
+        if call.name == "aten.view_copy.default":
+            return False
+        shapes = {each.shape for each in outputs}
+        return any(t.shape in shapes and self.is_of_several(t) for t in call.tensors)
+
+    def is_of_several(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be one of several results of a node of torch_xla's."""
+        made = self.producer(tensor)
+        return isinstance(made, tuple) and made[0] in self._of_several
+
+    def _viewed(self, leaf: Any) -> Any:
+        """A tensor that may be one of several results as a view of it, which is one of its own."""
+        if not isinstance(leaf, torch.Tensor) or not self.is_of_several(leaf):
+            return leaf
+        return torch.ops.aten.view_copy.default(leaf, list(leaf.shape))
 
     def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Tells a view of a tensor from every other."""
@@ -391,6 +426,7 @@ class _Kind(NamedTuple):
         uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
         transfers: whether it is counted only where all is on one device.
         views: whether it makes a view.
+        takes_one_result: whether it is one of `TAKES_ONE_RESULT`.
         draws: whether it draws random numbers.
     """
 
@@ -403,6 +439,7 @@ class _Kind(NamedTuple):
     uncounted: bool
     transfers: bool
     views: bool
+    takes_one_result: bool
     draws: bool
 
 
@@ -426,6 +463,7 @@ def _kind(func: Any) -> _Kind:
             uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,
             transfers=name in TRANSFERS,
             views=torch.Tag.view_copy in func.tags or name in _VIEWS,
+            takes_one_result=name in TAKES_ONE_RESULT,
             draws=torch.Tag.nondeterministic_seeded in func.tags,
         )
     return found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autoshard.capture import refusals, switches
+from autoshard.capture import probe, refusals, switches
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inplace_shapes import quick_inplace_shapes
@@ -256,6 +256,9 @@ class XlaLabels(Labels):
 
     def labelled(self, call: Call) -> Any:
         """Run the op in a scope of its label."""
+        how = probe.ends_process(call, self.is_of_several, self.xla)
+        if how:
+            raise refusals.ends_process(call.name, call.tensors, how, self.paths.describe())
         self._try(call)
         scope = self.xla.profiler.scope_pusher(f"op{call.index}")
         try:
