@@ -43,10 +43,15 @@ def written_plan(
     """The plan that annotations make, whoever wrote them, with what is predicted of it.
 
     Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under annotations that no solver chose.
+
+    Raises:
+        UncompilableError: the compiler would abort under such annotations.
     """
     from autoshard.plan import plan_of
-    from autoshard.solver.guard import warn_of, wrong_sums
+    from autoshard.solver.guard import check_compiles, warn_of, wrong_sums
 
+    if solver is None:
+        check_compiles(graph, annotations, mesh)
     wrong = () if solver is not None else wrong_sums(graph, annotations, mesh)
     warn_of(wrong)
     predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction

@@ -65,6 +65,7 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
             differs.
     """
     schedule = Schedule.of(plan)
+    _check_compiles(plan)
     _warn_of_wrong_sums(plan)
     place.check_model(plan, model, optimizer)
     runtime.check_runtime(plan.mesh)
@@ -77,6 +78,16 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
         _FIRST_STEPS[id(plan)] = FirstSteps(optimizer)
     weakref.finalize(plan, _forget, id(plan))
     return model
+
+
+def _check_compiles(plan: Plan) -> None:
+    """Refuse a plan that no solver made and that the compiler aborts on, where its program is known."""
+    from autoshard.solver.guard import check_compiles
+    from autoshard.written import captured_graph
+
+    if plan.captured is not None and plan.solver is None:
+        graph = captured_graph(plan.captured)
+        check_compiles(graph, plan.annotations(graph), plan.mesh)
 
 
 def _warn_of_wrong_sums(plan: Plan) -> None:

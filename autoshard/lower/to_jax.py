@@ -197,7 +197,7 @@ class JaxStep:
         """Annotate the program's module and make it callable; nothing is compiled yet."""
         import jax
 
-        from autoshard.solver.guard import warn_of_wrong_sums
+        from autoshard.solver.guard import check_compiles, warn_of_wrong_sums
         from autoshard.written import captured_graph
 
         if partitioner not in ("shardy", "gspmd"):
@@ -209,6 +209,7 @@ class JaxStep:
         _warn_of_reads(program)
         graph = captured_graph(program)
         if plan.solver is None:
+            check_compiles(graph, plan.annotations(graph), plan.mesh)
             warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
         self.shardings, self.program, self.partitioner = shardings, program, partitioner
         self._mesh = plan.mesh

@@ -6,11 +6,13 @@ depthwise kernel whose images are, over all devices, also where some of them hol
 large with an idle axis of four). Strategies never are such; propagation may split operands so.
 
 libtpu aborts where it would pad the indices of a scatter that are unsigned or of 64 bits, because propagation splits
-the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). Strategies never do.
+the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). So does XLA for all targets
+where such indices themselves are split unevenly over all devices (jaxlib 0.10.2). Strategies never do.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,6 +77,47 @@ def warn_of(found: Sequence[str], stacklevel: int = 3) -> None:
         )
 
 
+class UncompilableError(AutoshardError, ValueError):
+    """The compiler would abort under these annotations."""
+
+
+def spread_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
+    """Scatters that every target's compiler aborts on: op id -> the spec under which their indices are found.
+
+    Measured on random shardings of 2x2x2: all of those with indices split unevenly over all devices, and no other.
+    """
+    suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
+    if not suspects:
+        return {}
+    shardings = propagate(graph, annotations, mesh, load_device(mesh.device).target)
+    found: dict[int, Spec] = {}
+    for op in suspects:
+        indices = op.operands[len(op.results)]
+        spec = shardings.subaxes.spec(shardings.read(op.id, indices))
+        ways = [mesh.ways(axes) for axes in spec]
+        uneven = any(size % way for size, way in zip(graph.type_of(indices).shape, ways, strict=True))
+        if uneven and math.prod(ways) == mesh.size:
+            found[op.id] = spec
+    return found
+
+
+def check_compiles(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
+    """Refuse annotations that the compiler aborts on.
+
+    Raises:
+        UncompilableError: it would.
+    """
+    found = padded_indices(graph, annotations, mesh) | spread_indices(graph, annotations, mesh)
+    if found:
+        op = graph.ops[min(found)]
+        indices = graph.type_of(op.operands[len(op.results)])
+        raise UncompilableError(
+            f"the compiler would abort on scatter op {op.id} in {op.module or 'the program'}: its indices, "
+            f"{indices.dtype}{list(indices.shape)}, would be split unevenly over devices ({format_spec(found[op.id])}), "
+            "and it cannot pad what is unsigned or of 64 bits; keep the tensors that they come from whole"
+        )
+
+
 def padded_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
     """Scatters that libtpu aborts on: op id -> the spec under which their updates are found."""
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
@@ -104,10 +147,11 @@ def _along_indices(graph: Graph, scatter: Op) -> list[int]:
 
 
 def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """`annotations`, with copies that are whole where XLA's numbers would be wrong or libtpu would abort.
+    """`annotations`, with what is whole where XLA's numbers would be wrong or its compiler would abort.
 
     Raises:
         WrongNumbersError: numbers would still be wrong: their operands take no annotation.
+        UncompilableError: the compiler would still abort.
     """
     annotatable = {*graph.aten_outputs.values(), *map(Value, graph.arguments)}
     copies = dict(annotations.copies)
@@ -117,7 +161,42 @@ def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
         if op.aten is not None and op.operands[-1] in annotatable:
             whole = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
             copies[op.operands[-1], op.aten] = whole
-    return _summed_once(graph, replace(annotations, copies=copies), mesh)
+    annotations = _indices_whole(graph, replace(annotations, copies=copies), mesh)
+    return _summed_once(graph, annotations, mesh)
+
+
+def _indices_whole(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
+    """With updates whole along indices that would be spread, then the arguments of whole numbers that they come from.
+
+    Raises:
+        UncompilableError: they would still be spread.
+    """
+    for of_updates in (True, False):
+        if not (found := spread_indices(graph, annotations, mesh)):
+            return annotations
+        pins, copies = dict(annotations.pins), dict(annotations.copies)
+        for op in (graph.ops[number] for number in found):
+            if of_updates and op.aten is not None and op.operands[-1] in {*graph.aten_outputs.values(), *pins}:
+                along, updates = _along_indices(graph, op), op.operands[-1]
+                spec = copies.get((updates, op.aten), pins.get(updates, ((),) * len(graph.type_of(updates).shape)))
+                copies[updates, op.aten] = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
+            elif not of_updates:
+                for value in _whole_numbers_behind(graph, op.operands[len(op.results)]) & pins.keys():
+                    pins[value] = ((),) * len(graph.type_of(value).shape)
+        annotations = replace(annotations, pins=pins, copies=copies)
+    check_compiles(graph, annotations, mesh)
+    return annotations
+
+
+def _whole_numbers_behind(graph: Graph, value: Value) -> set[Value]:
+    """The arguments of whole numbers that a value follows from, through values of whole numbers."""
+    arguments, seen, todo = set(map(Value, graph.arguments)), {value}, [value]
+    while todo:
+        for operand in graph.ops[todo.pop().op].operands:
+            if operand not in seen and "f" not in graph.type_of(operand).dtype:
+                seen.add(operand)
+                todo.append(operand)
+    return seen & arguments
 
 
 def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:

@@ -14,9 +14,17 @@ from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.solver.formulate import formulate
-from autoshard.solver.guard import WrongNumbersError, WrongSumsWarning, guarded, overcounted, padded_indices
+from autoshard.solver.guard import (
+    UncompilableError,
+    WrongNumbersError,
+    WrongSumsWarning,
+    guarded,
+    overcounted,
+    padded_indices,
+    spread_indices,
+)
 from autoshard.solver.strategies import plain
-from autoshard.verify.compile import compile_module
+from autoshard.verify.compile import CompileError, compile_module
 from autoshard.written import written_plan
 from tests.cost.zoo import WINDOWS, program
 from tests.graph.helpers import program_from_text
@@ -120,3 +128,30 @@ def test_indices_that_libtpu_cannot_pad_are_whole(device, indices, split, found)
     if found:
         pytest.importorskip("libtpu")
         compile_module(annotate(graph.program, graph, safe, mesh), "tpu-v5e:2x4")  # aborts without the copy
+
+
+@pytest.mark.parametrize(
+    ("indices", "split", "found"),
+    [
+        ("i64", ("data", "model"), True),
+        ("i32", ("data", "model"), False),
+        ("i64", ("data",), False),
+    ],
+)
+def test_indices_that_are_spread_unevenly_over_all_devices_are_whole(indices, split, found):
+    """XLA's partitioner aborts on these for every target; annotations that no solver made are refused."""
+    text = PAIRS.replace("i64", indices)
+    graph = build_graph(program_from_text(text, ops=[AtenOp(0, "index_put", "", "backward", ())]))
+    mesh = dataclasses.replace(MESH, device="cpu")
+    annotations = Annotations({Value(1): (split,)})
+    assert bool(spread_indices(graph, annotations, mesh)) == found
+    safe = guarded(graph, annotations, mesh)
+    assert not spread_indices(graph, safe, mesh)
+    compile_module(annotate(graph.program, graph, safe, mesh), f"cpu:{mesh.size}")
+    if found:
+        with pytest.raises(UncompilableError, match=r"the compiler would abort on scatter op \d+ .* i64\[3\]"):
+            written_plan(graph, mesh, annotations)
+        with pytest.raises(CompileError, match="crashed"):
+            compile_module(annotate(graph.program, graph, annotations, mesh), f"cpu:{mesh.size}")
+    else:
+        assert safe == annotations
