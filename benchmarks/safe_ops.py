@@ -2,8 +2,8 @@
 
 Every sample that torch's own tests have of an op (`pip install expecttest`) is captured, with a backward pass where
 there is one, twice: on inputs, and on results of nodes that have several (`max`). No op is known to be safe meanwhile,
-so each is tried in a fork (`capture/probe.py`). An overload is safe if none of its trials on tensors with elements ended
-the process. Rows are kept, and a run goes on where another stopped.
+so each is tried in a fork (`capture/probe.py`). An overload is safe if none of its trials on tensors with elements
+ended the process. Rows are kept, and a run goes on where another stopped.
 
     python benchmarks/safe_ops.py rows.jsonl [--write]
 """
@@ -11,6 +11,7 @@ the process. Rows are kept, and a run goes on where another stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -94,10 +95,8 @@ def worker(first: int, out: Path) -> None:
                 if time.monotonic() > until or (train and not any(t.requires_grad for t in tensors)):
                     continue
                 model, loss = Sample(info.op, tree, apart), _loss if train else None
-                try:
+                with contextlib.suppress(Exception):  # refused, as it should be
                     autoshard.capture(model, (tensors,), loss_fn=loss, train=train, frontend="torch_xla")
-                except Exception:
-                    pass  # refused, as it should be
             known = probe._answers(probe._kept())
             for way in known.keys() - said:
                 rows.write(json.dumps({"way": way, "ends": known[way]}) + "\n")

@@ -176,8 +176,8 @@ def ends_process(name: str, tensors: tuple[torch.Tensor, ...], how: str, where: 
     """The error for an op on which torch_xla ends the process; `how` as `probe.ends_process` says it."""
     of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]" for t in tensors)
     return CaptureError(
-        f"{where} uses {_short(name)}, which torch_xla cannot take: alone, on {of or 'no tensors'}, it ends the process "
-        f"({how}){_source()}. Write it with other operations, or leave that module out of the captured program."
+        f"{where} uses {_short(name)}, which torch_xla cannot take: alone, on {of or 'no tensors'}, it ends the "
+        f"process ({how}){_source()}. Write it with other operations, or leave that module out of the captured program."
     )
 
 

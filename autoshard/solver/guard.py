@@ -113,7 +113,7 @@ def check_compiles(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
         indices = graph.type_of(op.operands[len(op.results)])
         raise UncompilableError(
             f"the compiler would abort on scatter op {op.id} in {op.module or 'the program'}: its indices, "
-            f"{indices.dtype}{list(indices.shape)}, would be split unevenly over devices ({format_spec(found[op.id])}), "
+            f"{indices.dtype}{list(indices.shape)}, would be split unevenly ({format_spec(found[op.id])}), "
             "and it cannot pad what is unsigned or of 64 bits; keep the tensors that they come from whole"
         )
 
