@@ -6,8 +6,8 @@ depthwise kernel whose images are, over all devices, also where some of them hol
 large with an idle axis of four). Strategies never are such; propagation may split operands so.
 
 libtpu aborts where it would pad the indices of a scatter that are unsigned or of 64 bits, because propagation splits
-the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). So does XLA for all targets
-where such indices themselves are split unevenly over all devices (jaxlib 0.10.2). Strategies never do.
+the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). So does XLA's partitioner
+where such indices themselves are split unevenly over all devices (jaxlib 0.10.2 for CPU; assumed of all targets). Strategies never do.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class UncompilableError(AutoshardError, ValueError):
 
 
 def spread_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
-    """Scatters that every target's compiler aborts on: op id -> the spec under which their indices are found.
+    """Scatters that XLA's partitioner aborts on: op id -> the spec under which their indices are found.
 
-    Measured on random shardings of 2x2x2: all of those with indices split unevenly over all devices, and no other.
+    Measured for CPU on random shardings of 2x2x2: all of those with indices split unevenly over all devices, and no other.
     """
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
     if not suspects:

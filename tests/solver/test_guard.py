@@ -139,7 +139,7 @@ def test_indices_that_libtpu_cannot_pad_are_whole(device, indices, split, found)
     ],
 )
 def test_indices_that_are_spread_unevenly_over_all_devices_are_whole(indices, split, found):
-    """XLA's partitioner aborts on these for every target; annotations that no solver made are refused."""
+    """XLA's partitioner aborts on these; annotations that no solver made are refused."""
     text = PAIRS.replace("i64", indices)
     graph = build_graph(program_from_text(text, ops=[AtenOp(0, "index_put", "", "backward", ())]))
     mesh = dataclasses.replace(MESH, device="cpu")
