@@ -7,7 +7,8 @@ large with an idle axis of four). Strategies never are such; propagation may spl
 
 libtpu aborts where it would pad the indices of a scatter that are unsigned or of 64 bits, because propagation splits
 the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). So does XLA's partitioner
-where such indices themselves are split unevenly over all devices (jaxlib 0.10.2 for CPU; assumed of all targets). Strategies never do.
+where such indices themselves are split unevenly over all devices (jaxlib 0.10.2 for CPU; assumed of all
+targets). Strategies never do.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class UncompilableError(AutoshardError, ValueError):
 def spread_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
     """Scatters that XLA's partitioner aborts on: op id -> the spec under which their indices are found.
 
-    Measured for CPU on random shardings of 2x2x2: all of those with indices split unevenly over all devices, and no other.
+    Measured for CPU on random shardings of 2x2x2: all with indices split unevenly over all devices, and no other.
     """
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
     if not suspects:
