@@ -21,7 +21,7 @@ from autoshard.cost.backend import Backend
 from autoshard.cost.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.latency import overlapped
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
@@ -332,24 +332,9 @@ def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Ke
 
 
 def _product(program: Lowered, step: Step) -> Product | None:
-    """The matrices of a dot on one device; None where they cannot be told."""
-    if len(step.reads) != 2:
+    """The matrices of a dot on one device; None where it is empty, or no candidate for a split contraction."""
+    kinds = [program.arrays[array].dtype for array in (*step.reads, step.writes[0])]
+    if len(step.reads) != 2 or len(program.graph.ops[step.op].attrs["lhs_contract"]) != 1 or "i32" in kinds[:2]:
         return None
-    lhs, rhs = (program.arrays[array] for array in step.reads)
-    out = program.arrays[step.writes[0]]
-    op = program.graph.ops[step.op]
-    if len(op.attrs["lhs_contract"]) != 1 or "i32" in (lhs.dtype, rhs.dtype):
-        return None
-    widths = [dtype_bytes(array.dtype) for array in (lhs, rhs, out)]
-    sizes = [array.bytes // width for array, width in zip((lhs, rhs, out), widths, strict=True)]
-    batches = len(op.attrs["lhs_batch"])
-    known = next((array.shape for array in (lhs, rhs) if array.shape is not None), None)
-    if batches and known is None:
-        return None
-    names = "lhs_batch" if lhs.shape is not None else "rhs_batch"
-    batch = math.prod(known[dim] for dim in op.attrs[names]) if batches and known is not None else 1
-    if not all(sizes) or not batch:
-        return None
-    # sizes are batch * (mk, nk, mn)
-    k = max(1, round(math.sqrt(sizes[0] * sizes[1] / (sizes[2] * batch))))
-    return Product(batch, max(1, sizes[0] // (batch * k)), max(1, sizes[1] // (batch * k)), k, *widths)
+    sizes = matrices_of(program, step)
+    return Product(*sizes, *map(dtype_bytes, kinds)) if min(sizes) else None

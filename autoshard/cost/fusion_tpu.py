@@ -207,7 +207,7 @@ class TpuFusion(Fusion):
 
     def _widens(self, step: Step) -> bool:
         """Whether a step makes f32 of bf16: each reader does that for itself, and the narrow array is kept."""
-        if step.kind != "convert":
+        if step.kind != "convert" or not step.reads:  # of a constant behind a barrier
             return False
         read, made = self.arrays[step.reads[0]], self.arrays[step.writes[0]]
         return read.bytes * made.elements < made.bytes * read.elements and not made.returned

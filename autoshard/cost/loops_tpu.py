@@ -182,8 +182,8 @@ def _beside(program: Lowered, step: Step) -> int:
                 for array, number in zip(step.reads, turns, strict=True)
             ]
             summed = [
-                None if shape is None else [shape[dim] for dim in attrs[f"{side}_contract"]]
-                for shape, side in zip(shapes, ("lhs", "rhs"), strict=False)
+                [shape[dim] for dim in attrs[f"{side}_contract"]] if shape is not None and len(shape) == len(own) else None
+                for shape, side, own in zip(shapes, ("lhs", "rhs"), step.shapes, strict=False)
             ]
             return made if summed[0] != summed[-1] else 2 * made // (program.steps[turn].parts - 1)
     return 0

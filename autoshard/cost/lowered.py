@@ -15,6 +15,7 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, OpRun, Partitioned
 from autoshard.cost.spmd_attention import Attention
+from autoshard.graph.contraction import Matrices, matrices
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
@@ -110,6 +111,8 @@ class Step:
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
         parts: of the permutes of a windowed einsum, how many there are of a part each.
         turns: of a scatter that is a loop, its rounds; of a kernel of attention, how often it reads keys and values.
+        shapes: of a `dot_general`, its operands' parts on one device, as it reads them: the array that one lies in, made
+            as something else, may have another shape.
     """
 
     kind: str
@@ -123,6 +126,7 @@ class Step:
     inner: tuple[float, float] = (0.0, 0.0)
     parts: int = 1
     turns: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -151,6 +155,12 @@ def updates_of(program: Lowered, step: Step) -> Array:
         return program.arrays[step.reads[-1]]
     kind = program.graph.type_of(program.graph.ops[step.op].operands[-1])
     return Array(kind.shape, kind.dtype, math.prod(kind.shape) * dtype_bytes(kind.dtype), -1)
+
+
+def matrices_of(program: Lowered, step: Step) -> Matrices:
+    """What one device multiplies in a `dot_general`."""
+    lhs, rhs = step.shapes
+    return matrices(lhs, rhs, program.graph.ops[step.op].attrs)
 
 
 def lower(
@@ -369,17 +379,29 @@ class _Lowering:
         if op.kind in BODIES:
             size, kernels = body_work(op)
             inner = size * share, kernels
-        self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner)
+        shapes = self._read(op) if op.kind == "dot_general" else ()
+        self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner, shapes=shapes)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)
         return tuple(made)
+
+    def _read(self, op: Op) -> tuple[tuple[int, ...], ...]:
+        """The shapes of an op's operands on one device, as they are read once resharded."""
+        run = self.partitioned.runs[op.id]
+        tilings = [*run.reads]
+        for move in run.moves:
+            tilings[move.place] = move.tiling
+        shard, kinds = self.shardings.subaxes.shard, map(self.graph.type_of, op.operands)
+        return tuple(shard(kind.shape, tiling) for kind, tiling in zip(kinds, tilings, strict=True))
 
     def _as_whole_as(self, op: Op, read: int | None, made: Array) -> None:
         """What an op makes of the terms of a sum that is scattered later has all of their numbers."""
         term = None if read is None else self.arrays[read].shape
         if term is not None:
-            made.shape = tuple(term[dim] for dim in op.attrs["permutation"]) if op.kind == "transpose" else term
-            made.bytes = math.prod(term) * dtype_bytes(made.dtype)
+            order = op.attrs["permutation"] if op.kind == "transpose" else range(len(term))
+            made.shape = tuple(term[dim] for dim in order) if len(order) == len(term) else None  # it lies in another
+            made.numbers = math.prod(term)
+            made.bytes = made.numbers * dtype_bytes(made.dtype)
 
     def _name(self, op: Op, results: Sequence[Value]) -> None:
         """What values that need no array are: a number, or an op on such values."""

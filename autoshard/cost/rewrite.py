@@ -126,8 +126,7 @@ def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
     if not plain and len(reads) == 2:
         orders = [(*batch[0], *kept[0], *contracted[0]), (*batch[1], *contracted[1], *kept[1])]
         for place, dims in enumerate(orders):
-            shape = rewriter.arrays[reads[place]].shape
-            moving = dims if shape is None or len(shape) != len(dims) else tuple(dim for dim in dims if shape[dim] > 1)
+            moving = tuple(dim for dim in dims if step.shapes[place][dim] > 1)
             if len(moving) > 1 and ranks[place] > 2 and list(moving) != sorted(moving):
                 reads[place] = transposed(rewriter, step, place, dims)
     rewriter.emit(replace(step, reads=tuple(reads)))

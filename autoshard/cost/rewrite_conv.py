@@ -104,7 +104,8 @@ def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
     reversed is part of the convolution. So are images that are arguments, which it reads features last. What the
     program makes itself lies as it is read.
     """
-    step = replace(step, reads=(_features_last(rewriter, step), *step.reads[1:]))
+    if len(step.reads) == 2:  # images or kernels that follow from constants have no array
+        step = replace(step, reads=(_features_last(rewriter, step), step.reads[1]))
     kernel = kernel_of(rewriter.source, step)
     if kernel is None:
         rewriter.emit(step)
@@ -161,8 +162,8 @@ def expanded_select_and_scatter(rewriter: Rewriter, step: Step, op: Op) -> None:
     Per dim of the operand there is an array of positions, and one of those that are selected; they are put together
     as rows of indices. Positions depend on nothing: they are made at the start of the program.
     """
-    shape = rewriter.arrays[step.reads[0]].shape
-    if shape is None or len(step.reads) < 2:
+    shape = rewriter.arrays[step.reads[0]].shape if len(step.reads) > 1 else None
+    if shape is None:
         rewriter.emit(step)
         return
     operand, source = step.reads[:2]

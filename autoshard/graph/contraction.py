@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -40,6 +41,31 @@ def dot_dims(lhs_rank: int, rhs_rank: int, attrs: Mapping[str, Any]) -> Dims:
         contract,
         tuple((d, start + i) for i, d in enumerate(left)),
         tuple((d, start + len(left) + i) for i, d in enumerate(right)),
+    )
+
+
+class Matrices(NamedTuple):
+    """What a `dot_general` multiplies: `batch` times (m, k) x (k, n). Dims of each kind count as one."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+def matrices(lhs: Shape, rhs: Shape, attrs: Mapping[str, Any]) -> Matrices:
+    """The matrices of a `dot_general` of operands of these shapes.
+
+    These are the operands' own, or one device's parts of them. The buffer that an operand lies in may have another
+    shape: a reshape moves nothing. Where one operand is split along a shared dim and the other is not, as while parts go
+    round a ring, the smaller part is multiplied.
+    """
+    dims = dot_dims(len(lhs), len(rhs), attrs)
+    return Matrices(
+        math.prod(min(lhs[a], rhs[b]) for a, b, _ in dims.batch),
+        math.prod(lhs[a] for a, _ in dims.left),
+        math.prod(rhs[b] for b, _ in dims.right),
+        math.prod(min(lhs[a], rhs[b]) for a, b in dims.contract),
     )
 
 
