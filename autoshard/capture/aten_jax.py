@@ -574,3 +574,8 @@ def _einsum(out: Types, equation: str, a: Any, b: Any) -> Any:
     dims, order = dot_dims(equation)
     product = lax.dot_general(a, b, dims, preferred_element_type=out[0].dtype)
     return product if order is None else lax.transpose(product, order)
+
+
+@lowers("autoshard::barrier")
+def _barrier(out: Types, values: Any, after: Any) -> Any:
+    return lax.optimization_barrier((*values, *after))[: len(values)]

@@ -1,85 +1,232 @@
-"""`torch.utils.checkpoint` on XLA devices, for which torch's own has no module and puts up no barrier.
+"""`torch.utils.checkpoint` on the device that programs are captured on, so that XLA computes again what it is to.
 
-Without a barrier XLA would see that what is computed again is what was computed before, and keep it. torch_xla has a
-checkpoint of its own that does both; models and libraries call torch's.
+Without a barrier XLA would see that what is computed again is what was computed before, and keep it. As in jax's
+`checkpoint`, everything that the second pass reads and did not make itself (inputs of the block, its parameters, what
+it closes over) goes through one `optimization_barrier` first, together with the gradients of the block's results: the
+second pass starts no earlier than these are there. What it saves for the backward pass is read behind the barrier too.
+
+torch_xla's own checkpoint has its barriers already.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from autoshard.capture import ops
+from autoshard.capture.device import current, is_xla, tensor_id
+from autoshard.capture.sequence import computes, tensors_in
 
 
 @contextlib.contextmanager
 def recomputed() -> Iterator[None]:
-    """torch's checkpoints work on XLA tensors meanwhile, those of both kinds."""
+    """torch's checkpoints are computed again meanwhile, those of both kinds."""
     import torch.utils.checkpoint as library
 
-    reentrant, generator = library.CheckpointFunction, library._checkpoint_without_reentrant_generator
+    saved = {name: getattr(library, name) for name in ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")}
+    regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
+    body = inspect.unwrap(library.checkpoint).__code__
+
+    class First(saved["_checkpoint_hook"]):  # type: ignore[misc]
+        """Around the first pass."""
+
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            self.region = regions[frame] = _Region()
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.watch = _Watch(self.region)
+            self.watch.__enter__()
+
+        def __exit__(self, *raised: Any) -> None:
+            self.watch.__exit__(*raised)
+            super().__exit__(*raised)
+            if raised[0] is None:
+                self.region.follow(_returned(body))
+
+    class Again(saved["_recomputation_hook"]):  # type: ignore[misc]
+        """Around the second pass."""
+
+        def __init__(self, frame: Any, task: int) -> None:
+            super().__init__(frame, task)
+            self.hide = _Hide(regions[frame()])
+            save = self.pack_hook
+            self.pack_hook = lambda tensor: save(self.hide.saved(tensor))
+
+        def __enter__(self) -> None:
+            self.hide.begin()
+            super().__enter__()
+            self.hide.__enter__()
+
+        def __exit__(self, *raised: Any) -> None:
+            self.hide.__exit__(*raised)
+            super().__exit__(*raised)
+            self.hide.end()
+
+    library.CheckpointFunction = _reentrant(saved["CheckpointFunction"])
+    library._checkpoint_hook, library._recomputation_hook = First, Again
     had = getattr(torch, "xla", None)
+    if had is None:
+        torch.xla = _Device()
     try:
-        library.CheckpointFunction = _Either(reentrant)
-        library._checkpoint_without_reentrant_generator = lambda function, *given, **named: generator(
-            _behind_a_barrier(function) if _any_on_xla((given, named)) else function, *given, **named
-        )
-        if had is None:
-            torch.xla = _Device()
         yield
     finally:
-        library.CheckpointFunction = reentrant
-        library._checkpoint_without_reentrant_generator = generator
+        for name, own in saved.items():
+            setattr(library, name, own)
         if had is None:
             del torch.xla
 
 
-def _on_xla(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
+def _returned(body: Any) -> Any:
+    """What the function that is checkpointed returned, out of `torch.utils.checkpoint.checkpoint`, which called it."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not body:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get("ret")
 
 
-def _any_on_xla(tree: Any) -> bool:
-    return any(_on_xla(leaf) for leaf in tree_leaves(tree))
+class _Region:
+    """What a checkpointed function reads.
+
+    Attributes:
+        reads: what it did not make itself, by its id.
+        gradients: of its results, as far as the backward pass has come.
+        random: the state of the device's random numbers when it begins.
+    """
+
+    def __init__(self) -> None:
+        self.reads: dict[int, torch.Tensor] = {}
+        self.gradients: list[torch.Tensor] = []
+        self.random = current().random_state()
+
+    def follow(self, results: Any) -> None:
+        """Take note of gradients of these."""
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None and is_xla(leaf):
+                leaf.register_hook(self._note)
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.gradients.append(_bare(gradient.detach()))
 
 
-class _Either:
-    """torch's reentrant checkpoint, and torch_xla's for tensors that are there."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-
-    def apply(self, function: Any, preserve: bool, *args: Any) -> Any:
-        if not _any_on_xla(args):
-            return self.native.apply(function, preserve, *args)
-        from torch_xla.utils.checkpoint import CheckpointFunction
-
-        return CheckpointFunction.apply(function, preserve, *args)
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without functionalization's wrapper, as dispatch modes see it."""
+    if torch._is_functional_tensor(tensor):
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor)
+    return tensor
 
 
-def _behind_a_barrier(function: Any) -> Any:
-    """The function; when it runs again, on inputs of which XLA does not know that they are those of before."""
-    ran = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ran
-        if ran:
-            args, kwargs = tree_map(_hidden, (args, kwargs))
-        ran = True
-        return function(*args, **kwargs)
-
-    return run
+def _hidden(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is read goes through a barrier; whole numbers and single ones are as good as known."""
+    return is_xla(tensor) and tensor.is_floating_point() and tensor.dim() > 0
 
 
-def _hidden(leaf: Any) -> Any:
-    if not _on_xla(leaf) or not leaf.is_floating_point():
-        return leaf
-    import torch_xla.core.xla_model as xla_model
+class _Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Notes what is read and was not made under it."""
 
-    hidden = leaf.detach().clone()
-    xla_model.optimization_barrier_([hidden])
-    return hidden.requires_grad_(leaf.requires_grad)
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self.reads = region.reads
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if computes(func):
+            args, kwargs = self.read(args, kwargs)
+        given = [tensor for tensor in tensors_in((args, kwargs)) if is_xla(tensor)]
+        before = set(map(tensor_id, given))
+        result = func(*args, **kwargs)
+        after = (*given, *(tensor for tensor in tensors_in((result,)) if is_xla(tensor)))
+        self.made.update(number for number in map(tensor_id, after) if number not in before)
+        return result
+
+    def read(self, args: Any, kwargs: Any) -> Any:
+        """What an op is called with, once it is noted."""
+        for tensor in tensors_in((args, kwargs)):
+            if _hidden(tensor) and tensor_id(tensor) not in self.made:
+                self.reads.setdefault(tensor_id(tensor), tensor)
+        return args, kwargs
+
+
+class _Hide(_Watch):
+    """Has what runs under it read, in the place of what it did not make, the same behind a barrier."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__(region)
+        self.region = region
+        self.behind: dict[int, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Put all that the first pass read behind one barrier."""
+        self.random = current().random_state()
+        current().set_random_state(self.region.random)
+        self._put([*self.reads.values()])
+
+    def end(self) -> None:
+        """Draw random numbers as if nothing had been computed again."""
+        current().set_random_state(self.random)
+
+    def _put(self, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            with torch.no_grad():
+                behind = ops.barrier(tensors, self.region.gradients)
+            self.behind |= dict(zip(map(tensor_id, tensors), behind, strict=True))
+
+    def read(self, args: Any, kwargs: Any) -> Any:
+        """What an op is called with, behind barriers."""
+        missing = {tensor_id(tensor): tensor for tensor in tensors_in((args, kwargs)) if _hidden(tensor)}
+        self._put([each for number, each in missing.items() if number not in self.made and number not in self.behind])
+        return tree_map(self._instead, (args, kwargs))
+
+    def _instead(self, leaf: Any) -> Any:
+        known = isinstance(leaf, torch.Tensor) and is_xla(leaf)
+        return self.behind.get(tensor_id(leaf), leaf) if known else leaf
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the backward pass reads for a tensor that is saved."""
+        behind = self._instead(tensor)
+        if behind is tensor:
+            return tensor
+        wrapped: torch.Tensor = behind
+        if torch._is_functional_tensor(tensor) and not torch._is_functional_tensor(behind):
+            wrapped = torch._to_functional_tensor(behind)
+        return wrapped
+
+
+def _reentrant(native: Any) -> Any:
+    """torch's reentrant checkpoint, which runs the second pass and its backward pass at once."""
+
+    class Reentrant(native):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
+            ctx.region = _Region()
+            with _Watch(ctx.region):
+                return native.forward(ctx, function, preserve, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            for gradient in tensors_in(gradients):
+                ctx.region.reads[tensor_id(gradient)] = _bare(gradient)
+            hide = _Hide(ctx.region)
+            hide.begin()
+            with hide:
+                made = native.backward(ctx, *gradients)
+            hide.end()
+            return made
+
+    return Reentrant
 
 
 class _Device:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,12 @@ class Device(Protocol):
 
     def falls_back(self, op: str) -> bool:
         """Whether nothing lowers an op, by its name in the dispatcher (`aten::nonzero`)."""
+
+    def random_state(self) -> Any:
+        """What its next random numbers follow from, unless torch itself asks the device for that."""
+
+    def set_random_state(self, state: Any) -> None:
+        """Draw the numbers again that follow from a state."""
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -57,6 +63,12 @@ class _Xla:
     def falls_back(self, op: str) -> bool:
         table = torch._C._dispatch_dump_table(op)
         return any(line.startswith("XLA:") and "[backend fallback]" in line for line in table.splitlines())
+
+    def random_state(self) -> None:
+        return None
+
+    def set_random_state(self, state: Any) -> None:
+        pass
 
 
 @cache

@@ -4,6 +4,8 @@
   own `torch.einsum` passes a dispatch mode unseen, so it can carry neither label nor annotation.)
 - `autoshard::embedding(weight, indices, padding_idx)` and its gradient: a gather and a scatter-add that keep the dims
   of `indices`, where torch_xla's embedding flattens them.
+- `autoshard::barrier(values, after)`: the values, of which XLA does not know that they are what it is given, and which
+  are there no earlier than what they come after (`checkpoints.py`).
 
 They are registered with `torch.library.Library` and an autograd kernel, which costs no import of torch's compiler.
 """
@@ -19,6 +21,7 @@ _library = torch.library.Library("autoshard", "FRAGMENT")
 _library.define("einsum(str equation, Tensor a, Tensor b) -> Tensor")
 _library.define("embedding(Tensor weight, Tensor indices, int padding_idx) -> Tensor")
 _library.define("embedding_grad(Tensor grad, Tensor indices, int rows, int padding_idx) -> Tensor")
+_library.define("barrier(Tensor[] values, Tensor[] after) -> Tensor[]")
 
 
 DimPair = tuple[list[int], list[int]]
@@ -133,12 +136,26 @@ def _embedding_autograd(weight: torch.Tensor, indices: torch.Tensor, padding_idx
         return torch.ops.autoshard.embedding(weight, indices, padding_idx)
 
 
+def _barrier_any(values: list[torch.Tensor], after: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [value.clone() for value in values]
+
+
+def _barrier_xla(values: list[torch.Tensor], after: list[torch.Tensor]) -> list[torch.Tensor]:
+    import torch_xla
+
+    made = [value.clone() for value in (*values, *after)]
+    torch_xla._XLAC._xla_optimization_barrier_(made)
+    return made[: len(values)]
+
+
 _library.impl("einsum", _einsum_any, "CompositeExplicitAutograd")
 _library.impl("einsum", _einsum_xla, "XLA")
 _library.impl("einsum", _einsum_autograd, "Autograd")
 _library.impl("embedding", _embedding, "CompositeExplicitAutograd")
 _library.impl("embedding", _embedding_autograd, "Autograd")
 _library.impl("embedding_grad", _embedding_grad, "CompositeExplicitAutograd")
+_library.impl("barrier", _barrier_any, "CompositeExplicitAutograd")
+_library.impl("barrier", _barrier_xla, "XLA")
 
 
 def einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -149,4 +166,10 @@ def einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     """Rows of `weight` of shape `(rows, features)`: shape `indices.shape + (features,)`."""
     out: torch.Tensor = torch.ops.autoshard.embedding(weight, indices, -1 if padding_idx is None else padding_idx)
+    return out
+
+
+def barrier(values: list[torch.Tensor], after: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The values behind a barrier that also waits for `after`; no gradients."""
+    out: list[torch.Tensor] = torch.ops.autoshard.barrier(values, after)
     return out

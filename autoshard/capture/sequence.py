@@ -469,6 +469,12 @@ def _kind(func: Any) -> _Kind:
     return found
 
 
+def computes(func: Any) -> bool:
+    """Whether an overload makes values of those that it reads, and writes into none of them."""
+    kind = _kind(func)
+    return not (kind.uncounted or kind.transfers or func._schema.is_mutable or kind.name in UNDECLARED_WRITES)
+
+
 def draws(func: Any) -> bool:
     """Whether an overload draws random numbers. (Tags take long to look through.)"""
     return _kind(func).draws

@@ -71,6 +71,9 @@ class _Meta:
     type = "meta"
     holds = staticmethod(attrgetter("is_meta"))
 
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
     def tensor_id(self, tensor: torch.Tensor) -> int:
         found = inner(tensor)
         return found.ident if found is not None else -id(tensor)
@@ -82,6 +85,12 @@ class _Meta:
     def falls_back(self, op: str) -> bool:
         return False  # what nothing lowers is met when it is recorded
 
+    def random_state(self) -> int | None:
+        return self.recorder.seed
+
+    def set_random_state(self, state: int | None) -> None:
+        self.recorder.seed = state
+
 
 class _Tracing(Tracing):
     """A capture on placeholders of our own."""
@@ -90,8 +99,8 @@ class _Tracing(Tracing):
     packages = ("torch", "torchax", "jaxlib")
 
     def begin(self) -> None:
-        self.stack.enter_context(captured_on(_Meta()))
         self.recorder = Recorder(lambda func: lowering_of(func) is not None, _takes_numbers)
+        self.stack.enter_context(captured_on(_Meta(self.recorder)))
 
     def begin_step(self) -> None:
         self.stack.enter_context(_KeepsData())
