@@ -21,7 +21,7 @@ from autoshard.cost.backend import Backend
 from autoshard.cost.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.latency import overlapped
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
+from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
@@ -240,6 +240,8 @@ class GpuBackend(Backend):
 
     def _seconds(self, kernel: Kernel, program: Lowered) -> float:
         """What the scheduler takes a kernel to last (`SolLatencyEstimator`): no launch, unless it is a product."""
+        if kernel.kind == BARRIER:
+            return 0.0
         arrays, device = program.arrays, self.device
         reads = kernel.writes if kernel.kind == "slice" else kernel.reads
         moved = sum(arrays[array].bytes for array in (*reads, *kernel.writes))

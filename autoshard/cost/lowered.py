@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
@@ -163,25 +164,20 @@ def matrices_of(program: Lowered, step: Step) -> Matrices:
     return matrices(lhs, rhs, program.graph.ops[step.op].attrs)
 
 
-def lower(
-    graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True, ordered: bool = False
-) -> Lowered:
+def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True) -> Lowered:
     """The steps of one device for a partitioned program.
 
     Args:
-        barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it. XLA's CPU
-            compiler removes barriers before it last looks for equal instructions: equal recomputation is undone.
-        ordered: whether what lies behind a barrier also waits for all that lies before it: barriers are steps.
+        barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it, and waits
+            for all of that: barriers are steps. XLA's CPU compiler removes them before it last looks for equal
+            instructions, and orders what is left: equal recomputation is undone.
     """
-    return _Lowering(graph, shardings, partitioned, barriers, ordered).run()
+    return _Lowering(graph, shardings, partitioned, barriers).run()
 
 
 class _Lowering:
-    def __init__(
-        self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool, ordered: bool
-    ) -> None:
-        self.graph, self.shardings, self.partitioned = graph, shardings, partitioned
-        self.barriers, self.ordered = barriers, ordered
+    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
+        self.graph, self.shardings, self.partitioned, self.barriers = graph, shardings, partitioned, barriers
         self.updates: dict[int, int] = {}  # result -> the argument whose buffer it takes over
         self.behind: dict[Value, int] = {}  # value -> the barrier that it has come through
         self.numbers: dict[Hashable, tuple[int, ...]] = {}  # what a step computes -> the arrays that hold it
@@ -260,7 +256,7 @@ class _Lowering:
             return
         if op.kind in MASKED:
             self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
-        if op.kind == BARRIER and self.ordered:
+        if op.kind == BARRIER and self.barriers:
             self._barrier(number, results, reads)
             return
         same = self.folded.same.get(results[0])
@@ -269,9 +265,7 @@ class _Lowering:
             for i, value in enumerate(results):
                 source = i if place is None else place
                 self.of[value] = self._view(value, reads[source], number)
-                if op.kind == BARRIER and self.barriers:
-                    self.behind[value] = number
-                elif op.operands[source] in self.behind:
+                if op.operands[source] in self.behind:
                     self.behind[value] = self.behind[op.operands[source]]
             return
         beside: list[int | None] = []
@@ -326,17 +320,30 @@ class _Lowering:
         return len(self.arrays) - 1
 
     def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
-        """A step that passes on what it reads; arguments and what has no array are not held back."""
-        held = {array: array for array in reads if array is not None and self.arrays[array].maker >= 0}
-        for array in held:
-            old = self.arrays[array]
-            self.arrays.append(Array(old.shape, old.dtype, old.bytes, -1))
-            held[array] = len(self.arrays) - 1
-        if held:
-            self._step(BARRIER, op, tuple(held), tuple(held.values()))
+        """A step that passes on what it reads: result i is operand i; operands of which no result is read are last.
+
+        Arguments and what has no array are not held back.
+        """
+        held: dict[int, int] = {}
+        values: dict[int, Value] = {}
+        for value, operand, source in zip(results, self.graph.ops[op].operands, reads, strict=True):
+            if source is not None and self.arrays[source].maker >= 0:
+                values.setdefault(source, operand)
+                if source not in held and value in self._read_values:
+                    old = self.arrays[source]
+                    self.arrays.append(replace(old, maker=-1, readers=[], returned=False, donated=False))
+                    held[source] = len(self.arrays) - 1
+        if values:
+            order = (*held, *(source for source in values if source not in held))
+            self._step(BARRIER, op, order, tuple(held.values()), values=tuple(values[source] for source in order))
         for value, source in zip(results, reads, strict=True):
             self.of[value] = None if source is None else held.get(source, source)
             self.behind[value] = op
+
+    @cached_property
+    def _read_values(self) -> frozenset[Value]:
+        """The values that anything reads."""
+        return frozenset((*self.graph.outputs, *(value for op in self.graph.ops for value in op.operands)))
 
     def _made(
         self,

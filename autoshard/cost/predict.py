@@ -99,7 +99,7 @@ def predict(
     if equal:
         graph, annotations = merged(graph, annotations, equal)
         shardings, partitioned = _partitioned(graph, annotations, mesh, target)
-    lowered = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")
+    lowered = lower(graph, shardings, partitioned, barriers=target != "cpu")
     compiled = backend_of(device).compile(lowered)
     kernels = _per_op(compiled, device)
     compute = _per_group(kernels, groups)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.lowered import BARRIER, Array, Lowered
 
 
 @dataclass(frozen=True)
@@ -408,6 +408,7 @@ def liveness(
     change = np.zeros(len(order) + 1, dtype=np.int64)
     for position, number in enumerate(order):
         kernel = kernels[number]
+        passed = dict(zip(kernel.writes, kernel.reads, strict=False)) if kernel.kind == BARRIER else {}
         free = [
             array
             for array in kernel.reads
@@ -425,7 +426,11 @@ def liveness(
                 last[array] = len(order) - 1
             size = rounded(found)
             held = array
-            if kernel.shares:
+            if array in passed:  # what is read behind a barrier lies where it lay
+                if passed[array] not in buffer:
+                    continue
+                held = buffer[passed[array]]
+            elif kernel.shares:
                 taken = next((one for one in free if sizes[buffer[one]] == size), None)
                 if taken is not None:
                     free.remove(taken)

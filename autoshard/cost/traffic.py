@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import COLLECTIVES, SLICE, Lowered
+from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Lowered
 
 PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
 """Kinds that read of their first operand only what they take."""
@@ -11,7 +11,7 @@ PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
 
 def touched(kernel: Kernel, program: Lowered) -> dict[int, int]:
     """Array -> bytes of it that one kernel reads and writes; collectives move theirs over links: nothing here."""
-    if kernel.kind in COLLECTIVES or kernel.kind == "end":
+    if kernel.kind in COLLECTIVES or kernel.kind in (BARRIER, "end"):
         return {}
     arrays, steps = program.arrays, program.steps
     if not kernel.steps:  # copies that a combination needs

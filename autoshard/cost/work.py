@@ -19,7 +19,7 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import Lowered, Step, lower
+from autoshard.cost.lowered import BARRIER, Lowered, Step, lower
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.spmd import OpRun, Partitioned
 from autoshard.cost.traffic import PARTIAL
@@ -144,7 +144,7 @@ def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
         runs.append(run)
     shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
     partitioned = Partitioned(tuple(runs), (), {})
-    return lower(graph, shardings, partitioned, barriers=device.target != "cpu", ordered=device.target == "tpu")
+    return lower(graph, shardings, partitioned, barriers=device.target != "cpu")
 
 
 class _Attribution:
@@ -156,6 +156,9 @@ class _Attribution:
         self.origin = {number: Value(number) for number, op in enumerate(graph.ops) if op.kind == "argument"}
         for step in self.program.steps:
             op = graph.ops[step.op]
+            if step.kind == BARRIER:
+                self.origin.update(zip(step.writes, step.values, strict=False))
+                continue
             if step.kind == op.kind and len(step.writes) == len(op.results):
                 for place, array in enumerate(step.writes):
                     self.origin[array] = Value(step.op, place)

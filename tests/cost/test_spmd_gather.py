@@ -51,7 +51,7 @@ def test_what_is_gathered_again_is_another_array(length, arrays):
     graph = chain(length)
     wanted = Annotations({Value(argument): EVERYONE for argument in graph.arguments})
     shardings = propagate(graph, wanted, MESH)
-    lowered = lower(graph, shardings, partition(graph, shardings, "tpu"), ordered=True)
+    lowered = lower(graph, shardings, partition(graph, shardings, "tpu"))
     gathered = [step for step in lowered.steps if step.kind == "all-gather"]
     products = [step for step in lowered.steps if step.kind == "dot_general"]
     assert len(gathered) == arrays
@@ -95,7 +95,7 @@ def test_groups_and_all_devices_gather_a_weight_once():
     partitioned = partition(graph, shardings, "tpu")
     expected = [("all-gather", 1024 * 1024 * 2), ("all-reduce", 256 * 1024 * 4)]
     assert sorted((one.kind, one.bytes) for one in partitioned.collectives) == expected
-    steps = lower(graph, shardings, partitioned, ordered=True).steps
+    steps = lower(graph, shardings, partitioned).steps
     assert len([step for step in steps if step.kind == "all-gather"]) == 1
     try:
         parse_target("tpu-v5e:2x4", 8).packages()

@@ -28,7 +28,7 @@ def test_a_program_of_which_nothing_is_split_is_that_of_no_annotations(kind):
     shardings = propagate(graph, Annotations({}), mesh, device.target)
     partitioned = partition(graph, shardings, device.target)
     target = device.target
-    known = lower(graph, shardings, partitioned, barriers=target != "cpu", ordered=target == "tpu")
+    known = lower(graph, shardings, partitioned, barriers=target != "cpu")
     found = replicated_program(graph, mesh, device)
 
     def rows(items):
