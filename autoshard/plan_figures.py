@@ -75,7 +75,8 @@ class Predicted(_Figures):
         step_time_s: compute and communication one after the other, in seconds.
         compute_s, communication_s: its two parts.
         overlapped_s: step time when gradient collectives hide behind the backward pass.
-        mfu: useful FLOP (every op counted once over the whole mesh) / (step time x peak FLOP/s of all devices).
+        mfu: useful FLOP (every op counted once over the whole mesh, recomputation not) / (step time x peak FLOP/s of
+            all devices).
         collectives: totals, per kind and axes.
         peak_memory_bytes: per device.
         modules: compute and communication per module and phase, in program order; empty where nobody worked it out.

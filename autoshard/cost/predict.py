@@ -19,6 +19,7 @@ from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.merge import equal_ops, merged
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings, propagate
+from autoshard.graph.recomputed import recomputed_ops
 from autoshard.graph.rewritten import rewritten
 from autoshard.graph.rules import rule_for
 from autoshard.graph.simplify import simplified
@@ -56,8 +57,8 @@ class Prediction:
         step_time_s: compute and communication one after the other, in seconds.
         compute_s, communication_s: its two parts.
         overlapped_s: step time when the collectives of gradients run beside the backward pass.
-        mfu: FLOP of the program, each op counted once over the whole mesh, over what all devices could do in
-            `step_time_s` at their peak.
+        mfu: FLOP of the program, each op counted once over the whole mesh and none that only computes again what a
+            checkpoint has let go of, over what all devices could do in `step_time_s` at their peak.
         collectives: every collective of a step, with the op it comes from.
         peak_memory_bytes: per device.
         replicated_ops: what had to be replicated for want of a rule.
@@ -94,6 +95,8 @@ def predict(
     written = graph
     graph, apart = rewritten(graph, annotations, target)
     flops = [op_flops(op, graph) for op in graph.ops]
+    again = recomputed_ops(written)
+    useful = sum(each for number, each in enumerate(flops) if number not in again)
     shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     equal = _moved_again(graph, annotations, shardings, partitioned) if target == "tpu" else {}
     if equal:
@@ -113,7 +116,7 @@ def predict(
         compute_s=compute_s,
         communication_s=communication_s,
         overlapped_s=_overlapped(graph, groups, compute, collectives, times),
-        mfu=sum(flops) / (step * peak) if step > 0 else 0.0,
+        mfu=useful / (step * peak) if step > 0 else 0.0,
         collectives=collectives,
         peak_memory_bytes=compiled.peak_bytes,
         compiled=compiled,
