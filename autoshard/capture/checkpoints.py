@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.capture import ops
+from autoshard.capture.autocast import DEVICE as AUTOCAST
 from autoshard.capture.device import current, is_xla, tensor_id
 from autoshard.capture.sequence import computes, tensors_in
 
@@ -31,7 +32,7 @@ def recomputed() -> Iterator[None]:
     """torch's checkpoints are computed again meanwhile, those of both kinds."""
     import torch.utils.checkpoint as library
 
-    saved = {name: getattr(library, name) for name in ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")}
+    saved = {name: getattr(library, name) for name in _REPLACED}
     regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
     body = inspect.unwrap(library.checkpoint).__code__
 
@@ -63,17 +64,21 @@ def recomputed() -> Iterator[None]:
             self.pack_hook = lambda tensor: save(self.hide.saved(tensor))
 
         def __enter__(self) -> None:
-            self.hide.begin()
+            self.stack = contextlib.ExitStack()
+            self.stack.enter_context(self.hide.beginning())
+            self.stack.enter_context(self.hide.region.autocast())
             super().__enter__()
-            self.hide.__enter__()
+            self.stack.enter_context(self.hide)
 
         def __exit__(self, *raised: Any) -> None:
-            self.hide.__exit__(*raised)
             super().__exit__(*raised)
-            self.hide.end()
+            self.stack.__exit__(None, None, None)
 
     library.CheckpointFunction = _reentrant(saved["CheckpointFunction"])
     library._checkpoint_hook, library._recomputation_hook = First, Again
+    library._infer_device_type = lambda *args: (
+        saved["_infer_device_type"](*args) if any(isinstance(leaf, torch.Tensor) for leaf in args) else current().type
+    )
     had = getattr(torch, "xla", None)
     if had is None:
         torch.xla = _Device()
@@ -84,6 +89,10 @@ def recomputed() -> Iterator[None]:
             setattr(library, name, own)
         if had is None:
             del torch.xla
+
+
+_REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type")
+"""What is replaced of `torch.utils.checkpoint`."""
 
 
 def _returned(body: Any) -> Any:
@@ -107,6 +116,15 @@ class _Region:
         self.reads: dict[int, torch.Tensor] = {}
         self.gradients: list[torch.Tensor] = []
         self.random = current().random_state()
+        self.autocasts = {
+            "dtype": torch.get_autocast_dtype(AUTOCAST),
+            "enabled": torch.is_autocast_enabled(AUTOCAST),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as it was; torch looks at that of the device on which the tensors are that a function is given."""
+        return torch.autocast(AUTOCAST, **self.autocasts)
 
     def follow(self, results: Any) -> None:
         """Take note of gradients of these."""
@@ -143,7 +161,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if computes(func):
+        if computes(func, tensors_in((args, kwargs)), kwargs):
             args, kwargs = self.read(args, kwargs)
         given = [tensor for tensor in tensors_in((args, kwargs)) if is_xla(tensor)]
         before = set(map(tensor_id, given))
@@ -168,15 +186,16 @@ class _Hide(_Watch):
         self.region = region
         self.behind: dict[int, torch.Tensor] = {}
 
-    def begin(self) -> None:
-        """Put all that the first pass read behind one barrier."""
-        self.random = current().random_state()
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """All that the first pass read behind one barrier; meanwhile random numbers are drawn as they were then."""
+        random = current().random_state()
         current().set_random_state(self.region.random)
         self._put([*self.reads.values()])
-
-    def end(self) -> None:
-        """Draw random numbers as if nothing had been computed again."""
-        current().set_random_state(self.random)
+        try:
+            yield
+        finally:
+            current().set_random_state(random)
 
     def _put(self, tensors: list[torch.Tensor]) -> None:
         if tensors:
@@ -211,20 +230,22 @@ def _reentrant(native: Any) -> Any:
     class Reentrant(native):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
-            ctx.region = _Region()
-            with _Watch(ctx.region):
-                return native.forward(ctx, function, preserve, *args)
+            region = ctx.region = _Region()
+
+            def run(*given: Any) -> Any:
+                with region.autocast():
+                    return function(*given)
+
+            with _Watch(region):
+                return native.forward(ctx, run, preserve, *args)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             for gradient in tensors_in(gradients):
                 ctx.region.reads[tensor_id(gradient)] = _bare(gradient)
             hide = _Hide(ctx.region)
-            hide.begin()
-            with hide:
-                made = native.backward(ctx, *gradients)
-            hide.end()
-            return made
+            with hide.beginning(), hide:
+                return native.backward(ctx, *gradients)
 
     return Reentrant
 

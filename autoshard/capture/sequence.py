@@ -469,10 +469,12 @@ def _kind(func: Any) -> _Kind:
     return found
 
 
-def computes(func: Any) -> bool:
-    """Whether an overload makes values of those that it reads, and writes into none of them."""
+def computes(func: Any, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an overload makes values of those that it reads, on their device, and writes into none of them."""
     kind = _kind(func)
-    return not (kind.uncounted or kind.transfers or func._schema.is_mutable or kind.name in UNDECLARED_WRITES)
+    if kind.uncounted or func._schema.is_mutable or kind.name in UNDECLARED_WRITES:
+        return False
+    return not kind.transfers or (kind.name != "aten._copy_from.default" and _stays(tensors, kwargs))
 
 
 def draws(func: Any) -> bool:
