@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autoshard.capture import ops
 from autoshard.capture.autocast import DEVICE as AUTOCAST
 from autoshard.capture.device import current, is_xla, tensor_id
-from autoshard.capture.sequence import computes, tensors_in
+from autoshard.capture.sequence import ALIASES, computes, name_of, tensors_in
 
 
 @contextlib.contextmanager
@@ -156,6 +156,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.reads = region.reads
         self.made: set[int] = set()
+        self.aliases: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The id of a tensor, or of that which it was made an alias of."""
+        own = tensor_id(tensor)
+        return self.aliases.get(own, own)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -167,14 +173,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         before = set(map(tensor_id, given))
         result = func(*args, **kwargs)
         after = (*given, *(tensor for tensor in tensors_in((result,)) if is_xla(tensor)))
-        self.made.update(number for number in map(tensor_id, after) if number not in before)
+        new = [number for number in map(tensor_id, after) if number not in before]
+        if name_of(func) in ALIASES and given and self.number(given[0]) not in self.made:
+            self.aliases.update(dict.fromkeys(new, self.number(given[0])))
+        else:
+            self.made.update(new)
         return result
 
     def read(self, args: Any, kwargs: Any) -> Any:
         """What an op is called with, once it is noted."""
         for tensor in tensors_in((args, kwargs)):
-            if _hidden(tensor) and tensor_id(tensor) not in self.made:
-                self.reads.setdefault(tensor_id(tensor), tensor)
+            if _hidden(tensor) and self.number(tensor) not in self.made:
+                self.reads.setdefault(self.number(tensor), tensor)
         return args, kwargs
 
 
@@ -191,27 +201,28 @@ class _Hide(_Watch):
         """All that the first pass read behind one barrier; meanwhile random numbers are drawn as they were then."""
         random = current().random_state()
         current().set_random_state(self.region.random)
-        self._put([*self.reads.values()])
+        self._put(self.reads)
         try:
             yield
         finally:
             current().set_random_state(random)
 
-    def _put(self, tensors: list[torch.Tensor]) -> None:
+    def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
         if tensors:
             with torch.no_grad():
-                behind = ops.barrier(tensors, self.region.gradients)
-            self.behind |= dict(zip(map(tensor_id, tensors), behind, strict=True))
+                behind = ops.barrier([*tensors.values()], self.region.gradients)
+            self.behind |= dict(zip(tensors, behind, strict=True))
 
     def read(self, args: Any, kwargs: Any) -> Any:
         """What an op is called with, behind barriers."""
-        missing = {tensor_id(tensor): tensor for tensor in tensors_in((args, kwargs)) if _hidden(tensor)}
-        self._put([each for number, each in missing.items() if number not in self.made and number not in self.behind])
+        read = {self.number(tensor): tensor for tensor in tensors_in((args, kwargs)) if _hidden(tensor)}
+        known = self.made, self.behind
+        self._put({number: each for number, each in read.items() if all(number not in those for those in known)})
         return tree_map(self._instead, (args, kwargs))
 
     def _instead(self, leaf: Any) -> Any:
         known = isinstance(leaf, torch.Tensor) and is_xla(leaf)
-        return self.behind.get(tensor_id(leaf), leaf) if known else leaf
+        return self.behind.get(self.number(leaf), leaf) if known else leaf
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the backward pass reads for a tensor that is saved."""

@@ -1,0 +1,200 @@
+"""Activation checkpoints: what is computed again stands behind barriers, on both front ends, and trains as in PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import checkpoint as library
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import autoshard
+from autoshard.graph.ops import Graph, Value
+from autoshard.graph.recomputed import recomputed_ops
+from autoshard.mesh import Mesh
+from autoshard.written import captured_graph
+
+FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
+Run = Callable[[torch.nn.ModuleList, torch.Tensor], torch.Tensor]
+
+
+class Block(torch.nn.Module):
+    """Two linear layers around a GELU, beside the input, which may be weighed."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+        self.drop = torch.nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor, weigh: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+        return x + y if weigh is None else x + y * weigh
+
+
+class Net(torch.nn.Module):
+    def __init__(self, run: Run, drop: float = 0.0) -> None:
+        super().__init__()
+        self.head, self.run = torch.nn.Linear(8, 8), run
+        self.blocks = torch.nn.ModuleList(Block(drop) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.blocks, self.head(x))
+
+
+def each(blocks: Any, x: torch.Tensor, **how: Any) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, **{"use_reentrant": False, **how})
+    return x
+
+
+def plain(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def closed_over(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    weigh = torch.tanh(x)
+    for block in blocks:
+        x = checkpoint(functools.partial(block, weigh=weigh), x, use_reentrant=False)
+    return x
+
+
+def without_arguments(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(lambda block=block, x=x: block(x), use_reentrant=False)
+    return x
+
+
+def nested(blocks: Any, x: torch.Tensor, reentrant: bool = False) -> torch.Tensor:
+    return checkpoint(lambda x: each(blocks, x), x, use_reentrant=reentrant)
+
+
+def several_results(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        made = checkpoint(lambda x, block=block: {"y": (block(x), torch.tanh(x))}, x, use_reentrant=False)
+        x = made["y"][0] + made["y"][1]
+    return x
+
+
+def in_place(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    def scaled(block: Any, x: torch.Tensor) -> torch.Tensor:
+        return block(x).mul_(0.5).add_(1.0)
+
+    for block in blocks:
+        x = checkpoint(scaled, block, x, use_reentrant=False).relu_()
+    return x
+
+
+def whole(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    with library.set_checkpoint_early_stop(False):
+        return each(blocks, x)
+
+
+def saving_products(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    products = [torch.ops.autoshard.einsum.default, torch.ops.aten.addmm.default]
+    return each(blocks, x, context_fn=functools.partial(create_selective_checkpoint_contexts, products))
+
+
+def autocast(blocks: Any, x: torch.Tensor, run: Run = each) -> torch.Tensor:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        return run(blocks, x).float()
+
+
+KINDS: dict[str, tuple[Run, int]] = {
+    "not reentrant": (each, 2),
+    "reentrant": (functools.partial(each, use_reentrant=True), 2),
+    "closed over": (closed_over, 4),  # what it is weighed by needs the second product too
+    "without arguments": (without_arguments, 2),
+    "nested": (nested, 4),
+    "nested in a reentrant one": (functools.partial(nested, reentrant=True), 4),
+    "in a row": (lambda blocks, x: library.checkpoint_sequential(blocks, 2, x, use_reentrant=False), 1),
+    "several results": (several_results, 2),
+    "in place": (in_place, 2),
+    "whole": (whole, 2),
+    "products saved": (saving_products, 0),
+    "autocast": (autocast, 2),
+    "autocast, without arguments": (functools.partial(autocast, run=without_arguments), 2),
+}
+"""Name -> the checkpoints, and how many products of two blocks they compute again."""
+
+
+def captured(run: Run, frontend: str, drop: float = 0.0) -> tuple[Any, Any, Any, Any, Graph]:
+    torch.manual_seed(0)
+    model, x = Net(run, drop), torch.randn(8, 4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = autoshard.capture(model, (x,), loss_fn=mean_square, optimizer=optimizer, frontend=frontend)
+    return model, x, optimizer, program, captured_graph(program)
+
+
+def mean_square(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def products(graph: Graph) -> list[int]:
+    return [op.id for op in graph.ops if op.kind == "dot_general"]
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_again_stands_behind_a_barrier(kind: str, frontend: str) -> None:
+    """So that XLA's look for equal instructions, and ours, leave it alone: it reads nothing that is read before."""
+    run, count = KINDS[kind]
+    *_, graph = captured(run, frontend)
+    barriers = Counter(op.kind for op in graph.ops)["optimization_barrier"]
+    again = recomputed_ops(graph)
+    assert barriers
+    assert len(again.intersection(products(graph))) == count
+    assert len(products(graph)) == 14 + count
+    made = {op.id for op in graph.ops if op.id in again}
+    for number in again.intersection(products(graph)):
+        behind = (graph.ops[value.op] for value in graph.ops[number].operands)
+        assert all(op.id in made or op.kind == "optimization_barrier" for op in behind)
+
+
+@pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "nested", "closed over", "in place"])
+def test_captured_checkpoints_train_as_in_pytorch(kind: str) -> None:
+    model, x, optimizer, program, _ = captured(KINDS[kind][0], FRONTENDS[-1])
+    step = autoshard.plan_program(program, Mesh((1,))).to_jax().step(program, optimizer)
+    state = step.place(model, optimizer)
+    for _ in range(2):
+        state, out = step(state, (x,))
+        optimizer.zero_grad()
+        loss = mean_square(model(x))
+        loss.backward()
+        optimizer.step()
+        np.testing.assert_allclose(float(out["loss"]), loss.item(), rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(np.asarray(state[name]), parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif("torchax" not in FRONTENDS, reason="needs torchax")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_is_drawn_again_as_it_was(reentrant: bool) -> None:
+    """Masks of both passes follow from one seed: the second pass is that of the first."""
+    run = functools.partial(each, use_reentrant=reentrant)
+    *_, graph = captured(run, "torchax", drop=0.5)
+    seeds = Counter(expression(graph, op.operands[0]) for op in graph.ops if op.kind == "rng_bit_generator")
+    assert sorted(seeds.values()) == [2, 2]
+
+
+def expression(graph: Graph, value: Value) -> str:
+    """What a value is computed by."""
+    op = graph.ops[value.op]
+    if op.kind == "argument":
+        return f"argument {op.id}"
+    return f"{op.kind} {op.attrs} {value.result} ({', '.join(expression(graph, read) for read in op.operands)})"
+
+
+@pytest.mark.skipif(len(FRONTENDS) < 2, reason="needs torch_xla and torchax")
+@pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "closed over", "autocast"])
+def test_both_front_ends_number_alike(kind: str) -> None:
+    """A plan that one made can annotate the step that runs on the other."""
+    one, other = (captured(KINDS[kind][0], frontend)[3] for frontend in FRONTENDS)
+    assert [(op.name, op.inputs) for op in one.ops] == [(op.name, op.inputs) for op in other.ops]
