@@ -29,6 +29,7 @@ def seen(tmp_path_factory):
     "name",
     [
         "activation_checkpointing",
+        "activation_checkpointing_of_torch",
         "bf16",
         "dynamo",
         "eager_and_compile",
@@ -61,6 +62,7 @@ def test_dynamo_leaves_the_planned_step_alone(seen):
 
 def test_what_is_computed_again_is_planned(seen):
     assert seen["activation_checkpointing"]["computed_again"] > 10
+    assert seen["activation_checkpointing_of_torch"]["computed_again"] > 10
 
 
 def test_a_value_that_makes_another_program_is_named(seen):

@@ -6,6 +6,7 @@ python -m tests.lower.ways_eight_devices OUT.json [SCENARIO...]
 import copy
 import os
 import weakref
+from functools import partial
 
 os.environ.update(
     PJRT_DEVICE="CPU",
@@ -135,8 +136,12 @@ def fresh(**options):
     return Net(**options)
 
 
-def activation_checkpointing():
-    model, reference = fresh(checkpoint=torch_xla.utils.checkpoint.checkpoint), fresh()
+def activation_checkpointing_of_torch():
+    return activation_checkpointing(partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
+
+
+def activation_checkpointing(checkpoint=torch_xla.utils.checkpoint.checkpoint):
+    model, reference = fresh(checkpoint=checkpoint), fresh()
     plan = planned(model)
     losses, _ = trained(plan, model)
     again = len(plan.program.ops) - len(planned(fresh()).program.ops)
@@ -224,11 +229,11 @@ def checkpoint_between_plans():
         _, its_optimizer = trained(plan, other, steps=range(1))
         dcp.load(state(other, its_optimizer), checkpoint_id=directory, planner=SPMDLoadPlanner())
     torch.distributed.destroy_process_group()
-    partial = [p for p in saved_under.parameters.values() if len(spec_axes(p.spec)) == 1]
+    halved = [p for p in saved_under.parameters.values() if len(spec_axes(p.spec)) == 1]
     found, wanted = state(other, its_optimizer), state(model, optimizer)
     return {
         "stored": len(stored),
-        "partial": len(partial),
+        "partial": len(halved),
         "difference": max(
             float((found[part][name].detach().cpu() - wanted[part][name].detach().cpu()).abs().max())
             for part in found
@@ -439,6 +444,7 @@ SCENARIOS = {
     "fsdpv2_beside": fsdpv2_beside,
     "gradient_accumulation": gradient_accumulation,
     "activation_checkpointing": activation_checkpointing,
+    "activation_checkpointing_of_torch": activation_checkpointing_of_torch,
     "bf16": bf16,
     "eager_and_compile": eager_and_compile,
     "dynamo": dynamo,
