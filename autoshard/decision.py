@@ -45,6 +45,7 @@ def within_limit(
     refused: NoPlanError | None = None
     first: float | None = None  # the limit that the solver refused
     best: tuple[Decision, Annotations, Prediction] | None = None
+    lowest: int | None = None  # predicted of the plan that uses least as the solver counts
     for _ in range(MEMORY_TRIES):
         try:
             found = decide(asked)
@@ -74,18 +75,43 @@ def within_limit(
             continue
         least = min(least, predicted)
         if refused is not None:
+            lowest = predicted
             break
         # As much less than what the solver counts for this plan as the prediction is above the limit.
         asked = TIGHTER * min(found[0].counted_bytes, asked) * limit / predicted
     if best is not None:
         return best
     assert limit is not None
+    if lowest is None and least < math.inf:
+        plainest = _lowest(decide)
+        if plainest is not None and plainest[2].peak_memory_bytes <= limit:
+            return plainest
+        lowest = None if plainest is None else plainest[2].peak_memory_bytes
+    least = least if lowest is None else lowest  # what is found again when it is asked for
     said = f"; counted op by op, {refused}" if refused is not None and first == limit else ""
     raise NoPlanError(
         f"no plan was found whose predicted memory is within {limit:,.0f} bytes per device: "
         f"the least predicted of those tried is {least:,.0f}{said}",
         least,
     )
+
+
+def _lowest(
+    decide: Callable[[float | None], tuple[Decision, Annotations, Prediction]],
+) -> tuple[Decision, Annotations, Prediction] | None:
+    """The plan that uses least memory as the solver counts it; None where it finds none in its time."""
+    from autoshard.plan import NoPlanError
+
+    try:
+        return decide(0.0)
+    except NoPlanError as error:
+        if not math.isfinite(error.least):
+            return None
+        asked = error.least * (1 + 1e-6)
+    try:
+        return decide(asked)
+    except NoPlanError:
+        return None
 
 
 LEAST_TIME_S = 1.0

@@ -19,7 +19,7 @@ tensors on an XLA device.
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` | torch_xla has no lowering of them, or of their gradients; one looks at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
-| `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, which XLA needs to compute again |
+| `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `checks` | distributions' look at their arguments is off by default | it reads values |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501

@@ -182,7 +182,9 @@ def _beside(program: Lowered, step: Step) -> int:
                 for array, number in zip(step.reads, turns, strict=True)
             ]
             summed = [
-                [shape[dim] for dim in attrs[f"{side}_contract"]] if shape is not None and len(shape) == len(own) else None
+                [shape[dim] for dim in attrs[f"{side}_contract"]]
+                if shape is not None and len(shape) == len(own)
+                else None
                 for shape, side, own in zip(shapes, ("lhs", "rhs"), step.shapes, strict=False)
             ]
             return made if summed[0] != summed[-1] else 2 * made // (program.steps[turn].parts - 1)

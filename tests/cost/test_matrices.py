@@ -72,21 +72,23 @@ def test_views_that_are_split_are_predicted(device: str, spec: Spec) -> None:
 
 @st.composite
 def einsums(draw: st.DrawFn) -> tuple[str, dict[str, int], list[str]]:
-    """An equation of two operands, the size of each of its dims, and the letters of batch, rows, columns, contraction.
-
-    """
+    """An equation of two operands, the size of each of its dims, and the letters of batch, rows, columns, contraction."""
     counts = [draw(st.integers(0, 2)) for _ in range(4)]
     letters = iter(string.ascii_lowercase)
     kinds = ["".join(next(letters) for _ in range(count)) for count in counts]
     batch, rows, columns, contracted = kinds
-    lhs, rhs = ("".join(draw(st.permutations(own))) for own in (batch + rows + contracted, batch + columns + contracted))
+    lhs, rhs = (
+        "".join(draw(st.permutations(own))) for own in (batch + rows + contracted, batch + columns + contracted)
+    )
     sizes = {letter: draw(st.sampled_from([1, 2, 8, 16])) for letter in "".join(kinds)}
     return f"{lhs},{rhs}->{batch}{rows}{columns}", sizes, kinds
 
 
 @settings(max_examples=40, deadline=None)
 @given(einsums(), st.data())
-def test_they_are_the_op_s_own_whatever_it_reads(drawn: tuple[str, dict[str, int], list[str]], data: st.DataObject) -> None:
+def test_they_are_the_op_s_own_whatever_it_reads(
+    drawn: tuple[str, dict[str, int], list[str]], data: st.DataObject
+) -> None:
     """Operands are views of flat arrays; whole and split, the FLOPs are those of the op, and of its share."""
     equation, sizes, kinds = drawn
     lhs, rhs = ([sizes[letter] for letter in side] for side in equation.split("->")[0].split(","))
