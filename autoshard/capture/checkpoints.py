@@ -35,8 +35,10 @@ def recomputed() -> Iterator[None]:
     saved = {name: getattr(library, name) for name in _REPLACED}
     regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
     body = inspect.unwrap(library.checkpoint).__code__
+    first: Any = saved["_checkpoint_hook"]
+    again: Any = saved["_recomputation_hook"]
 
-    class First(saved["_checkpoint_hook"]):  # type: ignore[misc]
+    class First(first):  # type: ignore[misc]
         """Around the first pass."""
 
         def __init__(self, frame: Any) -> None:
@@ -54,13 +56,13 @@ def recomputed() -> Iterator[None]:
             if raised[0] is None:
                 self.region.follow(_returned(body))
 
-    class Again(saved["_recomputation_hook"]):  # type: ignore[misc]
+    class Again(again):  # type: ignore[misc]
         """Around the second pass."""
 
         def __init__(self, frame: Any, task: int) -> None:
             super().__init__(frame, task)
             self.hide = _Hide(regions[frame()])
-            save = self.pack_hook
+            save: Any = self.pack_hook
             self.pack_hook = lambda tensor: save(self.hide.saved(tensor))
 
         def __enter__(self) -> None:
@@ -124,7 +126,8 @@ class _Region:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast as it was; torch looks at that of the device on which the tensors are that a function is given."""
-        return torch.autocast(AUTOCAST, **self.autocasts)
+        found: contextlib.AbstractContextManager[Any] = torch.autocast(AUTOCAST, **self.autocasts)
+        return found
 
     def follow(self, results: Any) -> None:
         """Take note of gradients of these."""

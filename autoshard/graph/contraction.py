@@ -57,8 +57,8 @@ def matrices(lhs: Shape, rhs: Shape, attrs: Mapping[str, Any]) -> Matrices:
     """The matrices of a `dot_general` of operands of these shapes.
 
     These are the operands' own, or one device's parts of them. The buffer that an operand lies in may have another
-    shape: a reshape moves nothing. Where one operand is split along a shared dim and the other is not, as while parts go
-    round a ring, the smaller part is multiplied.
+    shape: a reshape moves nothing. Where one operand is split along a shared dim and the other is not, as while parts
+    go round a ring, the smaller part is multiplied.
     """
     dims = dot_dims(len(lhs), len(rhs), attrs)
     return Matrices(

@@ -1,4 +1,4 @@
-"""Activation checkpoints: what is computed again stands behind barriers, on both front ends, and trains as in PyTorch."""
+"""Activation checkpoints: what is computed again stands behind barriers, on both front ends, and trains as PyTorch."""
 
 from __future__ import annotations
 

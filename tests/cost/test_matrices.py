@@ -72,7 +72,7 @@ def test_views_that_are_split_are_predicted(device: str, spec: Spec) -> None:
 
 @st.composite
 def einsums(draw: st.DrawFn) -> tuple[str, dict[str, int], list[str]]:
-    """An equation of two operands, the size of each of its dims, and the letters of batch, rows, columns, contraction."""
+    """An equation of two operands, the size of each dim, and the letters of batch, rows, columns and contraction."""
     counts = [draw(st.integers(0, 2)) for _ in range(4)]
     letters = iter(string.ascii_lowercase)
     kinds = ["".join(next(letters) for _ in range(count)) for count in counts]
