@@ -62,7 +62,7 @@ def recomputed() -> Iterator[None]:
         def __init__(self, frame: Any, task: int) -> None:
             super().__init__(frame, task)
             self.hide = _Hide(regions[frame()])
-            save: Any = self.pack_hook
+            save = self.__dict__["pack_hook"]
             self.pack_hook = lambda tensor: save(self.hide.saved(tensor))
 
         def __enter__(self) -> None:

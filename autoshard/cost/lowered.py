@@ -112,8 +112,8 @@ class Step:
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
         parts: of the permutes of a windowed einsum, how many there are of a part each.
         turns: of a scatter that is a loop, its rounds; of a kernel of attention, how often it reads keys and values.
-        shapes: of a `dot_general`, its operands' parts on one device, as it reads them: the array that one lies in, made
-            as something else, may have another shape.
+        shapes: of a `dot_general`, its operands' parts on one device, as it reads them: the array that one lies in,
+            made as something else, may have another shape.
     """
 
     kind: str
