@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.plan import NoPlanError
 
 
 @pytest.mark.parametrize("device", ["tpu-v5e", "h100", "cpu"])
@@ -22,7 +23,7 @@ def test_what_is_named_as_least_is_found_when_asked_for(device: str, layers: int
             device=device, memory=memory,
         )  # fmt: skip
 
-    with pytest.raises(autoshard.NoPlanError) as refused:
+    with pytest.raises(NoPlanError) as refused:
         planned(500)
     (named,) = re.findall(r"the least predicted of those tried is ([\d,]+)", str(refused.value))
     limit = int(named.replace(",", ""))
