@@ -154,7 +154,12 @@ def verify_plan(
     run: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """Trace the program again under the plan, as training would, compile it for `target` and compare.
+    """Compile the program under the plan for `target`, as training there would have it, and compare.
+
+    For TPUs and the CPU it is traced again by torch_xla, annotated as it goes. GPUs, which torch_xla does not run, get
+    the captured module with the annotations written into it, as `to_jax` runs it: the same annotations as torch_xla's
+    lists of devices would keep XLA's GPU compiler from scattering sums whose devices are in another order than the
+    mesh's.
 
     Args:
         source: the model, its sample inputs, loss and optimizer that the plan was made for; or a program that was not
@@ -166,29 +171,19 @@ def verify_plan(
         PlanMismatchError: the source is another program than the plan's.
         TargetError, CompileError: the target's compiler is missing, or refuses the program.
     """
-    from autoshard import api
     from autoshard.capture.program import Program
-    from autoshard.lower.stablehlo import annotate
-    from autoshard.written import captured_graph
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
     chosen.packages()
     on_target(plan.mesh, chosen)
-    if not isinstance(source, Program) and plan.program.frontend == "torchax":
-        if run:
-            raise TargetError("the plan was made without torch_xla, and --run trains through it: leave out --run")
-        say("capture")
-        source = api.capture(
-            source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer, frontend="torchax"
-        )
-    if isinstance(source, Program):
-        if run:
-            raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
-        plan.check_program(source)
-        graph = captured_graph(source)
-        say("lower")
-        module = annotate(source, graph, plan.annotations(graph), plan.mesh)
+    without_torch_xla = plan.program.frontend == "torchax"
+    if run and isinstance(source, Program):
+        raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
+    if run and without_torch_xla:
+        raise TargetError("the plan was made without torch_xla, and --run trains through it: leave out --run")
+    if isinstance(source, Program) or without_torch_xla or chosen.family == "gpu":
+        graph, module = _written_into(plan, source, say)
     else:
         graph, module = _traced_again(plan, source, say)
     say(f"compile for {chosen}")
@@ -199,6 +194,28 @@ def verify_plan(
         say("run")
         report = dataclasses.replace(report, run=run_equal(plan, source))
     return report
+
+
+def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
+    """The graph of a source's program, and its module with the plan's annotations written into it."""
+    from autoshard import api
+    from autoshard.capture.program import Program
+    from autoshard.lower.stablehlo import annotate
+    from autoshard.written import captured_graph
+
+    if not isinstance(source, Program):
+        say("capture")
+        source = api.capture(
+            source.model,
+            source.inputs,
+            loss_fn=source.loss_fn,
+            optimizer=source.optimizer,
+            frontend=plan.program.frontend,
+        )
+    plan.check_program(source)
+    graph = captured_graph(source)
+    say("lower")
+    return graph, annotate(source, graph, plan.annotations(graph), plan.mesh)
 
 
 def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
