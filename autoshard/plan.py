@@ -435,7 +435,7 @@ def _links(mesh: Mesh) -> list[str]:
 
 def format_type(type: TensorType) -> str:
     """`f32[8,512,768]`."""
-    return f"{type.dtype}[{','.join(map(str, type.shape))}]"
+    return str(type)
 
 
 def program_info(program: Program) -> ProgramInfo:

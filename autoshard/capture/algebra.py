@@ -97,10 +97,25 @@ def as_strided(
     count = math.prod(size)
     if tuple(stride) == _contiguous(size):
         return flat[offset : offset + count].reshape(size)
+    return torch.index_select(flat, 0, _strided(x, size, stride, offset)).reshape(size)
+
+
+def as_strided_scatter(
+    x: torch.Tensor, src: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """`x` with `src` in the place of the elements that strides name."""
+    flat, offset, count = x.reshape(-1), storage_offset or 0, math.prod(size)
+    if tuple(stride) == _contiguous(size):
+        return torch.slice_scatter(flat, src.reshape(-1), 0, offset, offset + count).reshape(x.shape)
+    return flat.index_copy(0, _strided(x, size, stride, offset), src.reshape(-1)).reshape(x.shape)
+
+
+def _strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    """Where in memory the elements lie that strides name."""
     at = torch.full((1,), offset, device=x.device)
     for extent, step in zip(size, stride, strict=True):
         at = at.unsqueeze(-1) + torch.arange(extent, device=x.device) * step
-    return torch.index_select(flat, 0, at.reshape(-1)).reshape(size)
+    return at.reshape(-1)
 
 
 def masked_scatter_backward(grad_output: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture import algebra, fourier
+from autoshard.capture import algebra, fourier, writes
 from autoshard.capture.device import current
 
 _NAMES = """
@@ -42,6 +42,9 @@ def _own() -> dict[Any, Callable[..., Any]]:
     """Ops written here; torch_xla's entry of some is no fallback, but leads to one, or is wrong."""
     aten = torch.ops.aten
     return {
+        aten.copy.default: writes.copied,
+        aten._foreach_copy.default: writes.several_copied,
+        aten.fill.Tensor: writes.copied,
         aten.median.default: algebra.median,
         aten.median.dim: algebra.median_dim,
         aten.searchsorted.Tensor: algebra.searchsorted,
@@ -52,6 +55,7 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.diagonal_backward.default: algebra.diagonal_backward,
         aten.as_strided.default: algebra.as_strided,
         aten.as_strided_copy.default: algebra.as_strided,
+        aten.as_strided_scatter.default: algebra.as_strided_scatter,
         aten.masked_scatter_backward.default: algebra.masked_scatter_backward,
         aten.linalg_cholesky_ex.default: algebra.cholesky_ex,
         aten.linalg_solve_triangular.default: algebra.solve_triangular,

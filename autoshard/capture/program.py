@@ -19,6 +19,10 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        """`f32[8,512,768]`."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
 
 @dataclass(frozen=True)
 class Argument:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from autoshard.capture import probe, refusals, switches
-from autoshard.capture.device import is_xla, tensor_id
+from autoshard.capture.device import is_xla
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inplace_shapes import quick_inplace_shapes
 from autoshard.capture.modules import ModulePaths
@@ -26,6 +26,7 @@ from autoshard.capture.program import WRITTEN_LAST, Argument, Program, TensorTyp
 from autoshard.capture.python_frames import no_python_frames
 from autoshard.capture.sequence import Call, draws
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
+from autoshard.capture.unread import with_arguments
 from autoshard.errors import CaptureError
 
 UNMARKABLE = frozenset({"aten.view_as_real_copy.default"})
@@ -167,18 +168,20 @@ class _XlaTracing(Tracing):
         return None if kind == first else refusals.of_host(where, kind.rstrip("."), refusals.line_of(error))
 
     def lower(self, results: Sequence[Result]) -> Lowered:
-        arguments = {k.first for k in self.known.values()}
-        tensors = [_own(r.tensor, arguments) for r in results]
+        tensors = [self._own(r.tensor) for r in results]
         proto = self.xla._get_xla_tensors_hlo_proto(tensors)
         _, data = self.xla._get_tensors_xla_device_data_node(tensors)
         parameter_types, result_types = signature(proto)
         from jaxlib._jax import mlir
 
-        return Lowered(
-            mlir.hlo_to_stablehlo(without_stacks(with_ids_from_one(proto))),
-            self._arguments(data, parameter_types),
-            result_types,
-        )
+        read = self._arguments(data, parameter_types)
+        unread = self.unread(results, read)
+        stablehlo = mlir.hlo_to_stablehlo(without_stacks(with_ids_from_one(proto)))
+        return Lowered(with_arguments(stablehlo, [a.type for a in unread]), (*read, *unread), result_types)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that no op made, an argument or one that came from the host, becomes a value of its own."""
+        return tensor if isinstance(self.labels.producer(tensor), tuple) else tensor.detach().clone()
 
     def _arguments(self, data: list[torch.Tensor], types: tuple[TensorType, ...]) -> tuple[Argument, ...]:
         by_data = {
@@ -196,11 +199,6 @@ class _XlaTracing(Tracing):
                 arguments.append(Argument(f"scalar{scalars}", "scalar", type_))
                 scalars += 1
         return tuple(arguments)
-
-
-def _own(tensor: torch.Tensor, arguments: set[int]) -> torch.Tensor:
-    """A tensor that is an argument as it is (the model returned its input) becomes a value of its own."""
-    return tensor.detach().clone() if tensor_id(tensor) in arguments else tensor
 
 
 _TRIED: set[str] = set()

@@ -131,7 +131,7 @@ class _Tracing(Tracing):
         names = {self.recording.arguments[k.name]: k for k in self.known.values()}
         module = _Module(self.recorder, self.recording.marks, values)
         arguments, scalars = [], 0
-        for value in module.arguments():
+        for value in module.given:
             kind = _type(*self.recorder.types[value])
             if value in names:
                 known = names[value]
@@ -140,8 +140,10 @@ class _Tracing(Tracing):
                 self.values[f"scalar{scalars}"] = self.recorder.constants[value]
                 arguments.append(Argument(f"scalar{scalars}", "scalar", kind))
                 scalars += 1
+        unread = self.unread(results, arguments)
+        module.given += [self.recording.arguments[a.name] for a in unread]
         kinds = tuple(_type(*self.recorder.types[value]) for value in values)
-        return Lowered(module.stablehlo(), tuple(arguments), kinds)
+        return Lowered(module.stablehlo(), (*arguments, *unread), kinds)
 
 
 def _type(shape: tuple[int, ...], dtype: torch.dtype) -> TensorType:
@@ -245,16 +247,15 @@ def _takes_numbers(func: Any) -> bool:
 
 
 class _Module:
-    """The recorded calls that results depend on, as one StableHLO module."""
+    """The recorded calls that results depend on, as one StableHLO module.
+
+    `given` are the values that main takes, in its order: of arguments and constants, those that are read.
+    """
 
     def __init__(self, recorder: Recorder, marks: Mapping[int, tuple[int, int]], results: Sequence[int]) -> None:
         self.recorder, self.marks, self.results = recorder, marks, results
         self.calls = _needed(recorder.calls, results)
-
-    def arguments(self) -> list[int]:
-        """The values that main is given, in its order: of arguments and constants, those that are read."""
-        self.given = _leaves(self.calls, self.results)
-        return self.given
+        self.given = _leaves(self.calls, results)
 
     def stablehlo(self) -> bytes:
         """MLIR bytecode."""

@@ -119,6 +119,7 @@ class Known:
     role: ArgumentRole
     tensor: torch.Tensor
     first: int
+    type: TensorType
     of: str | None = None
     annotated: str = ""
 
@@ -187,7 +188,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     @abstractmethod
     def lower(self, results: Sequence[Result]) -> Lowered:
-        """The trace as StableHLO."""
+        """The trace as StableHLO; of the arguments it takes those that are read, then those that are only written."""
 
     @staticmethod
     def data_of(like: torch.Tensor) -> torch.Tensor:
@@ -270,7 +271,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         while name in self.known:
             name += "_"
         annotated = "" if like is None else self.annotated(like)
-        self.known[name] = Known(name, role, tensor, tensor_id(tensor), of, annotated)
+        self.known[name] = Known(name, role, tensor, tensor_id(tensor), tensor_type(tensor), of, annotated)
         self.data.argument(name, role, like)
 
     # The step.
@@ -404,6 +405,12 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             inputs=tuple(known.name for known in self.known.values() if known.role == "input"),
         )
 
+    def unread(self, results: Sequence[Result], read: Sequence[Argument]) -> list[Argument]:
+        """The arguments that results update and that nothing reads."""
+        names = {argument.name for argument in read}
+        written = [self.known[r.updates] for r in results if r.updates is not None and r.updates not in names]
+        return [Argument(k.name, k.role, k.type, k.of) for k in written]
+
     def _results(self, loss_or_output: Any, train: bool) -> list[Result]:
         """Loss or outputs first, then what the step changed, in the order of the arguments."""
         results = []
@@ -420,7 +427,27 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 now = self._current(known)
                 if tensor_id(now) != known.first:
                     results.append(Result(known.name, known.role, now, known.name))
-        return results + self.results
+        results += self.results
+        self._check_updates(results)
+        return results
+
+    def _check_updates(self, results: Sequence[Result]) -> None:
+        """Refuse what makes the next step another program: an argument of another type, or one with another."""
+        updated = {result.updates for result in results}
+        held = {k.first: k.name for k in self.known.values() if k.role != "input" and k.name not in updated}
+        for result in (result for result in results if result.updates is not None):
+            was, now = self.known[str(result.updates)].type, tensor_type(result.tensor)
+            if now != was:
+                raise CaptureError(
+                    f"the step leaves {now} in {result.name}, which was {was}: the next step "
+                    "would be another program. Write values of the shape and dtype that it has"
+                )
+            other = held.setdefault(tensor_id(result.tensor), result.name)
+            if other != result.name:
+                raise CaptureError(
+                    f"{other} and {result.name} are one tensor after the step (assigned, set_ or .data =), and the "
+                    f"next step would write both at once. Write values instead: {result.name}.copy_(…), or .clone()"
+                )
 
     def _current(self, known: Known) -> torch.Tensor:
         """What stands now where a parameter or buffer stood: a module may have assigned another tensor."""

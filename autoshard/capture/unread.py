@@ -1,0 +1,36 @@
+"""Arguments that a program writes anew without reading them: a buffer that is filled, the loss that a module keeps.
+
+A lowered trace takes what it reads. What is written is an argument too: it is there before the step, sharded as what
+replaces it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from autoshard.capture.program import TensorType
+from autoshard.graph.stablehlo import entry_block, functions_of, mlir_context, parse_module
+
+
+def with_arguments(stablehlo: bytes, types: Sequence[TensorType]) -> bytes:
+    """A module whose main function takes more arguments behind its own, which nothing reads; MLIR bytecode."""
+    if not types:
+        return stablehlo
+    from jaxlib.mlir import ir
+
+    with mlir_context():
+        module = parse_module(stablehlo)
+        main = functions_of(module)["main"]
+        kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+        added = [ir.Type.parse(f"tensor<{''.join(f'{n}x' for n in each.shape)}{each.dtype}>") for each in types]
+        whole = ir.FunctionType.get([*kind.inputs, *added], kind.results)
+        main.attributes["function_type"] = ir.TypeAttr.get(whole)
+        if "arg_attrs" in main.attributes:
+            had = ir.ArrayAttr(main.attributes["arg_attrs"])
+            main.attributes["arg_attrs"] = ir.ArrayAttr.get([*had, *(ir.DictAttr.get({}) for _ in added)])
+        for each in added:
+            entry_block(main).add_argument(each, main.location)
+        out = io.BytesIO()
+        module.operation.write_bytecode(out)
+    return out.getvalue()

@@ -1,0 +1,33 @@
+"""Writes of a whole tensor, as values: for `decompositions.py`.
+
+Functionalization turns `a.copy_(b)` into `copy(a, b)`, a new tensor, and leaves `a` as it was. torch_xla's own kernel of
+`copy` writes into `a` instead: who held the value before the write would hold the one after it, and the program would
+not have the write. Copies are therefore made of what is copied alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`source` in the shape and dtype, and on the device, of what it is written over: always another tensor."""
+    aten = torch.ops.aten
+    made = source
+    if source.device.type != target.device.type:
+        made = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
+        made = torch._from_functional_tensor(made) if torch._is_functional_tensor(made) else made
+    elif source.dtype != target.dtype:
+        made = aten._to_copy.default(source, dtype=target.dtype)
+    if made.shape != target.shape:
+        made = aten.expand_copy.default(made, target.shape)
+    return aten.clone.default(made) if made is source else made
+
+
+def several_copied(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+) -> list[torch.Tensor]:
+    """Each of `sources` over one of `targets`."""
+    return [copied(target, source) for target, source in zip(targets, sources, strict=True)]
