@@ -6,15 +6,15 @@ it then holds is the state of every parameter of that shape.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from autoshard.capture.device import is_xla
 from autoshard.capture.refusals import asks_for_data
@@ -39,7 +39,7 @@ def make_optimizer(optimizer: Any, tensors: Mapping[int, torch.Tensor]) -> torch
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         _refuse_foreign(optimizer, set(tensors), "Build it from model.parameters().")
-        return _twin(optimizer, tensors)
+        return twin_of(optimizer, tensors)
     if not callable(optimizer):
         raise CaptureError(
             f"optimizer is a torch.optim.Optimizer or a callable from parameters to one, not {type(optimizer).__name__}"
@@ -87,10 +87,11 @@ def seed_state(
     """
     if any(group.get("fused") for group in optimizer.param_groups):
         raise CaptureError("the optimizer has fused=True, which XLA devices do not support; leave `fused` out")
-    of_kind = _state_kinds(optimizer, placeholder, guard)
+    of_kind, groups = _after_a_step(optimizer, placeholder, guard)
     seeded: dict[str, tuple[torch.Tensor, str]] = {}
     optimizer.state.clear()  # what it was constructed with
     for group_index, group in enumerate(optimizer.param_groups):
+        group.update({key: _seed(key, value, placeholder) for key, value in changed(group, groups[group_index])})
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -103,12 +104,23 @@ def seed_state(
 
 def state_tensors(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of each tensor of a parameter's state that lives on an XLA device."""
+    return ((name, tensor) for name, _, tensor in state_leaves(state, prefix) if is_xla(tensor))
+
+
+def state_leaves(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, KeyPath, torch.Tensor]]:
+    """(name, path, tensor) of each tensor of a parameter's state, in lists and dicts too."""
     for path, value in tree_flatten_with_path(dict(state))[0]:
-        if isinstance(value, torch.Tensor) and is_xla(value):
-            yield ".".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]), value
+        if isinstance(value, torch.Tensor):
+            yield ".".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]), path, value
 
 
-def _twin(
+def put(state: dict[str, Any], path: KeyPath, value: torch.Tensor) -> None:
+    """Set the entry of a parameter's state that a path leads to."""
+    key: Any = path[0]
+    state[key.key] = tree_map_with_path(lambda at, leaf: value if at == path else leaf, dict(state))[key.key]
+
+
+def twin_of(
     optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor], memo: dict[int, Any] | None = None
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings over other tensors, with no hooks and the state of a new one.
@@ -138,13 +150,13 @@ def _twin(
     ]
 
     def inner(value: Any) -> Any:
-        return _twin(value, tensors, memo) if isinstance(value, torch.optim.Optimizer) else value
+        return twin_of(value, tensors, memo) if isinstance(value, torch.optim.Optimizer) else value
 
     for name, value in twin.__dict__.items():
         if name not in ("state", "param_groups") and any(optimizers_in(value)):
             twin.__dict__[name] = tree_map(inner, value)
     if optimizer.state and not twin.state:
-        fill_state(twin)
+        fill_state(twin, optimizer, _like)
     return twin
 
 
@@ -153,20 +165,52 @@ def optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.optim.Optimizer)]
 
 
-def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer the state that its class makes at construction (Adagrad does; most make it in a step)."""
+def fill_state(
+    optimizer: torch.optim.Optimizer, of: torch.optim.Optimizer, like: Callable[[Any, torch.Tensor], Any]
+) -> None:
+    """Give a twin the state that its class makes at construction (Adagrad does; most make it in a step).
+
+    Where the class cannot be made of parameters alone, it is state like that of the optimizer that it is a twin `of`.
+    """
     groups = [
         {key: list({id(p): p for p in value}.values()) if key == "params" else value for key, value in group.items()}
         for group in optimizer.param_groups
     ]
-    with contextlib.suppress(Exception):  # a constructor that wants more than parameters says nothing of its state
+    try:
         optimizer.state.update(type(optimizer)(groups).state)
+    except Exception:
+        for ours, theirs in zip(optimizer.param_groups, of.param_groups, strict=True):
+            for p, q in zip(ours["params"], theirs["params"], strict=False):
+                if q in of.state:
+                    optimizer.state[p] = tree_map(partial(like, parameter=p), dict(of.state[q]))
 
 
-def _state_kinds(
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """One entry of a state, beside a parameter; numbers, and tensors of one, stay on the host."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return parameter.detach().new_zeros(value.shape, dtype=value.dtype)
+    return copy.deepcopy(value)
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(name, value) of the settings of a group of parameters that a step has set anew, as it counts steps there."""
+    return [
+        (key, value)
+        for key, value in after.items()
+        if key != "params"
+        and not _tensors(value)
+        and (key not in before or _tensors(before[key]) or before[key] != value)
+    ]
+
+
+def _tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+
+
+def _after_a_step(
     optimizer: torch.optim.Optimizer, placeholder: Placeholder, guard: AbstractContextManager[Any]
-) -> dict[tuple[int, tuple[int, ...], torch.dtype], dict[str, Any]]:
-    """(group, shape, dtype) -> the state of such a parameter after one step."""
+) -> tuple[dict[tuple[int, tuple[int, ...], torch.dtype], dict[str, Any]], list[dict[str, Any]]]:
+    """(group, shape, dtype) -> the state of such a parameter after one step; and the groups after it."""
     stand_ins: dict[int, torch.Tensor] = {}
     kinds: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
     for group_index, group in enumerate(optimizer.param_groups):
@@ -176,36 +220,12 @@ def _state_kinds(
                 kinds[kind] = torch.nn.Parameter(placeholder(p))
                 kinds[kind].grad = placeholder(p)
             stand_ins[id(p)] = kinds.get(kind, p)
-    trial = _twin(optimizer, stand_ins)
+    trial = twin_of(optimizer, stand_ins)
     for group in trial.param_groups:
         group["params"] = list({id(p): p for p in group["params"] if any(p is s for s in kinds.values())}.values())
     with guard:
         step(trial)
-    return {kind: dict(trial.state[p]) for kind, p in kinds.items()}
-
-
-def first_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """id of each parameter -> the state, on the CPU, with which an optimizer begins that does not say it otherwise.
-
-    That is what a twin holds after a step with gradients of zero that moves nothing, before any step is counted.
-    """
-    copies = {id(p): torch.nn.Parameter(p.detach().cpu().clone()) for p in parameters}
-    others = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    trial = _twin(optimizer, others | copies)
-    trial.state.clear()
-    for group in trial.param_groups:
-        group["params"] = [p for p in group["params"] if any(p is c for c in copies.values())]
-        for key in ("lr", "weight_decay"):
-            if key in group:
-                group[key] = type(group[key])(0) if isinstance(group[key], int | float) else group[key] * 0
-    for p in copies.values():
-        p.grad = torch.zeros_like(p)
-    step(trial)
-    states = {key: dict(trial.state[p]) for key, p in copies.items()}
-    for state in states.values():
-        if "step" in state:
-            state["step"] = state["step"] - 1
-    return states
+    return {kind: dict(trial.state[p]) for kind, p in kinds.items()}, trial.param_groups
 
 
 def state_values(
@@ -219,7 +239,7 @@ def state_values(
         like: gives a CPU tensor that stands for a parameter of a name.
     """
     copies = {key: torch.nn.Parameter(like(name).clone()) for key, name in names.items()}
-    trial = _twin(optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]} | copies)
+    trial = twin_of(optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]} | copies)
     trial.state.clear()
     for group in trial.param_groups:
         group["params"] = [p for p in group["params"] if any(p is c for c in copies.values())]
@@ -228,9 +248,7 @@ def state_values(
     step(trial)
     found: dict[str, torch.Tensor] = {}
     for key, name in names.items():
-        for path, value in tree_flatten_with_path(dict(trial.state[copies[key]]))[0]:
-            if isinstance(value, torch.Tensor):
-                found[".".join([name, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)])] = value
+        found.update({path: value for path, _, value in state_leaves(trial.state[copies[key]], name)})
     return found
 
 

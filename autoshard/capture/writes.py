@@ -1,8 +1,8 @@
 """Writes of a whole tensor, as values: for `decompositions.py`.
 
-Functionalization turns `a.copy_(b)` into `copy(a, b)`, a new tensor, and leaves `a` as it was. torch_xla's own kernel of
-`copy` writes into `a` instead: who held the value before the write would hold the one after it, and the program would
-not have the write. Copies are therefore made of what is copied alone.
+Functionalization turns `a.copy_(b)` into `copy(a, b)`, a new tensor, and leaves `a` as it was. torch_xla's own kernel
+of `copy` writes into `a` instead: who held the value before the write would hold the one after it, and the program
+would not have the write. Copies are therefore made of what is copied alone.
 """
 
 from __future__ import annotations

@@ -31,8 +31,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from autoshard.capture.frontends import PYTORCH
+from autoshard.capture.optimizer import put
 from autoshard.errors import LoweringError
 from autoshard.lower import place
+from autoshard.lower.begin import create_state
 from autoshard.lower.dtensor_modules import Border, border_of, reduced
 from autoshard.lower.dtensor_rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
@@ -206,17 +208,14 @@ class DTensorPlan:
         for old in list(optimizer.state):
             if id(old) in before:
                 optimizer.state[named[before[id(old)]]] = optimizer.state.pop(old)
-        otherwise = {
-            name.rpartition(".")[0]
-            for name, wanted in self.optimizer_state.items()
-            if wanted != self.parameters.get(name.rpartition(".")[0])
-        }
-        wanted_state = [named[name] for name in named if name in otherwise and named[name].requires_grad]
-        if wanted_state:
-            place.create_state(optimizer, wanted_state)
-        for name, parameter, key, value in list(place.states(model, optimizer)):
+        owners = {name: place.owner(name, named) for name in self.optimizer_state}
+        otherwise = {of for name, of in owners.items() if self.optimizer_state[name] != self.parameters.get(of)}
+        missing = {id(parameter) for parameter in place.without_state(self.plan, model, optimizer)}
+        create_state(optimizer, [each for name, each in named.items() if name in otherwise and id(each) in missing])
+        for name, parameter, path, value in list(place.states(model, optimizer)):
             if name in self.optimizer_state:
-                optimizer.state[parameter][key] = _as_dtensor(value, self.device_mesh, self.optimizer_state[name])
+                wanted = self.optimizer_state[name]
+                put(optimizer.state[parameter], path, _as_dtensor(value, self.device_mesh, wanted))
 
     def hf_tp_plan(self, model: torch.nn.Module, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
         """What of the plan transformers' `tp_plan` can say, and what it cannot, a line each.

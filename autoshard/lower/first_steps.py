@@ -40,8 +40,8 @@ class FirstSteps:
         try:
             twin = small_twin(optimizer, begun=False)
             now, _ = ops_of_a_step(twin)
-            for state in twin.state.values():
-                counted(state, STEADY_STEP)
+            for each in (*twin.state.values(), *twin.param_groups):
+                counted(each, STEADY_STEP)
             self.over = ops_of_a_step(twin)[0] == now
         except Exception:  # whatever a user's optimizer wants that a twin has not: its steps are taken for planned
             self.over = True

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoshard.capture.optimizer import STEADY_STEP, fill_state
+from autoshard.capture.optimizer import STEADY_STEP, changed, fill_state, state_leaves
 from autoshard.capture.program import Program
 from autoshard.errors import LoweringError
-from autoshard.lower.place import create_state
+from autoshard.lower.begin import create_state
 
 
 class HostScalars:
@@ -42,23 +42,30 @@ class HostScalars:
         self._fixed = dict(program.values)
         self._optimizer = optimizer
         self._places: dict[str, list[int]] = {}
+        self._stand_ins: dict[int, torch.nn.Parameter] = {}
         if optimizer is None or not varying:
             return
+        states = [a for a in program.arguments if a.role == "optimizer_state"]
+        self._on_device = frozenset(a.name.removeprefix(f"{a.of}.") for a in states)
         steady = small_twin(optimizer, fresh=True)
         ops_of_a_step(steady)
-        for state in steady.state.values():
-            counted(state, STEADY_STEP)
-        self._ops, numbers = ops_of_a_step(steady)
+        for each in (*steady.state.values(), *steady.param_groups):
+            if each in steady.param_groups or "step" not in self._on_device:
+                counted(each, STEADY_STEP)
+        self._ops, numbers = ops_of_a_step(steady, self._on_device)
         for name in varying:
             value = self._fixed[name]
-            places = [i for i, number in enumerate(numbers) if _same(number, value)]
+            places = [i for i, number in enumerate(numbers) if _same(number, value)] or [
+                i for i, number in enumerate(numbers) if _same(number, value.float())
+            ]
             if not places:
                 raise LoweringError(
                     f"{type(optimizer).__name__} computes {name} = {value.item():g} on the host in a way that cannot "
                     "be followed from step to step"
                 )
             self._places[name] = places
-        self._twin = small_twin(optimizer)
+        self._twin = small_twin(optimizer, stand_ins=self._stand_ins)
+        self._settings = [dict(group) for group in optimizer.param_groups]
         self._steps = 0
 
     def next_step(self) -> dict[str, torch.Tensor]:
@@ -72,9 +79,10 @@ class HostScalars:
         if not self._places:
             return values
         assert self._optimizer is not None
-        for group, ours in zip(self._twin.param_groups, self._optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in ours.items() if key != "params"})
-        ops, numbers = ops_of_a_step(self._twin)
+        for group, seen, now in zip(self._twin.param_groups, self._settings, self._optimizer.param_groups, strict=True):
+            group.update((key, value) for key, value in now.items() if _differs(value, seen.get(key)))
+            seen.update(now)
+        ops, numbers = ops_of_a_step(self._twin, self._on_device)
         self._steps += 1
         if ops != self._ops:
             raise LoweringError(
@@ -93,6 +101,26 @@ class HostScalars:
             values[name] = torch.tensor(found.pop(), dtype=values[name].dtype)
         return values
 
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set what an optimizer counts on the host, in its state and its groups, to what it is by now."""
+        if not self._places:
+            return
+        assert self._optimizer is not None
+        ours = (self._twin.param_groups, self._settings, self._optimizer.param_groups)
+        for twin, seen, followed, group in zip(*ours, optimizer.param_groups, strict=True):
+            group.update(changed(seen, twin))
+            if group is followed:
+                seen.update(group)
+            for parameter, into in zip(followed["params"], group["params"], strict=True):
+                for key, value in self._twin.state.get(self._stand_ins.get(id(parameter)), {}).items():
+                    if not isinstance(value, torch.Tensor) or not value.dim():
+                        optimizer.state[into][key] = copy.deepcopy(value)
+
+
+def _differs(value: Any, before: Any) -> bool:
+    """Whether a setting of a group is another one than before; tensors may have been written."""
+    return isinstance(value, torch.Tensor) or (value is not before and value != before)
+
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
     """A number as an argument of a type holds it: 0.01 and 1 - 0.99 are one in f32."""
@@ -104,12 +132,19 @@ def _same(number: float, value: torch.Tensor) -> bool:
     return value.dim() == 0 and bool(torch.tensor(number, dtype=value.dtype) == value)
 
 
-def small_twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False, begun: bool = True) -> torch.optim.Optimizer:
+def small_twin(
+    optimizer: torch.optim.Optimizer,
+    *,
+    fresh: bool = False,
+    begun: bool = True,
+    stand_ins: dict[int, torch.nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
     """The same optimizer over parameters of one element, one for each that it would treat differently.
 
     Its state is that of `optimizer`, begun where there is none yet; with `fresh` there is none. Where it is not to be
-    `begun`, parameters without gradients are left out.
+    `begun`, parameters without gradients are left out. `stand_ins` is given the one for each parameter, by its id.
     """
+    stand_ins = {} if stand_ins is None else stand_ins
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     for name, value in twin.__dict__.items():
@@ -129,11 +164,13 @@ def small_twin(optimizer: torch.optim.Optimizer, *, fresh: bool = False, begun: 
                 made[kind].grad = torch.zeros_like(made[kind])
                 if own:
                     state[made[kind]] = {key: _small(value, parameter) for key, value in own.items()}
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(made.values())})
+            stand_ins[id(parameter)] = made[kind]
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        groups.append({**settings, "params": list(made.values())})
     twin.param_groups = groups
     twin.state = defaultdict(dict, state)
     if fresh:
-        fill_state(twin)
+        fill_state(twin, optimizer, _small)
     elif begun:
         create_state(twin, [each for group in groups for each in group["params"]])
     return twin
@@ -164,30 +201,43 @@ def counted(state: dict[str, Any], step: float) -> None:
         state["step"] = type(counter)(step)
 
 
-def ops_of_a_step(optimizer: torch.optim.Optimizer) -> tuple[list[str], list[float]]:
-    """Take a step: the ops that it runs, and the numbers that they are given.
+def ops_of_a_step(optimizer: torch.optim.Optimizer, on_device: Collection[str] = ()) -> tuple[list[str], list[float]]:
+    """Take a step: the ops that it runs, and the numbers of the host that they are given.
 
+    Parameters, gradients, and states of the names in `on_device` are on the device, and what is computed from them.
     Hooks on the steps of every optimizer of the process do not hear of it.
     """
     step = type(optimizer).step
     inner = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    with _Numbers() as seen, torch.no_grad():
+    device = [p for group in optimizer.param_groups for p in group["params"]]
+    device += [p.grad for p in device if p.grad is not None]
+    for state in optimizer.state.values():
+        device += [tensor for name, _, tensor in state_leaves(state, "") if tensor.dim() or name[1:] in on_device]
+    with _Numbers(device) as seen, torch.no_grad():
         inner(optimizer)
     return seen.ops, seen.numbers
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[misc]
-    """Records ops, and every number, and every 0-dim tensor's value, that they are given."""
+    """Records ops, and every number, and the value of every 0-dim tensor of the host, that they are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.ops: list[str] = []
         self.numbers: list[float] = []
+        self.device = {id(tensor): tensor for tensor in device}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append(str(func))
-        for leaf in tree_leaves((args, kwargs or {})):
+        leaves = tree_leaves((args, kwargs or {}))
+        for leaf in leaves:
             scalar = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
-            if scalar or (isinstance(leaf, float | int) and not isinstance(leaf, bool)):
+            if (scalar and id(leaf) not in self.device) or (
+                isinstance(leaf, float | int) and not isinstance(leaf, bool)
+            ):
                 self.numbers.append(float(leaf))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if any(id(leaf) in self.device for leaf in leaves):
+            made = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            self.device.update({id(leaf): leaf for leaf in made})
+        return result

@@ -7,17 +7,18 @@ that holds them keeps working.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch.utils._pytree import KeyPath
 
-from autoshard.capture.optimizer import first_state
+from autoshard.capture.optimizer import put, state_leaves
 from autoshard.errors import LoweringError
 from autoshard.lower import runtime
 from autoshard.lower.annotator import format_tensor
+from autoshard.lower.begin import begin_by_trial, create_state, dampened, is_torchs_own
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, PlanMismatchError, TensorPlan
 
@@ -77,14 +78,29 @@ class Placed:
 
 def states(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, torch.nn.Parameter, str, torch.Tensor]]:
-    """(`<parameter>.<key>`, parameter, key, tensor) of every tensor of the optimizer's state, in the model's order."""
+) -> Iterator[tuple[str, torch.nn.Parameter, KeyPath, torch.Tensor]]:
+    """(`<parameter>.<key>`, parameter, path, tensor) of every tensor of the optimizer's state, in the model's order."""
     if optimizer is None:
         return
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{key}", parameter, key, value
+        for path, at, value in state_leaves(optimizer.state.get(parameter, {}), name):
+            yield path, parameter, at, value
+
+
+def without_state(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of which the optimizer has not all the state that the plan has."""
+    known = {name for name, _, _, _ in states(model, optimizer)}
+    named = dict(model.named_parameters())
+    owners = {owner(name, named) for name in plan.optimizer_state if name not in known}
+    return [p for name, p in named.items() if name in owners and p.requires_grad]
+
+
+def owner(state: str, parameters: Mapping[str, object]) -> str:
+    """The name of the parameter that a state belongs to: the longest that its own begins with."""
+    name = state
+    while name and name not in parameters:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def check_model(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -151,16 +167,14 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
     """
     import torch_xla
 
-    owners = {name.rpartition(".")[0] for name in plan.optimizer_state}
-    wanted = {name: parameter for name, parameter in model.named_parameters() if name in owners}
-    if not _says_how_it_begins(plan, optimizer):
-        begin_by_trial(optimizer, [p for p in wanted.values() if p.requires_grad])
-    old = {name for name, _, _, _ in states(model, optimizer)}
     late = _made_in_the_first_step(optimizer)
-    create_state(optimizer, [p for p in wanted.values() if p.requires_grad and id(p) not in late])
+    if not is_torchs_own(optimizer):
+        begin_by_trial(optimizer, without_state(plan, model, optimizer), lambda p: p.cpu().clone())
+    old = {name for name, _, _, _ in states(model, optimizer)}
+    create_state(optimizer, [p for p in without_state(plan, model, optimizer) if id(p) not in late])
     made = []
     found = set()
-    for name, parameter, key, value in list(states(model, optimizer)):
+    for name, parameter, path, value in list(states(model, optimizer)):
         want = plan.optimizer_state.get(name)
         if want is None:
             if value.dim() > 0:
@@ -171,11 +185,11 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
         if name in old:
             moved = value if value.device.type == "xla" else value.detach().to(_device())
             runtime.shard_data(moved, mesh, want.spec, f"optimizer state {name}")
-            optimizer.state[parameter][key] = moved
+            put(optimizer.state[parameter], path, moved)
         else:
             runtime.pin(value, mesh, want.spec)
             made.append(runtime.plain(value))
-    found |= {f"{name}.momentum_buffer" for name, p in wanted.items() if id(p) in late}
+    found |= {f"{name}.momentum_buffer" for name, p in model.named_parameters() if id(p) in late}
     missing = next((name for name in plan.optimizer_state if name not in found), None)
     if missing is not None:
         raise PlanMismatchError(f"the plan is for another optimizer: this one has no state {missing}")
@@ -183,16 +197,11 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
         torch_xla._XLAC._xla_sync_multi(made, [], True, True)
 
 
-def _dampened(group: Mapping[str, Any]) -> bool:
-    """Whether SGD's first step takes another momentum than any later one."""
-    return bool(group["momentum"] and group["dampening"])
-
-
 def _made_in_the_first_step(optimizer: torch.optim.Optimizer) -> set[int]:
     """Ids of parameters whose state no zeros can stand for: what the first step makes of it is another program."""
-    if not isinstance(optimizer, torch.optim.SGD):
+    if not isinstance(optimizer, torch.optim.SGD) or not is_torchs_own(optimizer):
         return set()
-    return {id(p) for group in optimizer.param_groups if _dampened(group) for p in group["params"]}
+    return {id(p) for group in optimizer.param_groups if dampened(group) for p in group["params"]}
 
 
 def place_late_state(
@@ -203,69 +212,6 @@ def place_late_state(
         want = plan.optimizer_state.get(name)
         if want is not None and name not in known:
             runtime.pin(value, plan.mesh, want.spec)
-
-
-def _says_how_it_begins(plan: Plan, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `create_state` can make what the plan wants."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return all(name.endswith(".momentum_buffer") for name in plan.optimizer_state)
-    return hasattr(optimizer, "_init_group")
-
-
-def begin_by_trial(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
-    """Make the state that is missing as a trial step of a twin on the CPU makes it.
-
-    Raises:
-        LoweringError: that step failed.
-    """
-    missing = [p for p in parameters if not optimizer.state.get(p)]
-    if not missing:
-        return
-    try:
-        made = first_state(optimizer, missing)
-    except Exception as error:
-        raise LoweringError(
-            f"{type(optimizer).__name__} does not say how its state begins, and a trial step on the CPU failed "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); run a step of it before applying "
-            "the plan, or load its state"
-        ) from error
-    for p in missing:
-        optimizer.state[p].update(made[id(p)])
-
-
-def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
-    """Make the state of `parameters` as the optimizer itself does at the start of its first step.
-
-    SGD takes its first gradient for the momentum buffer; a buffer of zeros gives the same first step, dampening apart.
-
-    Raises:
-        LoweringError: SGD with dampening.
-    """
-    wanted = {id(each) for each in parameters}
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            if _dampened(group) and any(id(each) in wanted for each in group["params"]):
-                raise LoweringError(
-                    "SGD with dampening does not dampen its first step, so that its first step is another program than "
-                    "the planned one; use dampening=0"
-                )
-            for each in group["params"] if group["momentum"] else ():
-                if id(each) in wanted and optimizer.state[each].get("momentum_buffer") is None:
-                    optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each).detach()
-        return
-    if all(optimizer.state.get(each) for each in parameters):
-        return
-    begin = optimizer._init_group
-    lists = len(inspect.signature(begin).parameters) - 1
-    gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
-    try:
-        for each, _ in gradients:
-            each.grad = torch.zeros_like(each) if id(each) in wanted else None
-        for group in optimizer.param_groups:
-            begin(group, *([] for _ in range(lists)))
-    finally:
-        for each, gradient in gradients:
-            each.grad = gradient
 
 
 def _place(what: str, tensor: torch.Tensor, mesh: Mesh, plan: TensorPlan | None) -> None:

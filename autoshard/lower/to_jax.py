@@ -34,6 +34,7 @@ from autoshard.plan import ROLES, ActivationKey, Plan
 if TYPE_CHECKING:
     from autoshard.capture.program import Argument, Program
     from autoshard.graph.ops import Graph
+    from autoshard.lower.host_scalars import HostScalars
 
 Partitioner = Literal["shardy", "gspmd"]
 Precision = Literal["default", "highest"]
@@ -228,13 +229,11 @@ class JaxStep:
         self._shardings = dict.fromkeys((*self._state, *self._inputs), none) | shardings.arguments()
         self._seeds = random_seeds(graph) if program.values else {}
         self._random = np.random.default_rng(seed)
-        self._scalars = self._host_scalars(graph, optimizer)
+        self._followed = self._host_scalars(graph, optimizer)
         self.jitted = self._jitted()
 
-    def _host_scalars(self, graph: Graph, optimizer: Any) -> Callable[[], Mapping[str, Any]]:
+    def _host_scalars(self, graph: Graph, optimizer: Any) -> HostScalars:
         """What gives the scalars of the next step."""
-        if not self.program.values:
-            return dict
         varying = optimizer_scalars(graph)
         if varying and optimizer is None:
             raise LoweringError(
@@ -243,7 +242,7 @@ class JaxStep:
             )
         from autoshard.lower.host_scalars import HostScalars
 
-        return HostScalars(self.program, optimizer, varying).next_step
+        return HostScalars(self.program, optimizer, varying)
 
     def _whole(self, name: str) -> tuple[int, ...]:
         """The shape of an argument with its padding."""
@@ -324,7 +323,7 @@ class JaxStep:
             yield
 
     def _next_scalars(self) -> dict[str, Any]:
-        found = {name: _numpy(value) for name, value in self._scalars().items()}
+        found = {name: _numpy(value) for name, value in self._followed.next_step().items()}
         for name, dtype in self._seeds.items():
             found[name] = self._random.integers(0, 2**31, dtype=np.int64).astype(dtype)
         return found
@@ -363,15 +362,13 @@ class JaxStep:
     def _begun(self, model: Any, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state by name; what it has none of begins with what its own first step would begin with."""
         from autoshard.lower import place
+        from autoshard.lower.begin import create_state
 
-        owners = {name.rpartition(".")[0] for name in self.shardings.plan.optimizer_state}
-        before = {parameter: dict(optimizer.state[parameter]) for parameter in optimizer.state}
-        wanted = [parameter for name, parameter in model.named_parameters() if name in owners]
-        place.create_state(optimizer, [parameter for parameter in wanted if parameter.requires_grad])
+        before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        create_state(optimizer, place.without_state(self.shardings.plan, model, optimizer))
         found = {name: value.detach() for name, _, _, value in place.states(model, optimizer)}
-        for parameter in list(optimizer.state):
-            if parameter not in before:
-                del optimizer.state[parameter]
+        optimizer.state.clear()
+        optimizer.state.update(before)
         return found
 
     def place_inputs(self, inputs: Any) -> dict[str, Any]:
@@ -417,8 +414,12 @@ class JaxStep:
         }
 
     def restore(self, state: Mapping[str, Any], model: Any, optimizer: Any = None) -> None:
-        """Write a state back into a PyTorch model, in place, and into the state of its optimizer."""
+        """Write a state back into a PyTorch model, in place, and into its optimizer: state, and what it counts."""
         import torch
+
+        from autoshard.capture.optimizer import put
+        from autoshard.lower import place
+        from autoshard.lower.begin import create_state
 
         found = {name: _torch(array) for name, array in self.fetch(state).items()}
         with torch.no_grad():
@@ -427,17 +428,18 @@ class JaxStep:
                     tensor.copy_(found[name])
             if optimizer is None:
                 return
-            for name, parameter in model.named_parameters():
-                prefix = f"{name}."
-                for key in (key for key in found if key.startswith(prefix)):
-                    if self.shardings.plan.optimizer_state.get(key) is not None:
-                        optimizer.state[parameter][key.removeprefix(prefix)] = found[key].clone()
+            create_state(optimizer, place.without_state(self.shardings.plan, model, optimizer))
+            self._followed.restore(optimizer)
+            for name, parameter, path, _ in list(place.states(model, optimizer)):
+                if name in self.shardings.plan.optimizer_state:
+                    put(optimizer.state[parameter], path, found[name].clone())
 
 
 def optimizer_scalars(graph: Graph) -> list[str]:
-    """Names of the scalars that ops of the optimizer read, without dims and floating: they may differ between steps."""
+    """Names of the scalars that may differ between steps: floating, without dims, read or returned by the optimizer."""
     program = graph.program
-    read = {
+    returned = zip(graph.outputs, program.outputs, strict=True)
+    read = {value.op for value, output in returned if output.role in ("parameter", "optimizer_state")} | {
         operand.op
         for op in graph.ops
         if op.aten is not None and op.aten < len(program.ops) and program.ops[op.aten].phase == "optimizer"

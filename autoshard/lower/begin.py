@@ -1,0 +1,163 @@
+"""What an optimizer's state is before its first step, made as its own first step would make it.
+
+torch's own optimizers say it (`_init_group`). Of others a twin takes a step with gradients of zero, and what it puts in
+its state is kept as it is put there, before the step writes into it: zeros, a copy of the parameter, a counter of 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from autoshard.capture.optimizer import step, twin_of
+from autoshard.errors import LoweringError
+
+
+def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """Make the state of `parameters` that is missing as the optimizer itself does in its first step.
+
+    SGD takes its first gradient for the momentum buffer; a buffer of zeros gives the same first step, dampening apart.
+
+    Raises:
+        LoweringError: SGD with dampening; an optimizer of the user's own whose trial step failed.
+    """
+    if not is_torchs_own(optimizer):
+        begin_by_trial(optimizer, parameters)
+    elif isinstance(optimizer, torch.optim.SGD):
+        _begin_momentum(optimizer, {id(each) for each in parameters})
+    elif not all(optimizer.state.get(each) for each in parameters):
+        _begin_groups(optimizer, {id(each) for each in parameters})
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer takes torch's own steps, and says with what state these begin."""
+    own = isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_init_group")
+    return own and type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def dampened(group: Mapping[str, Any]) -> bool:
+    """Whether SGD's first step takes another momentum than any later one."""
+    return bool(group["momentum"] and group["dampening"])
+
+
+def _begin_momentum(optimizer: torch.optim.SGD, wanted: Collection[int]) -> None:
+    for group in optimizer.param_groups:
+        several = [each for each in group["params"] if id(each) in wanted]
+        if several and dampened(group):
+            raise LoweringError(
+                "SGD with dampening does not dampen its first step, so that its first step is another program than "
+                "the planned one; use dampening=0"
+            )
+        for each in several if group["momentum"] else ():
+            if optimizer.state[each].get("momentum_buffer") is None:
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each).detach()
+
+
+def _begin_groups(optimizer: Any, wanted: Collection[int]) -> None:
+    begin = optimizer._init_group
+    lists = len(inspect.signature(begin).parameters) - 1
+    gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
+    try:
+        for each, _ in gradients:
+            each.grad = torch.zeros_like(each) if id(each) in wanted else None
+        for group in optimizer.param_groups:
+            begin(group, *([] for _ in range(lists)))
+    finally:
+        for each, gradient in gradients:
+            each.grad = gradient
+
+
+def begin_by_trial(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[torch.nn.Parameter],
+    copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> None:
+    """Make what is missing of the state as a trial step of a twin, whose parameters `copied` makes, puts it there.
+
+    Raises:
+        LoweringError: that step failed.
+    """
+    with torch.no_grad():
+        copies = {id(p): torch.nn.Parameter(copied(p.detach())) for p in parameters}
+    try:
+        made = _first_state(optimizer, copies)
+    except Exception as error:
+        raise LoweringError(
+            f"{type(optimizer).__name__} does not say how its state begins, and a trial step failed "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); run a step of it before applying "
+            "the plan, or load its state"
+        ) from error
+    for p in parameters:
+        for key, value in made[id(p)].items():
+            optimizer.state[p].setdefault(key, value)
+
+
+def _first_state(
+    optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.nn.Parameter]
+) -> dict[int, Mapping[str, Any]]:
+    """id of each parameter -> what a step of a twin over `copies` of them puts into its state."""
+    others = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    trial = twin_of(optimizer, {**others, **copies})
+    for group in trial.param_groups:
+        group["params"] = [p for p in group["params"] if any(p is c for c in copies.values())]
+    begun = _PerParameter()
+    for p in copies.values():
+        begun[p] = trial.state.get(p, {})
+        p.grad = torch.zeros_like(p)
+    trial.state = begun
+    step(trial)
+    return {key: begun.first.get(id(p), {}) for key, p in copies.items()}
+
+
+class _PerParameter(dict[Any, Any]):
+    """The state of an optimizer that remembers what each parameter's began with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[int, dict[str, Any]] = {}
+
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        self[parameter] = {}
+        return self[parameter]
+
+    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
+        super().__setitem__(parameter, _State(state, self.first.setdefault(id(parameter), {})))
+
+    def setdefault(self, parameter: torch.Tensor, state: Any = None) -> Any:
+        """Through `__setitem__`."""
+        if parameter not in self:
+            self[parameter] = state
+        return self[parameter]
+
+
+class _State(dict[Any, Any]):
+    """The state of one parameter, with copies of the values that its entries were first given."""
+
+    def __init__(self, state: Mapping[str, Any] | None, first: dict[str, Any]) -> None:
+        super().__init__()
+        self.first = first
+        self.update(state or {})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.first:
+            self.first[key] = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, value: Any = None) -> Any:
+        """Through `__setitem__`."""
+        if key not in self:
+            self[key] = value
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Through `__setitem__`."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
