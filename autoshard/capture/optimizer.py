@@ -182,7 +182,11 @@ def fill_state(
         for ours, theirs in zip(optimizer.param_groups, of.param_groups, strict=True):
             for p, q in zip(ours["params"], theirs["params"], strict=False):
                 if q in of.state:
-                    optimizer.state[p] = tree_map(partial(like, parameter=p), dict(of.state[q]))
+                    optimizer.state[p] = tree_map(partial(_beside, like, p), dict(of.state[q]))
+
+
+def _beside(like: Callable[[Any, torch.Tensor], Any], parameter: torch.Tensor, value: Any) -> Any:
+    return like(value, parameter)
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:

@@ -250,7 +250,8 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         call = Call(self.next_index, func, tensors, inputs, args, kwargs)
         self.next_index += 1
         result = self.run(call)
-        copied = name == "aten._to_copy.default" and current().type != "xla"  # PyTorch wraps copies on XLA only
+        copied = name == "aten._to_copy.default" and current().type != "xla"  # PyTorch wraps copies on XLA only,
+        copied = copied and (kwargs.get("layout") is None or kwargs.get("device") is not None)  # and none of its own
         if not self._inside and (copied or not any(is_xla(t) for t in tensors)):
             # Else writes through views of it would be lost.
             result = tree_map(_functionalized, result)

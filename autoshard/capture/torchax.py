@@ -25,7 +25,6 @@ from autoshard.capture.modules import ModulePaths
 from autoshard.capture.placeholders import (
     META,
     NoDataError,
-    Placeholder,
     Recorded,
     Recorder,
     Ref,
@@ -170,8 +169,7 @@ class _Recording(Labels):
         """Run the op, and have what it records know its number."""
         self.recorder.label = call.index
         try:
-            made = self._execute(call.func, call.args, call.kwargs)
-            return _wrapped(made) if call.name == "aten._to_copy.default" else made
+            return self.execute(call.func, call.args, call.kwargs)
         except UnlowerableError as error:
             raise refusals.no_lowering(str(error), self.paths.describe()) from None
         finally:
@@ -188,18 +186,14 @@ class _Recording(Labels):
         """Answer what reads values; keep the data of what comes from the host."""
         if takes_values(func, args, kwargs):
             return self.read(func, args, kwargs)
-        return self._execute(func, args, kwargs)
+        return self.execute(func, args, kwargs)
 
-    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op on placeholders, or make one."""
         on_meta = any(each.device == META for each in tensors_in((args, kwargs)))
         return self.recorder.dispatch(func, args, kwargs) if on_meta or names_it(kwargs.get("device")) else func(
             *args, **kwargs
         )  # fmt: skip
-
-
-def _wrapped(made: Any) -> Any:
-    """A copy in another dtype, in the wrapper that functionalization gives it on XLA devices, and on no others."""
-    return torch._to_functional_tensor(made) if isinstance(made, Placeholder) and made.functional else made
 
 
 class _KeepsData(TorchFunctionMode):  # type: ignore[misc]

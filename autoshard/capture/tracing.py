@@ -164,6 +164,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.results: list[Result] = []
         self.values: dict[str, torch.Tensor] = {}
         self.parameters: dict[int, torch.Tensor] = {}
+        self.trained: dict[str, str] = {}
         self.memo: dict[int, torch.Tensor] = {}
         self.roots = {"": model}
         if isinstance(loss_fn, torch.nn.Module):
@@ -278,20 +279,21 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     def forward(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, train: bool) -> Any:
         """Run the forward pass on placeholders; returns the loss of a training step, else the output."""
-        by_id: dict[int, torch.Tensor] = {}
+        placed = []  # one for each argument: the same tensor given twice is two inputs, which may be two another time
         for name, value in input_names(self.model, inputs, loss_fn):
             for path, leaf in tree_flatten_with_path(value)[0]:
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in by_id:
-                    made = self.placeholder(leaf).requires_grad_(leaf.requires_grad)
-                    by_id[id(leaf)] = made
-                    self._know(".".join([name, *(_key(k) for k in path)]), "input", made, like=leaf)
+                if isinstance(leaf, torch.Tensor):
+                    placed.append(self.placeholder(leaf).requires_grad_(leaf.requires_grad))
+                    self._know(".".join([name, *(_key(k) for k in path)]), "input", placed[-1], like=leaf)
+        in_order = iter(placed)
 
         def swap(value: Any) -> Any:
-            return tree_map(lambda leaf: by_id[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf, value)
+            return tree_map(lambda leaf: next(in_order) if isinstance(leaf, torch.Tensor) else leaf, value)
 
+        args, kwargs = swap(inputs.args), swap(dict(inputs.kwargs))
         self.labels.restart({k.name: k.tensor for k in self.known.values()})
         with torch.set_grad_enabled(train), self._explained(inputs), self.labels:
-            output = self.model(*swap(inputs.args), **swap(dict(inputs.kwargs)))
+            output = self.model(*args, **kwargs)
             if not train:
                 return output
             self.paths.outside = "loss_fn"
@@ -343,6 +345,8 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.labels.name(tensor, name)
         graded = {id(p): names[id(p)] for p in self.parameters.values() if p.grad is not None and id(p) in names}
         self.data.states = lambda like: state_values(made, graded, like)
+        held = {id(p) for group in made.param_groups for p in group["params"]}
+        self.trained = {name: type(made).__name__ for key, name in graded.items() if key in held}
         self.labels.phase = "optimizer"
         with self._explained(None), self.labels:
             step(made)
@@ -432,8 +436,15 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return results
 
     def _check_updates(self, results: Sequence[Result]) -> None:
-        """Refuse what makes the next step another program: an argument of another type, or one with another."""
+        """Refuse a parameter that is not trained, and what makes the next step another program."""
         updated = {result.updates for result in results}
+        left = next((name for name in self.trained if name not in updated), None)
+        if left is not None:
+            raise CaptureError(
+                f"the step of {self.trained[left]} leaves {left} as it was, though that has a gradient. It skips it, or "
+                "writes it where capture does not see it: write it with torch's ops (p.add_, p.copy_), or freeze it, "
+                "requires_grad_(False), or leave it out of the optimizer"
+            )
         held = {k.first: k.name for k in self.known.values() if k.role != "input" and k.name not in updated}
         for result in (result for result in results if result.updates is not None):
             was, now = self.known[str(result.updates)].type, tensor_type(result.tensor)
@@ -537,6 +548,10 @@ class Labels(AtenSequence, ABC):
             what = (self.next_index, str(func), self.paths.current(), described(result), tuple(sorted(found)))
             self.reads.append(ValueRead(*what))
 
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op on the device."""
+        return func(*args, **kwargs)
+
     @abstractmethod
     def labelled(self, call: Call) -> Any:
         """Run the op under its label."""
@@ -601,7 +616,7 @@ class _Trial(AtenSequence):
     def run(self, call: Call) -> Any:
         refusals.refuse(call.name, call.func, call.tensors, _the_optimizer)
         self.labels.running = call.name
-        result = call.func(*call.args, **call.kwargs)
+        result = self.labels.execute(call.func, call.args, call.kwargs)
         self.labels.running = ""
         return result
 
@@ -611,7 +626,7 @@ class _Trial(AtenSequence):
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if takes_values(func, args, kwargs):
             return func(*on_cpu(args, _ones), **on_cpu(dict(kwargs), _ones))
-        return func(*args, **kwargs)
+        return self.labels.execute(func, args, kwargs)
 
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:

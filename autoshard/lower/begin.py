@@ -158,6 +158,7 @@ class _State(dict[Any, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        """Through `__setitem__`."""
         self.update(other)
         return self

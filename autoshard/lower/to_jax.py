@@ -382,9 +382,7 @@ class JaxStep:
             inputs = dict(zip(wanted, several, strict=True))
         unknown = next((name for name in inputs if name not in wanted), None)
         if unknown is not None:
-            raise LoweringError(
-                f"the program has no input {unknown}; it has {names} (two samples that were one tensor are one input)"
-            )
+            raise LoweringError(f"the program has no input {unknown}; it has {names}")
         missing = next((name for name in wanted if name not in inputs), None)
         if missing is not None:
             raise LoweringError(f"input {missing} was not given; the program has {names}")
