@@ -441,7 +441,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         left = next((name for name in self.trained if name not in updated), None)
         if left is not None:
             raise CaptureError(
-                f"the step of {self.trained[left]} leaves {left} as it was, though that has a gradient. It skips it, or "
+                f"the step of {self.trained[left]} leaves {left} as it was, though it has a gradient. It skips it, or "
                 "writes it where capture does not see it: write it with torch's ops (p.add_, p.copy_), or freeze it, "
                 "requires_grad_(False), or leave it out of the optimizer"
             )
@@ -457,7 +457,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             if other != result.name:
                 raise CaptureError(
                     f"{other} and {result.name} are one tensor after the step (assigned, set_ or .data =), and the "
-                    f"next step would write both at once. Write values instead: {result.name}.copy_(…), or .clone()"
+                    "next step would write both at once. Copy the values instead: copy_(…), or .clone()"
                 )
 
     def _current(self, known: Known) -> torch.Tensor:
