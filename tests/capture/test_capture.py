@@ -302,17 +302,6 @@ def test_batch_norm_updates_its_running_statistics() -> None:
     assert updated == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
-def test_one_tensor_given_twice_is_one_input() -> None:
-    class Add(nn.Module):
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return a + b
-
-    x = torch.empty(3)
-    assert [a.name for a in capture(Add(), {"a": x, "b": x}).arguments if a.role == "input"] == ["a"]
-    two = capture(Add(), {"a": x, "b": torch.empty(3)})
-    assert sorted(a.name for a in two.arguments if a.role == "input") == ["a", "b"]
-
-
 def test_a_program_names_no_file_of_the_machine_it_was_captured_on(adamw_step: Program) -> None:
     assert b"op0." in adamw_step.stablehlo
     assert b".py" not in adamw_step.stablehlo
