@@ -209,8 +209,14 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         kind = _kind(func)
         instead = reduced(func, args, kwargs) if kind.reduces else kind.instead
         if instead is not None:
+            made_by = self._view_key(func, args, kwargs) if kind.views else ""
+            if made_by in self._views and (again := self._views[made_by].again()) is not None:
+                return again
             with self._once_more():
-                return instead(*args, **kwargs)
+                result = instead(*args, **kwargs)
+            if made_by:
+                self._views[made_by] = _Made(result)
+            return result
         indexed = by_positions(func, args) if kind.indexes else None
         if indexed is not None:
             self.indexing = kind.name

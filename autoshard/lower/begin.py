@@ -7,7 +7,7 @@ its state is kept as it is put there, before the step writes into it: zeros, a c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def _begin_groups(optimizer: Any, wanted: Collection[int]) -> None:
 
 def begin_by_trial(
     optimizer: torch.optim.Optimizer,
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Collection[torch.nn.Parameter],
     copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> None:
     """Make what is missing of the state as a trial step of a twin, whose parameters `copied` makes, puts it there.
@@ -81,6 +81,8 @@ def begin_by_trial(
     Raises:
         LoweringError: that step failed.
     """
+    if not parameters:
+        return
     with torch.no_grad():
         copies = {id(p): torch.nn.Parameter(copied(p.detach())) for p in parameters}
     try:

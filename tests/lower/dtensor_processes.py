@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from autoshard.plan import Plan
+from tests.lower.optimizers import masters
 
 STEPS, ROWS, VOCABULARY, TOKENS = 3, 8, 96, 16
 
@@ -171,6 +172,7 @@ SCENARIOS = {
     "megatron": (Net, batch, loss_of, sgd),
     "fsdp": (Net, batch, loss_of, sgd),
     "automatic": (Net, batch, loss_of, adamw),
+    "masters": (Net, batch, loss_of, masters),
     "gpt2": (gpt2, hf_batch, None, sgd),
     "llama": (llama, hf_batch, None, sgd),
     "convolutional": (Convolutional, batch, loss_of, sgd),

@@ -17,6 +17,7 @@ import torch
 import autoshard
 from autoshard.mesh import Mesh
 from tests.lower import scenarios
+from tests.lower.optimizers import counting, masters
 
 STEPS, ROWS, VOCABULARY = 3, 16, 199
 MESH = Mesh((2, 4))
@@ -203,6 +204,8 @@ SCENARIOS = {
     "sgd_gspmd": lambda: sgd(partitioner="gspmd"),
     "schedule": lambda: sgd(partitioner="shardy", gamma=0.5),
     "adamw": adamw,
+    "masters": lambda: trained(masters, partitioner="shardy", hints=UNEVEN),
+    "counting": lambda: trained(counting, partitioner="shardy"),
     "bf16": bf16,
     "shardy_collectives": lambda: collectives("shardy"),
     "gspmd_collectives": lambda: collectives("gspmd"),

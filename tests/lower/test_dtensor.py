@@ -22,6 +22,10 @@ EQUAL = 1e-5
 MESH = Mesh((2, 2), device="h100")
 HINTS = {
     "automatic": {"tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]"},
+    "masters": {
+        "tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]",
+        "blocks.0.up.weight.master": "[model],[]",
+    },
     "gpt2": {
         "input_ids": "[data],[]", "transformer.wte.weight": "[model],[]",
         "transformer.h.0.attn.c_attn.weight": "[],[model]", "transformer.h.1.mlp.c_fc.weight": "[data],[model]",
@@ -84,7 +88,7 @@ def test_numbers_are_those_of_one_process(seen, name):
     assert "failed" not in found, found.get("failed")
     assert found["losses"] < EQUAL
     assert found["gradients"] < EQUAL
-    if SCENARIOS[name][3].__name__ == "sgd":
+    if SCENARIOS[name][3].__name__ in ("sgd", "masters"):
         assert found["parameters"] < EQUAL
     assert found["buffers"] < EQUAL
     assert found["as_planned"]

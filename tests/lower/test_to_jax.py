@@ -36,7 +36,7 @@ def scenario(seen, name):
     return seen[name]
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd_gspmd", "schedule", "adamw", "bf16"])
+@pytest.mark.parametrize("name", ["sgd", "sgd_gspmd", "schedule", "adamw", "masters", "counting", "bf16"])
 def test_numbers_are_those_of_eager_pytorch_on_one_device(seen, name):
     found = scenario(seen, name)
     equal = HALF_EQUAL if name == "bf16" else EQUAL
@@ -110,10 +110,10 @@ def test_another_program_is_refused(made):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"x": 0}, "has no input x; it has input"),
+        ({"x": 0}, "has no input x; it has input, target"),
         ({}, "input input was not given"),
-        ((0, 0), "has 1 inputs"),
-        ({"input": [[1.0]]}, r"input is float64\[1,1\], planned was f32\[4,8\]"),
+        ((0, 0, 0), "has 2 inputs"),
+        ({"input": [[1.0]], "target": 0}, r"input is float64\[1,1\], planned was f32\[4,8\]"),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(made, inputs, message):
