@@ -24,7 +24,6 @@ HINTS = {
     "automatic": {"tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]"},
     "masters": {
         "tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]",
-        "blocks.0.up.weight.master": "[model],[]",
     },
     "gpt2": {
         "input_ids": "[data],[]", "transformer.wte.weight": "[model],[]",
