@@ -12,8 +12,7 @@ class Masters(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            several = [p for p in group["params"] if p.grad is not None]
-            for p in several:
+            for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if not state:
                     state["master"] = p.detach().float().clone()
@@ -22,7 +21,7 @@ class Masters(torch.optim.Optimizer):
                 fast.mul_(0.5).add_(p.grad)
                 slow.lerp_(p.grad, 0.1)
                 state["master"].sub_(fast + slow, alpha=group["lr"])
-            torch._foreach_copy_(several, [self.state[p]["master"] for p in several])
+                p.copy_(state["master"])
 
 
 class Counting(torch.optim.Optimizer):
