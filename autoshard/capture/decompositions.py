@@ -68,6 +68,8 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten._fft_r2c.default: fourier.fft_r2c,
         aten._fft_c2c.default: fourier.fft_c2c,
         aten._fft_c2r.default: fourier.fft_c2r,
+        aten.addmv.default: _scaled(aten.mv.default),
+        aten.addbmm.default: _scaled(_summed_products),
     }
 
 
@@ -104,8 +106,34 @@ REDUCTIONS = AVERAGES | {
 """Reductions of all dims where none is named. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
 
 
-def reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What computes one of `REDUCTIONS` as it is called here; None where the op itself does.
+BY_ARGUMENTS = REDUCTIONS | {torch.ops.aten.addmm.default}
+"""Ops that are others for some of their arguments."""
+
+
+def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What computes one of `BY_ARGUMENTS` as it is called here; None where the op itself does."""
+    if op in REDUCTIONS:
+        return _reduced(op, args, kwargs)
+    scales = (_argument(op, "beta", args, kwargs), _argument(op, "alpha", args, kwargs))
+    return None if scales == (1, 1) else _scaled(torch.ops.aten.mm.default)
+
+
+def _scaled(product: Callable[..., Any]) -> Callable[..., Any]:
+    """An op such as `addmm`, with factors, which torch_xla computes on the CPU."""
+
+    def made(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+        found = product(a, b) if alpha == 1 else torch.ops.aten.mul.Tensor(product(a, b), alpha)
+        return found if beta == 0 else torch.ops.aten.add.Tensor(found, x, alpha=beta)
+
+    return made
+
+
+def _summed_products(a: Any, b: Any) -> Any:
+    return torch.ops.aten.sum.dim_IntList(torch.ops.aten.bmm.default(a, b), [0])
+
+
+def _reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What computes one of `REDUCTIONS` as it is called here.
 
     One of `AVERAGES` that keeps its dims is one that does not, and a view. No dims are all dims, by their numbers.
     """

@@ -156,7 +156,7 @@ def twin_of(
         if name not in ("state", "param_groups") and any(optimizers_in(value)):
             twin.__dict__[name] = tree_map(inner, value)
     if optimizer.state and not twin.state:
-        fill_state(twin, optimizer, _like)
+        fill_state(twin, optimizer, _like, tensors)
     return twin
 
 
@@ -166,11 +166,15 @@ def optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
 
 
 def fill_state(
-    optimizer: torch.optim.Optimizer, of: torch.optim.Optimizer, like: Callable[[Any, torch.Tensor], Any]
+    optimizer: torch.optim.Optimizer,
+    of: torch.optim.Optimizer,
+    like: Callable[[Any, torch.Tensor], Any],
+    stand_ins: Mapping[int, torch.Tensor],
 ) -> None:
     """Give a twin the state that its class makes at construction (Adagrad does; most make it in a step).
 
-    Where the class cannot be made of parameters alone, it is state like that of the optimizer that it is a twin `of`.
+    Where the class cannot be made of parameters alone, it is state like that of the optimizer that it is a twin `of`;
+    `stand_ins` has the twin's parameter by the id of that one's.
     """
     groups = [
         {key: list({id(p): p for p in value}.values()) if key == "params" else value for key, value in group.items()}
@@ -179,10 +183,10 @@ def fill_state(
     try:
         optimizer.state.update(type(optimizer)(groups).state)
     except Exception:
-        for ours, theirs in zip(optimizer.param_groups, of.param_groups, strict=True):
-            for p, q in zip(ours["params"], theirs["params"], strict=False):
-                if q in of.state:
-                    optimizer.state[p] = tree_map(partial(_beside, like, p), dict(of.state[q]))
+        for parameter, state in of.state.items():
+            p = stand_ins.get(id(parameter))
+            if p is not None:
+                optimizer.state[p] = tree_map(partial(_beside, like, p), dict(state))
 
 
 def _beside(like: Callable[[Any, torch.Tensor], Any], parameter: torch.Tensor, value: Any) -> Any:

@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.weak import TensorWeakRef
 
 from autoshard.capture.by_values import by_positions, may_index, on_host
-from autoshard.capture.decompositions import REDUCTIONS, decomposition_of, functional_form, reduced
+from autoshard.capture.decompositions import BY_ARGUMENTS, decomposition_of, functional_form, instead_of
 from autoshard.capture.device import current, is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
@@ -207,7 +207,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if not _on_xla(tensors, kwargs):
             return self.uncounted(func, args, kwargs)
         kind = _kind(func)
-        instead = reduced(func, args, kwargs) if kind.reduces else kind.instead
+        instead = instead_of(func, args, kwargs) if kind.by_arguments else kind.instead
         if instead is not None:
             made_by = self._view_key(func, args, kwargs) if kind.views else ""
             if made_by in self._views and (again := self._views[made_by].again()) is not None:
@@ -427,7 +427,7 @@ class _Kind(NamedTuple):
         func: the overload, which is not to be freed while it is known by its id.
         name: such as `aten.addmm.default`.
         instead: what computes it in other ops.
-        reduces: whether it may be computed in other ops, by the dims that it is called with.
+        by_arguments: whether it is computed in other ops for some of its arguments.
         indexes: whether it may be indexed by a mask.
         on_host: whether the host computes it.
         uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
@@ -440,7 +440,7 @@ class _Kind(NamedTuple):
     func: Any
     name: str
     instead: Callable[..., Any] | None
-    reduces: bool
+    by_arguments: bool
     indexes: bool
     on_host: bool
     uncounted: bool
@@ -464,7 +464,7 @@ def _kind(func: Any) -> _Kind:
             func,
             name,
             instead,
-            reduces=func in REDUCTIONS,
+            by_arguments=func in BY_ARGUMENTS,
             indexes=may_index(func),
             on_host=instead is None and on_host(func),
             uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,

@@ -9,9 +9,10 @@ values in the captured step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,26 +48,40 @@ class HostScalars:
             return
         states = [a for a in program.arguments if a.role == "optimizer_state"]
         self._on_device = frozenset(a.name.removeprefix(f"{a.of}.") for a in states)
-        steady = small_twin(optimizer, fresh=True)
+        varying = [name for name in varying if self._fixed[name].isfinite().all()]  # a clamp without a limit has inf
+        self._find(varying, whole=False)
+        if len(self._places) < len(varying):
+            # A number may follow from a shape: Muon's steps are longer for tall matrices.
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # a step that reads what has no data
+                self._find(varying, whole=True)
+        for name in varying:
+            if name not in self._places:
+                raise LoweringError(
+                    f"{type(optimizer).__name__} computes {name} = {self._fixed[name].item():g} on the host in a way "
+                    "that cannot be followed from step to step"
+                )
+        self._settings = [dict(group) for group in optimizer.param_groups]
+        self._steps = 0
+
+    def _find(self, varying: Sequence[str], *, whole: bool) -> None:
+        """Make the twin, and see which of its numbers the arguments are in the captured step."""
+        assert self._optimizer is not None
+        steady = small_twin(self._optimizer, fresh=True, whole=whole)
         ops_of_a_step(steady)
         for each in (*steady.state.values(), *steady.param_groups):
             if each in steady.param_groups or "step" not in self._on_device:
                 counted(each, STEADY_STEP)
-        self._ops, numbers = ops_of_a_step(steady, self._on_device)
+        ops, numbers = ops_of_a_step(steady, self._on_device)
+        places = {}
         for name in varying:
             value = self._fixed[name]
-            places = [i for i, number in enumerate(numbers) if _same(number, value)] or [
+            places[name] = [i for i, number in enumerate(numbers) if _same(number, value)] or [
                 i for i, number in enumerate(numbers) if _same(number, value.float())
             ]
-            if not places:
-                raise LoweringError(
-                    f"{type(optimizer).__name__} computes {name} = {value.item():g} on the host in a way that cannot "
-                    "be followed from step to step"
-                )
-            self._places[name] = places
-        self._twin = small_twin(optimizer, stand_ins=self._stand_ins)
-        self._settings = [dict(group) for group in optimizer.param_groups]
-        self._steps = 0
+        stand_ins: dict[int, torch.nn.Parameter] = {}
+        self._twin = small_twin(self._optimizer, whole=whole, stand_ins=stand_ins)
+        self._ops, self._stand_ins = ops, stand_ins
+        self._places = {name: found for name, found in places.items() if found}
 
     def next_step(self) -> dict[str, torch.Tensor]:
         """Every scalar's value in the next step.
@@ -137,13 +152,16 @@ def small_twin(
     *,
     fresh: bool = False,
     begun: bool = True,
+    whole: bool = False,
     stand_ins: dict[int, torch.nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
     """The same optimizer over parameters of one element, one for each that it would treat differently.
 
     Its state is that of `optimizer`, begun where there is none yet; with `fresh` there is none. Where it is not to be
-    `begun`, parameters without gradients are left out. `stand_ins` is given the one for each parameter, by its id.
+    `begun`, parameters without gradients are left out. With `whole` they have their shapes, and no data. `stand_ins` is
+    given the one for each parameter, by its id.
     """
+    small = _shapes if whole else _small
     stand_ins = {} if stand_ins is None else stand_ins
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -154,23 +172,28 @@ def small_twin(
     groups = []
     for group in optimizer.param_groups:
         made: dict[Any, torch.nn.Parameter] = {}
+        stepped = {parameter.dim() for parameter in group["params"] if optimizer.state.get(parameter)}
         for parameter in group["params"]:
             if not parameter.requires_grad or (not begun and parameter.grad is None):
                 continue
+            if parameter.dim() in stepped and not optimizer.state.get(parameter):
+                continue  # the loss does not depend on it: steps have passed it over
             own = {} if fresh else optimizer.state.get(parameter, {})
-            kind = (parameter.dim(), parameter.dtype, _counter(own))
+            kind = (parameter.shape if whole else parameter.dim(), parameter.dtype, _counter(own))
             if kind not in made:
-                made[kind] = torch.nn.Parameter(torch.zeros([1] * parameter.dim(), dtype=parameter.dtype))
+                made[kind] = torch.nn.Parameter(
+                    small(parameter.detach(), parameter) if parameter.dim() else torch.zeros_like(parameter)
+                )
                 made[kind].grad = torch.zeros_like(made[kind])
                 if own:
-                    state[made[kind]] = {key: _small(value, parameter) for key, value in own.items()}
+                    state[made[kind]] = {key: small(value, parameter) for key, value in own.items()}
             stand_ins[id(parameter)] = made[kind]
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         groups.append({**settings, "params": list(made.values())})
     twin.param_groups = groups
     twin.state = defaultdict(dict, state)
     if fresh:
-        fill_state(twin, optimizer, _small)
+        fill_state(twin, optimizer, small, stand_ins)
     elif begun:
         create_state(twin, [each for group in groups for each in group["params"]])
     return twin
@@ -184,12 +207,21 @@ def _counter(state: Mapping[str, Any]) -> float | None:
 def _small(value: Any, parameter: torch.Tensor) -> Any:
     """One entry of a parameter's state, for a parameter of one element."""
 
-    def small(leaf: Any) -> Any:
+    return _reduced(value, lambda leaf: torch.zeros([1] * leaf.dim(), dtype=leaf.dtype))
+
+
+def _shapes(value: Any, parameter: torch.Tensor) -> Any:
+    """The same without data."""
+    return _reduced(value, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+
+
+def _reduced(value: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def made(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return torch.zeros([1] * leaf.dim(), dtype=leaf.dtype)
+            return of_tensor(leaf)
         return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
-    return tree_map(small, value)
+    return tree_map(made, value)
 
 
 def counted(state: dict[str, Any], step: float) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from autoshard.errors import LoweringError
+from autoshard.lower.arrays import numpy_dtypes, to_numpy, to_torch
 from autoshard.lower.devices import device_ids
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
@@ -302,7 +303,7 @@ class JaxStep:
         """The `jax.stages.Lowered` of the step, to compile ahead of time or to look at."""
         import jax
 
-        dtypes = _numpy_dtypes()
+        dtypes = numpy_dtypes()
 
         def aval(argument: Argument) -> Any:
             sharding = self._shardings.get(argument.name)
@@ -323,7 +324,7 @@ class JaxStep:
             yield
 
     def _next_scalars(self) -> dict[str, Any]:
-        found = {name: _numpy(value) for name, value in self._followed.next_step().items()}
+        found = {name: to_numpy(value) for name, value in self._followed.next_step().items()}
         for name, dtype in self._seeds.items():
             found[name] = self._random.integers(0, 2**31, dtype=np.int64).astype(dtype)
         return found
@@ -394,8 +395,8 @@ class JaxStep:
         kind, sharding, whole = self._types[name], self._shardings[name], self._whole(name)
         if isinstance(value, jax.Array) and value.shape == whole:
             return value if value.sharding == sharding else jax.device_put(value, sharding)
-        array = _numpy(value)
-        dtype = _numpy_dtypes()[kind.dtype]
+        array = to_numpy(value)
+        dtype = numpy_dtypes()[kind.dtype]
         if array.shape != kind.shape or array.dtype != dtype:
             given = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             raise LoweringError(f"{name} is {given}, planned was {kind.dtype}[{','.join(map(str, kind.shape))}]")
@@ -419,7 +420,7 @@ class JaxStep:
         from autoshard.lower import place
         from autoshard.lower.begin import create_state
 
-        found = {name: _torch(array) for name, array in self.fetch(state).items()}
+        found = {name: to_torch(array) for name, array in self.fetch(state).items()}
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if name in found:
@@ -456,7 +457,7 @@ def random_seeds(graph: Graph) -> dict[str, Any]:
     for op in reversed(graph.ops):
         if op.kind in _RANDOM or op.id in before:
             before.update(operand.op for operand in op.operands)
-    dtypes = _numpy_dtypes()
+    dtypes = numpy_dtypes()
     return {
         argument.name: dtypes[argument.type.dtype]
         for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
@@ -480,7 +481,7 @@ def _exported_call(module: bytes, program: Program, devices: int, precision: Pre
             _set_highest(parsed.operation)
         version = hlo.get_version_from_compatibility_requirement(hlo.StablehloCompatibilityRequirement.WEEK_4)
         serialized = _jax.mlir.serialize_portable_artifact(parsed, version, True)
-    dtypes = _numpy_dtypes()
+    dtypes = numpy_dtypes()
     with jax.enable_x64(True):
         taken = tuple(core.ShapedArray(each.type.shape, dtypes[each.type.dtype]) for each in program.arguments)
         given = tuple(core.ShapedArray(each.type.shape, dtypes[each.type.dtype]) for each in program.outputs)
@@ -522,37 +523,3 @@ def _set_highest(op: Any) -> None:
                     highest = ir.Attribute.parse("#stablehlo<precision HIGHEST>")
                     inner.attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])
                 _set_highest(inner)
-
-
-def _numpy_dtypes() -> dict[str, Any]:
-    import ml_dtypes
-
-    return {
-        "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
-        "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
-        "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "ui8": np.dtype(np.uint8), "ui32": np.dtype(np.uint32),
-        "ui64": np.dtype(np.uint64), "i1": np.dtype(np.bool_), "complex<f32>": np.dtype(np.complex64),
-        "complex<f64>": np.dtype(np.complex128),
-    }  # fmt: skip
-
-
-def _numpy(value: Any) -> np.ndarray[Any, Any]:
-    """A tensor, or whatever numpy takes, as a numpy array; bf16 keeps its bits."""
-    if not hasattr(value, "detach"):
-        return np.asarray(value)
-    import torch
-
-    tensor = value.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return np.asarray(tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-    return np.asarray(tensor.numpy())
-
-
-def _torch(array: np.ndarray[Any, Any]) -> Any:
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(array))

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 NEIGHBOURS = 8
 """Runs on one device with results that are off in their last bits."""
-APART = 2.0**-22
-"""By how much a result is off at most, relative: four times the unit roundoff of float32."""
+APART = {torch.float32: 2.0**-22, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+"""By how much a result is off at most, relative: four times the unit roundoff of its type."""
 NOISE = 10.0
 """How much further than the worst run on one device a number under the plan may be from the exact one: XLA's CPU
 kernels add up one by one, of which the error grows with the number of terms, and PyTorch's by halves."""
@@ -96,7 +96,7 @@ def rounding(
 
 
 class LastBits(TorchDispatchMode):  # type: ignore[misc]
-    """In this mode every float32 result that is rounded is off in its last bits; differently for every `number`."""
+    """In this mode every result that is rounded is off in its last bits; differently for every `number`."""
 
     def __init__(self, number: int) -> None:
         """`number` is a seed."""
@@ -108,8 +108,9 @@ class LastBits(TorchDispatchMode):  # type: ignore[misc]
         made = func(*args, **(kwargs or {}))
         if not func.is_view and _EXACT.isdisjoint(func.overloadpacket.__name__.split("_")):
             for each in tree_leaves(made):
-                if isinstance(each, torch.Tensor) and each.dtype == torch.float32 and each.device.type == "cpu":
-                    off = torch.empty(each.shape).uniform_(1 - APART, 1 + APART, generator=self._generator)
+                if isinstance(each, torch.Tensor) and each.dtype in APART and each.device.type == "cpu":
+                    apart = APART[each.dtype]
+                    off = torch.empty(each.shape).uniform_(1 - apart, 1 + apart, generator=self._generator)
                     each.mul_(off)
         return made
 

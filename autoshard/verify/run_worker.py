@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from autoshard.capture import switches
-from autoshard.capture.inputs import Inputs, split_inputs
+from autoshard.capture.inputs import split_inputs
 from autoshard.capture.optimizer import make_optimizer
 from autoshard.capture.sources import Source, load_source
 from autoshard.capture.torch_xla import prepare_runtime
@@ -193,7 +193,7 @@ class _Run:
         for number, batch in enumerate(batches):
             before = _compiles()
             with plan.annotate() if plan is not None else contextlib.nullcontext():
-                result = self.step(split_inputs(self.model, batch, self.source.loss_fn), train)
+                result = eager_step(self.model, self.made, batch, self.source.loss_fn, train)
             if on_xla:
                 torch_xla.sync()
             self.compiles.append(_compiles() - before)
@@ -216,25 +216,33 @@ class _Run:
         judged = self.parameters if self.optimizer == "SGD" else {}
         return rounding.flat(self.losses, self.gradients, judged, self.outputs)
 
-    def step(self, inputs: Inputs, train: bool) -> Any:
-        """An ordinary step; returns the loss, or the output of a forward pass."""
-        if self.made is not None:
-            self.made.zero_grad()
-        self.model.zero_grad()
-        with torch.set_grad_enabled(train):
-            output = self.model(*inputs.args, **inputs.kwargs)
-            if not train:
-                return output
-            if self.source.loss_fn is not None:
-                loss = self.source.loss_fn(output, *inputs.loss_args, **dict(inputs.loss_kwargs or {}))
-            elif isinstance(output, Mapping) and output.get("loss") is not None:
-                loss = output["loss"]
-            else:
-                loss = getattr(output, "loss", output)
-        loss.backward()
-        if self.made is not None:
-            self.made.step()
-        return loss
+
+def eager_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    train: bool = True,
+) -> Any:
+    """An ordinary step; returns the loss, or the output of a forward pass."""
+    inputs = split_inputs(model, batch, loss_fn)
+    if optimizer is not None:
+        optimizer.zero_grad()
+    model.zero_grad()
+    with torch.set_grad_enabled(train):
+        output = model(*inputs.args, **inputs.kwargs)
+        if not train:
+            return output
+        if loss_fn is not None:
+            loss = loss_fn(output, *inputs.loss_args, **dict(inputs.loss_kwargs or {}))
+        elif isinstance(output, Mapping) and output.get("loss") is not None:
+            loss = output["loss"]
+        else:
+            loss = getattr(output, "loss", output)
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss
 
 
 def with_weights(model: torch.nn.Module) -> torch.nn.Module:

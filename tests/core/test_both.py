@@ -236,3 +236,20 @@ def test_autocast_casts_the_same(name):
     types = [kind.dtype for op in programs[1].ops for kind in op.outputs]
     assert types.count("bf16") > 50
     assert not torch.is_autocast_enabled("xla")
+
+
+@pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm"])
+def test_products_added_with_factors_are_other_ops(name):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            given = {"addmm": (x, x, self.w), "addmv": (x[0], x, self.w[0]), "addbmm": (x, x[None], self.w[None])}
+            return getattr(torch, name)(*given[name], beta=0.5, alpha=2)
+
+    programs = [autoshard.capture(Net(), torch.zeros(4, 4), frontend=each) for each in ("torch_xla", "torchax")]
+    ours, theirs = ([op.name for op in program.ops] for program in programs)
+    assert ours == theirs
+    assert f"aten.{name}.default" not in ours

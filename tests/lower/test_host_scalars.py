@@ -8,7 +8,7 @@ import autoshard
 from autoshard.capture import optimizer as capturing
 from autoshard.errors import LoweringError
 from autoshard.lower.first_steps import FirstSteps
-from autoshard.lower.host_scalars import HostScalars
+from autoshard.lower.host_scalars import HostScalars, small_twin
 from autoshard.lower.to_jax import optimizer_scalars
 from autoshard.written import captured_graph
 
@@ -136,3 +136,54 @@ def test_an_optimizer_with_parameters_that_are_not_used_has_no_first_steps():
     optimizer = torch.optim.AdamW([used, unused])
     optimizer.step()
     assert not FirstSteps(optimizer).has_one_to_take(optimizer)
+
+
+def small_step(model, optimizer):
+    return autoshard.capture(
+        model, torch.zeros(4, 8), loss_fn=lambda out: out.square().mean(), optimizer=optimizer, frontend="torchax"
+    )
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_numbers_that_follow_from_shapes_are_found():
+    """Muon's steps are longer by the root of a matrix's rows over its columns."""
+    pytest.importorskip("jax")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32, bias=False), torch.nn.Linear(32, 8, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+    captured = small_step(model, optimizer)
+    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    optimizer.param_groups[0]["lr"] = 0.02
+    values = [round(float(value), 5) for value in followed.next_step().values()]
+    assert -0.04 in values
+    assert -0.02 in values
+
+
+def test_a_parameter_without_gradients_does_not_make_other_steps():
+    model = torch.nn.Linear(8, 8)
+    model.unused = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    captured = small_step(model, optimizer)
+    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    followed.next_step()
+
+
+def test_a_twin_of_a_class_with_arguments_has_the_state_of_each_parameter():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters, needed):
+            super().__init__(parameters, {"needed": needed})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(self.state[p]["sum"], alpha=self.param_groups[0]["needed"])
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = Own(model.parameters(), 0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    twin = small_twin(optimizer, fresh=True)
+    assert {p.dim(): state["sum"].dim() for p, state in twin.state.items()} == {1: 1, 2: 2}

@@ -1,0 +1,175 @@
+"""A captured program run on jax's CPU devices: what its StableHLO module itself computes, step after step.
+
+    step = CapturedStep(program, optimizer)       # the module as captured, on one device
+    state = step.begin(model, optimizer)          # parameters, buffers and optimizer state by name
+    state, outputs = step(state, {"input": x})    # the state after one step, and the loss
+
+With a plan it is the module that `autoshard lower` writes, on as many devices as the plan's mesh has. Neither torch_xla
+nor `jax.export` has a part in it, so that a difference from PyTorch is one of the program that was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
+
+from autoshard.errors import LoweringError
+from autoshard.lower.arrays import numpy_dtypes, to_numpy
+from autoshard.lower.host_scalars import HostScalars
+from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax
+
+if TYPE_CHECKING:
+    import torch
+
+    from autoshard.capture.program import Program
+    from autoshard.mesh import Spec
+    from autoshard.plan import Plan
+
+Kind = Literal["parameter", "buffer", "optimizer_state"]
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+class CapturedStep:
+    """A captured program as a function of numpy arrays.
+
+    Args:
+        program: what `autoshard.capture` made.
+        optimizer: over the model's parameters, where the program is a training step with one; it says what is worked
+            out on the host in each step. Its state tells how many steps it has taken.
+        plan: whose annotations the module has; without one it runs on one device.
+    """
+
+    def __init__(
+        self, program: Program, optimizer: torch.optim.Optimizer | None = None, plan: Plan | None = None
+    ) -> None:
+        """Compile it."""
+        import jax
+
+        from autoshard.written import captured_graph
+
+        self.program, self._plan = program, plan
+        graph = captured_graph(program)
+        module, devices = program.stablehlo, jax.local_devices(backend="cpu")[:1]
+        if plan is not None:
+            from autoshard.lower.stablehlo import annotate
+
+            self._jax = to_jax(plan, jax.local_devices(backend="cpu")[: plan.mesh.size])
+            module = annotate(program, graph, plan.annotations(graph), plan.mesh, partitions=True)
+            devices = list(self._jax.mesh.devices.flatten())
+        self._executable = _compiled(module, devices, len(program.outputs))
+        self._device = jax.sharding.SingleDeviceSharding(devices[0])
+        self._scalars = HostScalars(program, optimizer, optimizer_scalars(graph))
+
+    def begin(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Arrays:
+        """The arguments that a model and its optimizer hold; the optimizer has taken a step already.
+
+        Raises:
+            LoweringError: an argument of the program is none of them, and no input.
+        """
+        found = {name: tensor for (_, name), tensor in held_tensors(model, optimizer).items()}
+        held = [each for each in self.program.arguments if each.role not in ("input", "scalar")]
+        missing = next((each for each in held if each.name not in found), None)
+        if missing is not None:
+            raise LoweringError(f"the model and its optimizer hold no {missing.role} {missing.name}")
+        return {each.name: to_numpy(found[each.name]).copy() for each in held}
+
+    def __call__(self, state: Arrays, inputs: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+        """One step: the state after it, and the results that replace no argument (`loss`…) by name."""
+        import jax
+
+        given = {**state, **inputs, **self._scalars.next_step()}
+        with jax.enable_x64(True):
+            results = self._executable.execute_sharded([self._placed(each, given) for each in self.program.arguments])
+            shards = results.disassemble_into_single_device_arrays()
+        after, made = dict(state), {}
+        for output, parts in zip(self.program.outputs, shards, strict=True):
+            if output.updates is None:
+                made[output.name] = np.asarray(parts[0])
+            else:
+                argument = self.program.arguments[output.updates]
+                after[argument.name] = self._whole(argument, parts)
+        return after, made
+
+    def _split(self, argument: Any) -> tuple[Spec, Any] | None:
+        """How an argument is split by the plan, and in jax's words; None where it is whole."""
+        tensor = None if self._plan is None else self._plan.argument(argument)
+        return None if tensor is None else (tensor.spec, self._jax.arguments()[argument.name])
+
+    def _placed(self, argument: Any, given: Mapping[str, Any]) -> Any:
+        import jax
+
+        array = to_numpy(given[argument.name])
+        want = numpy_dtypes()[argument.type.dtype]
+        if array.shape != argument.type.shape or array.dtype != want:
+            has = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+            raise LoweringError(f"{argument.name} is {has}, the program takes {argument.type}")
+        split = self._split(argument)
+        if split is None:
+            return jax.device_put(array, self._replicated())
+        assert self._plan is not None
+        whole = padded(self._plan.mesh, array.shape, split[0])
+        if whole != array.shape:
+            array = np.pad(array, [(0, have - size) for have, size in zip(whole, array.shape, strict=True)])
+        return jax.device_put(array, split[1])
+
+    def _replicated(self) -> Any:
+        import jax
+
+        if self._plan is None:
+            return self._device
+        return jax.sharding.NamedSharding(self._jax.mesh, jax.sharding.PartitionSpec())
+
+    def _whole(self, argument: Any, parts: list[Any]) -> np.ndarray[Any, Any]:
+        """An updated argument, put together from its shards."""
+        import jax
+
+        split = self._split(argument)
+        if split is None:
+            return np.asarray(parts[0])
+        assert self._plan is not None
+        whole = padded(self._plan.mesh, argument.type.shape, split[0])
+        array = jax.make_array_from_single_device_arrays(whole, split[1], parts)
+        return np.asarray(array)[tuple(slice(size) for size in argument.type.shape)]
+
+
+def held_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[tuple[Kind, str], Tensor]:
+    """(Kind, name) of each tensor that a training step may update -> what it is now, named as in a `Program`."""
+    found: dict[tuple[Kind, str], Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found["parameter", name] = parameter.detach()
+        state = dict(optimizer.state.get(parameter, {})) if optimizer is not None else {}
+        for path, value in tree_flatten_with_path(state)[0]:
+            if isinstance(value, Tensor):
+                words = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+                found["optimizer_state", ".".join((name, *words))] = value.detach()
+    for name, buffer in model.named_buffers():
+        found["buffer", name] = buffer.detach()
+    return found
+
+
+def _compiled(module: bytes, devices: list[Any], results: int) -> Any:
+    """A module compiled for these CPU devices in little time; results without an annotation are whole on each."""
+    from jax._src.lib import _jax
+    from jax._src.lib import xla_client as xc
+
+    from autoshard.graph.stablehlo import mlir_context, parse_module
+
+    options = xc.CompileOptions()
+    build = options.executable_build_options
+    options.num_replicas = build.num_replicas = 1
+    options.num_partitions = build.num_partitions = len(devices)
+    build.use_spmd_partitioning = len(devices) > 1
+    build.use_shardy_partitioner = False  # the annotations are GSPMD's
+    build.allow_spmd_sharding_propagation_to_output = [False] * results
+    build.debug_options.xla_backend_optimization_level = 0
+    build.debug_options.xla_llvm_disable_expensive_passes = True
+    options.device_assignment = xc.DeviceAssignment.create(np.array([[device.id for device in devices]]))
+    with mlir_context():
+        parsed = parse_module(module)
+        return devices[0].client.compile_and_load(parsed, _jax.DeviceList(tuple(devices)), options)
