@@ -25,3 +25,11 @@ class ManualPlanError(AutoshardError, ValueError):
 
 class FileError(AutoshardError, ValueError):
     """A file that cannot be written: which, and why."""
+
+
+class AutoShardingError(AutoshardError, RuntimeError):
+    """What the automatic mode was asked for cannot be: before anything of the loop has run."""
+
+
+class AutoShardingWarning(UserWarning):
+    """What of a training loop the automatic mode leaves to XLA's propagation: what, where, and why; once per loop."""

@@ -20,23 +20,22 @@ _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward})
 
 
 class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
-    """Records from the model's output on; `seen` is called with the loss when its backward pass begins.
+    """Records from the model's output until a backward pass begins.
 
     Args:
         output: what the model returned.
         parameters: of the model, by name.
-        seen: called before `backward` runs, with the tensor that it is called on.
+        here: gives the line of the loop that runs.
     """
 
-    def __init__(
-        self, output: Any, parameters: Mapping[str, torch.Tensor], seen: Callable[[torch.Tensor], None]
-    ) -> None:
+    def __init__(self, output: Any, parameters: Mapping[str, torch.Tensor], here: Callable[[], str]) -> None:
         """Nothing is recorded before the mode is entered."""
         super().__init__()
-        self.seen = seen
-        self.done = False
-        self.on_gradients = ""
-        """The function that made something of a gradient after the backward pass, if one did (clipping, say)."""
+        self.here = here
+        self.losses: list[Any] = []
+        """What backward passes were begun from."""
+        self.on_gradients: tuple[str, str] | None = None
+        """The function that took a gradient after the backward pass, if one did (clipping, say), and where."""
         self.tensors = list(parameters.values())
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.outputs = {id(leaf): i for i, leaf in enumerate(tree_leaves(output)) if isinstance(leaf, torch.Tensor)}
@@ -46,27 +45,38 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call that makes tensors on the device."""
         kwargs = kwargs or {}
-        if func in _BACKWARD and not self.done:
-            self.done = True
-            self.seen(args[0])
+        if func in _BACKWARD:
+            self.losses.append(args[0] if args else kwargs.get("tensors"))
         result = func(*args, **kwargs)
-        if any(_on_device(leaf) for leaf in tree_leaves(result)):
-            if not self.done:
+        name = getattr(func, "__name__", str(func))
+        if any(map(_on_device, tree_leaves(result))) or _writes(name, args):
+            if not self.losses:
                 self.calls.append((func, args, kwargs, result))
-            elif not self.on_gradients and self._reads_gradients(args, kwargs):
-                self.on_gradients = getattr(func, "__name__", str(func))
+            elif self.on_gradients is None and func not in _BACKWARD and self._reads_gradients(args, kwargs):
+                self.on_gradients = name, self.here()
         return result
 
     def _reads_gradients(self, args: Any, kwargs: Any) -> bool:
         gradients = {id(each.grad) for each in self.tensors if each.grad is not None}
         return any(id(leaf) in gradients for leaf in tree_leaves((args, kwargs)))
 
+    def _behind(self, loss: torch.Tensor) -> list[tuple[Any, Any, Any, Any]]:
+        """The calls that the loss may follow from: not what the loop made beside it, to log it say."""
+        wanted, kept = {id(loss)}, []
+        for call in reversed(self.calls):
+            func, args, kwargs, result = call
+            if _writes(getattr(func, "__name__", ""), args) or any(id(leaf) in wanted for leaf in tree_leaves(result)):
+                wanted.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+                kept.append(call)
+        return kept[::-1]
+
     def loss_fn(self, loss: torch.Tensor) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
         """The loss as a function of the model's output and further inputs, and these by name."""
         made: dict[int, tuple[int, int]] = {}
         others: dict[int, str] = {}
         inputs: dict[str, torch.Tensor] = {}
-        for number, (_, args, kwargs, result) in enumerate(self.calls):
+        calls = self._behind(loss)
+        for number, (_, args, kwargs, result) in enumerate(calls):
             for leaf in tree_leaves((args, kwargs)):
                 known = id(leaf) in made or id(leaf) in self.outputs or id(leaf) in self.parameters
                 if known or id(leaf) in others or not _on_device(leaf):
@@ -78,7 +88,7 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
                     made.setdefault(id(leaf), (number, place))
         if id(loss) not in made and id(loss) not in self.outputs:
             raise CaptureError("the loss is not made from the model's output by torch's functions")
-        replay = _Replay(self.calls, made, self.outputs, self.parameters, others, id(loss))
+        replay = _Replay(calls, made, self.outputs, self.parameters, others, id(loss))
 
         def loss_fn(output: Any, **targets: torch.Tensor) -> Any:
             return replay(output, targets)
@@ -88,6 +98,11 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
         loss_fn.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
         loss_fn.bind = replay.bind  # type: ignore[attr-defined]
         return loss_fn, inputs
+
+
+def _writes(name: str, args: Any) -> bool:
+    """Whether a function of this name writes in place into tensors on the device."""
+    return (name == "__setitem__" or name.endswith("_")) and any(map(_on_device, tree_leaves(args[:1])))
 
 
 def _on_device(leaf: Any) -> bool:

@@ -188,9 +188,19 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         """Leave this op, which the rule would count, out of the numbering."""
         return False
 
+    def made(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Know the outputs of a counted op as its own."""
+        for j, tensor in enumerate(outputs):
+            if is_xla(tensor):
+                self._producers[tensor_id(tensor)] = (call.index, j)
+
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an op that is not counted and return what it returns."""
         return func(*args, **kwargs)
+
+    def alone(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op as it would run outside this mode."""
+        return self._wrapped(name_of(func), tensors_in((args, kwargs)), func(*args, **kwargs))
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an op gives that the host computes, on the host."""
@@ -252,22 +262,15 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
                 return again
         inputs = tuple(self.producer(t) for t in tensors)
         if self.skip(func, inputs, args, kwargs):
-            return self.uncounted(func, args, kwargs)
+            return self._wrapped(name, tensors, kwargs, self.uncounted(func, args, kwargs))
         call = Call(self.next_index, func, tensors, inputs, args, kwargs)
         self.next_index += 1
-        result = self.run(call)
-        copied = name == "aten._to_copy.default" and current().type != "xla"  # PyTorch wraps copies on XLA only,
-        copied = copied and (kwargs.get("layout") is None or kwargs.get("device") is not None)  # and none of its own
-        if not self._inside and (copied or not any(is_xla(t) for t in tensors)):
-            # Else writes through views of it would be lost.
-            result = tree_map(_functionalized, result)
+        result = self._wrapped(name, tensors, kwargs, self.run(call))
         outputs = outputs_of(call, result)
         if len(outputs) > 1 or (self._of_several and self._passes_on(call, outputs)):
             self._of_several.add(call.index)
         self.after(call, outputs)
-        for j, tensor in enumerate(outputs):
-            if is_xla(tensor):
-                self._producers[tensor_id(tensor)] = (call.index, j)
+        self.made(call, outputs)
         if view is not None:
             self._views[view] = _Made(result)
         return result
@@ -300,6 +303,14 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if not isinstance(leaf, torch.Tensor) or not self.is_of_several(leaf):
             return leaf
         return torch.ops.aten.view_copy.default(leaf, list(leaf.shape))
+
+    def _wrapped(self, name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+        """What an op returned, as functionalization hands it out: else writes through views of it would be lost."""
+        copied = name == "aten._to_copy.default" and current().type != "xla"  # PyTorch wraps copies on XLA only,
+        copied = copied and (kwargs.get("layout") is None or kwargs.get("device") is not None)  # and none of its own
+        if not self._inside and (copied or not any(is_xla(t) for t in tensors)):
+            return tree_map(_functionalized, result)
+        return result
 
     def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Tells a view of a tensor from every other."""

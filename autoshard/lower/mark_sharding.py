@@ -22,7 +22,7 @@ another program, and refused at the op that differs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from autoshard.errors import LoweringError
 from autoshard.lower import place, runtime
 from autoshard.lower.annotator import Annotator
 from autoshard.lower.first_steps import FirstSteps
+from autoshard.lower.follower import Follower
 from autoshard.lower.retrace import annotated_program
 from autoshard.lower.schedule import Schedule
 from autoshard.plan import Plan
@@ -103,8 +104,11 @@ def _warn_of_wrong_sums(plan: Plan) -> None:
 
 
 @contextmanager
-def annotate(plan: Plan) -> Iterator[None]:
+def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterator[Annotator]:
     """Annotate the step that runs in this context as planned; use it anew for every step.
+
+    Args:
+        differs: told what of the step is not the planned one, which then runs as it is; without it, that is refused.
 
     Raises:
         LoweringError: `apply` was not called for this plan, or the context stands in another one.
@@ -120,18 +124,28 @@ def annotate(plan: Plan) -> Iterator[None]:
             f"plan.annotate() inside {which} annotate(): each would take the other's step for part of its own; use one "
             "around each step, and leave the outer one first"
         )
-    annotator = Annotator(_SCHEDULES[id(plan)], placed.arguments, placed.snapshot)
+    schedule = _SCHEDULES[id(plan)]
+    annotator = (
+        Annotator(schedule, placed.arguments, placed.snapshot)
+        if differs is None
+        else Follower(schedule, placed.arguments, differs)
+    )
     model, optimizer, known = placed.model, placed.optimizer, set(placed.arguments())
 
     def made() -> None:
         assert optimizer is not None
-        place.place_late_state(plan, model, optimizer, known)
+        try:
+            place.place_late_state(plan, model, optimizer, known)
+        except RuntimeError as error:
+            if differs is None:
+                raise
+            differs(f"the optimizer's state cannot be placed ({error})")
 
     watched = _FIRST_STEPS[id(plan)].watched(optimizer, annotator, made) if optimizer is not None else nullcontext()
     _INSIDE.append(plan)
     try:
         with switches.active(plan.program.switches, model), annotator, watched:
-            yield
+            yield annotator
     finally:
         _INSIDE.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoshard.capture.program import ValueRead
 from autoshard.mesh import Mesh, Spec
@@ -42,6 +43,19 @@ class Schedule:
     reads: Mapping[int, Mapping[int, Shared]]
     last_read: Mapping[Shared, int] = field(default_factory=dict)
     values: tuple[ValueRead, ...] = ()
+
+    @cached_property
+    def by_reads(self) -> Mapping[tuple[str, tuple[Producer, ...]], tuple[int, ...]]:
+        """(name, what is read, None for inputs) -> the ops that are so, in their order."""
+        found: dict[tuple[str, tuple[Producer, ...]], list[int]] = {}
+        for index, op in enumerate(self.ops):
+            reads = tuple(None if self.is_input(p) else p for p in op.inputs)
+            found.setdefault((op.name, reads), []).append(index)
+        return {key: tuple(indices) for key, indices in found.items()}
+
+    def is_input(self, producer: Producer) -> bool:
+        """Whether a value is an input of the step, or one that only what was read from it follows from."""
+        return isinstance(producer, str) and (producer in self.inputs or producer not in self.arguments)
 
     @classmethod
     def of(cls, plan: Plan) -> Schedule:

@@ -82,6 +82,11 @@ class StepWriter:
             return None  # on its way to the argument's new value, which a later write-back ties to the old one
         return func(root, new, *args[2:], **kwargs)
 
+    def forget(self, producer: Producer) -> None:
+        """Let go of the copies of a value that is written over."""
+        for shared in [each for each in self._copies if each[0] == producer]:
+            del self._copies[shared]
+
     def argument_written(self, args: tuple[Any, ...]) -> str | None:
         """The name of the argument that a write-back is for, or None."""
         name = self._producer(self._roots.get(tensor_id(args[0]), args[0]))
