@@ -25,18 +25,13 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
     Args:
         output: what the model returned.
         parameters: of the model, by name.
-        here: gives the line of the loop that runs.
     """
 
-    def __init__(self, output: Any, parameters: Mapping[str, torch.Tensor], here: Callable[[], str]) -> None:
+    def __init__(self, output: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         """Nothing is recorded before the mode is entered."""
         super().__init__()
-        self.here = here
         self.losses: list[Any] = []
         """What backward passes were begun from."""
-        self.on_gradients: tuple[str, str] | None = None
-        """The function that took a gradient after the backward pass, if one did (clipping, say), and where."""
-        self.tensors = list(parameters.values())
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.outputs = {id(leaf): i for i, leaf in enumerate(tree_leaves(output)) if isinstance(leaf, torch.Tensor)}
         self.parameters = {id(tensor): name for name, tensor in parameters.items()}
@@ -45,27 +40,19 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call that makes tensors on the device."""
         kwargs = kwargs or {}
-        if func in _BACKWARD:
-            self.losses.append(args[0] if args else kwargs.get("tensors"))
+        if func in _BACKWARD and any(map(_on_device, tree_leaves((args, kwargs)))):
+            self.losses.append(args[0] if args else kwargs["tensors"])
         result = func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        if any(map(_on_device, tree_leaves(result))) or _writes(name, args):
-            if not self.losses:
-                self.calls.append((func, args, kwargs, result))
-            elif self.on_gradients is None and func not in _BACKWARD and self._reads_gradients(args, kwargs):
-                self.on_gradients = name, self.here()
+        if not self.losses and (any(map(_on_device, tree_leaves(result))) or _writes(func, args)):
+            self.calls.append((func, args, kwargs, result))
         return result
-
-    def _reads_gradients(self, args: Any, kwargs: Any) -> bool:
-        gradients = {id(each.grad) for each in self.tensors if each.grad is not None}
-        return any(id(leaf) in gradients for leaf in tree_leaves((args, kwargs)))
 
     def _behind(self, loss: torch.Tensor) -> list[tuple[Any, Any, Any, Any]]:
         """The calls that the loss may follow from: not what the loop made beside it, to log it say."""
         wanted, kept = {id(loss)}, []
         for call in reversed(self.calls):
             func, args, kwargs, result = call
-            if _writes(getattr(func, "__name__", ""), args) or any(id(leaf) in wanted for leaf in tree_leaves(result)):
+            if _writes(func, args) or any(id(leaf) in wanted for leaf in tree_leaves(result)):
                 wanted.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
                 kept.append(call)
         return kept[::-1]
@@ -100,8 +87,9 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
         return loss_fn, inputs
 
 
-def _writes(name: str, args: Any) -> bool:
-    """Whether a function of this name writes in place into tensors on the device."""
+def _writes(func: Any, args: Any) -> bool:
+    """Whether a function writes in place into tensors on the device, by its name."""
+    name = getattr(func, "__name__", "")
     return (name == "__setitem__" or name.endswith("_")) and any(map(_on_device, tree_leaves(args[:1])))
 
 

@@ -35,6 +35,9 @@ from autoshard.plan import Plan
 from autoshard.plan_cache import cached_plan
 from autoshard.recorded_loss import LossRecorder
 
+MOST_PASSES = 10
+"""So many passes of the model are watched for a first step of an optimizer."""
+
 
 def _never_ends_the_loop(hook: Callable[..., None]) -> Callable[..., None]:
     """A hook that gives up, with a warning, where it fails, and does nothing once it has."""
@@ -77,6 +80,7 @@ class Watch:
         self.plan: Plan | None = None
         self.step: Annotator | None = None
         self.closure = False
+        self.passes = 0
         self.planning = self.given_up = self.warned = False
 
     # Hooks.
@@ -151,6 +155,10 @@ class Watch:
         """Watch a pass; one that was watched before, and came to no step, is forgotten."""
         self.open.close()
         self.recorder, self.inputs = None, {}
+        self.passes += 1
+        if self.passes > MOST_PASSES:
+            self.give_up(f"no optimizer has made a step in {MOST_PASSES} passes of the model")
+            return
         # Computed as the planned steps will be: torch_xla's own batch norm, say, keeps another running variance.
         self.open.enter(switches.active(switches.DEFAULT, module))
         self.inputs = _bound(module, args, kwargs)
@@ -161,7 +169,7 @@ class Watch:
     def leaves(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """The model has ended its pass: what follows is the loss."""
         if self.inputs and self.recorder is None and self.plan is None:
-            self.recorder = LossRecorder(output, dict(module.named_parameters()), _here)
+            self.recorder = LossRecorder(output, dict(module.named_parameters()))
             self.open.enter(self.recorder)
 
     @_never_ends_the_loop
@@ -206,9 +214,6 @@ class Watch:
             self._plan(optimizer, recorder)
         finally:
             self.planning = False
-        if recorder.on_gradients:
-            what, where = recorder.on_gradients
-            self.differs(f"{what} runs on gradients between backward() and the optimizer's step (clipping?)", where)
 
     def _plan(self, optimizer: Any, recorder: LossRecorder) -> None:
         assert self.model is not None
@@ -243,13 +248,12 @@ class Watch:
 
     # Giving up.
 
-    def differs(self, what: str, where: str = "") -> None:
+    def differs(self, what: str) -> None:
         """Something of a step is not the planned one."""
         if not self.warned:
             self._warn(
                 f"autoshard leaves a part of this training loop to XLA's propagation: {what}; the rest of its steps "
-                "runs as planned",
-                where,
+                "runs as planned"
             )
 
     def give_up(self, why: str) -> None:
@@ -262,12 +266,12 @@ class Watch:
         )
         self.open.close()
 
-    def _warn(self, text: str, where: str = "") -> None:
+    def _warn(self, text: str) -> None:
         """Warn, once per loop, at the line of the loop's own code that runs."""
         if self.warned:
             return
         self.warned = True
-        file, _, line = (where or _here()).rpartition(":")
+        file, _, line = _here().rpartition(":")
         warnings.warn_explicit(f"{text} ({Path(file).name}:{line})", AutoShardingWarning, file, int(line))
 
 

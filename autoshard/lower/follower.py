@@ -6,12 +6,15 @@ between them, does not matter. Any other op (the sum of losses that a loop keeps
 what reads its result is no planned op either. Where it is written over a planned value, as clipping does with
 gradients, the result stands for that value from then on.
 
-Nothing of it can change a number: annotations do not, and a copy is made anew where its value has been written over.
+The same goes for sums of gradients that are there when the step begins (cleared by `zero_grad`, or not) and of the
+step's own.
+
+Nothing of it can change a number: annotations do not, and what stands for a value has copies of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from autoshard.capture.sequence import WRITES_BACK, AtenSequence, Call, Producer
 from autoshard.lower import runtime
 from autoshard.lower.annotator import Annotator, format_tensor
 from autoshard.lower.schedule import Schedule
+from autoshard.lower.step import StepWriter
 
 FOREIGN = (-1, 0)
 """Who made a value that no planned op made."""
@@ -32,19 +36,26 @@ class Follower(Annotator):
     Args:
         schedule: what to do.
         arguments: as `Annotator`'s.
+        gradients: that there are when the step begins.
         differs: told what of the step is not the planned one, where it runs; every time.
     """
 
     def __init__(
-        self, schedule: Schedule, arguments: Callable[[], Mapping[str, torch.Tensor]], differs: Callable[[str], None]
+        self,
+        schedule: Schedule,
+        arguments: Callable[[], Mapping[str, torch.Tensor]],
+        gradients: Iterable[torch.Tensor],
+        differs: Callable[[str], None],
     ) -> None:
         """Nothing has run yet."""
+        self._gradients = {tensor_id(each) for each in gradients}
         self._differs = differs
         self._ran: set[int] = set()
         self._bound: dict[str, int] = {}
         self._unlike = -1
         self._foreign = False
         super().__init__(schedule, arguments)
+        self._writer = StepWriter(schedule, self.producer, stand_ins=True)
 
     @property
     def steps_end(self) -> bool:
@@ -71,6 +82,7 @@ class Follower(Annotator):
         self._ran.clear()
         self._bound.clear()
         super()._begin()
+        self._cleared_before = self._gradients
 
     # The mode.
 
@@ -153,10 +165,9 @@ class Follower(Annotator):
 
     def _written_over(self, old: Producer, new: torch.Tensor) -> None:
         """Have what no planned op made, and a planned value is overwritten with, stand for that."""
-        if isinstance(old, tuple) and old != FOREIGN and self.producer(new) == FOREIGN:
-            self._writer.forget(old)
-            if format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
-                self._producers[tensor_id(new)] = old
+        replaces = isinstance(old, tuple) and old != FOREIGN and self.producer(new) == FOREIGN
+        if replaces and format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
+            self._producers[tensor_id(new)] = old
 
     def _may_be_input(self, producer: Producer) -> bool:
         return producer is None or self._schedule.is_input(producer)

@@ -128,7 +128,7 @@ def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterat
     annotator = (
         Annotator(schedule, placed.arguments, placed.snapshot)
         if differs is None
-        else Follower(schedule, placed.arguments, differs)
+        else Follower(schedule, placed.arguments, placed.gradients(), differs)
     )
     model, optimizer, known = placed.model, placed.optimizer, set(placed.arguments())
 

@@ -50,6 +50,11 @@ class Placed:
         found.update({name: each for name, _, _, each in states(self.model, self.optimizer)})
         return {name: runtime.plain(each) for name, each in found.items() if each.device.type == "xla"}
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that parameters have, on the devices."""
+        found = (parameter.grad for parameter in self.model.parameters())
+        return [runtime.plain(each) for each in found if each is not None and each.device.type == "xla"]
+
     def snapshot(self) -> Callable[[Mapping[str, torch.Tensor]], None]:
         """Remember gradients and step counters; the result brings them back, with the given values of arguments."""
         gradients = [(each, each.grad) for each in self.model.parameters()]

@@ -28,13 +28,18 @@ class StepWriter:
     Args:
         schedule: what to write.
         producer: who made a tensor, as the sequence that dispatches the step knows.
+        stand_ins: whether several tensors may be known as one value; each then has copies of its own.
     """
 
-    def __init__(self, schedule: Schedule, producer: Callable[[torch.Tensor], Producer]) -> None:
+    def __init__(
+        self, schedule: Schedule, producer: Callable[[torch.Tensor], Producer], *, stand_ins: bool = False
+    ) -> None:
         """Begin with the first step."""
         self.schedule = schedule
         self._producer = producer
+        self._stand_ins = stand_ins
         self._copies: dict[Shared, torch.Tensor] = {}
+        self._copied: dict[Producer, int] = {}
         self._roots: dict[int, torch.Tensor] = {}
         self.replaced: dict[str, torch.Tensor] = {}
         """Argument name -> its value before the step, of those that were written since."""
@@ -42,6 +47,7 @@ class StepWriter:
     def restart(self) -> None:
         """Let go of everything of the step before."""
         self._copies.clear()
+        self._copied.clear()
         self._roots.clear()
         self.replaced.clear()
 
@@ -82,17 +88,16 @@ class StepWriter:
             return None  # on its way to the argument's new value, which a later write-back ties to the old one
         return func(root, new, *args[2:], **kwargs)
 
-    def forget(self, producer: Producer) -> None:
-        """Let go of the copies of a value that is written over."""
-        for shared in [each for each in self._copies if each[0] == producer]:
-            del self._copies[shared]
-
     def argument_written(self, args: tuple[Any, ...]) -> str | None:
         """The name of the argument that a write-back is for, or None."""
         name = self._producer(self._roots.get(tensor_id(args[0]), args[0]))
         return name if isinstance(name, str) else None
 
     def _copy(self, shared: Shared, tensor: torch.Tensor) -> torch.Tensor:
+        if self._stand_ins and self._copied.setdefault(shared[0], tensor_id(tensor)) != tensor_id(tensor):
+            self._copied[shared[0]] = tensor_id(tensor)
+            for other in [each for each in self._copies if each[0] == shared[0]]:
+                del self._copies[other]
         for each in beginnings(shared):
             if each not in self._copies:
                 self._copies[each] = runtime.annotated_copy(tensor, self.schedule.mesh, each[1][-1])
