@@ -12,7 +12,8 @@ parameters split evenly over all devices (what follows is XLA's propagation), an
 the torch functions between its output and `backward()`, the optimizer. At its end the program is captured on
 placeholders and planned (from the cache, where it was planned before), and the tensors are placed as planned. **From
 the second step on** what runs between the model's forward and the optimizer's step is annotated. An evaluation, or a
-batch of another shape, runs as it is, under propagation.
+batch of another shape, runs as it is, under propagation; so does what of a step is not planned, and no loop is ended
+(`watch.py`).
 
 Options, in `spmd_config["auto_sharding"]` or as `AUTOSHARD_MESH`, `AUTOSHARD_AXES`, `AUTOSHARD_DEVICE`,
 `AUTOSHARD_MEMORY`, `AUTOSHARD_TIME_LIMIT` in the environment (arguments win): those of `autoshard.plan`.

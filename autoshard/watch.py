@@ -35,6 +35,7 @@ from autoshard.plan import Plan
 from autoshard.plan_cache import cached_plan
 from autoshard.recorded_loss import LossRecorder
 
+_IN_A_CLOSURE = "the model is called in optimizer.step(closure)"
 MOST_PASSES = 10
 """So many passes of the model are watched for a first step of an optimizer."""
 
@@ -140,7 +141,7 @@ class Watch:
         if not torch.is_grad_enabled() or not module.training:
             return
         if self.closure:
-            self.give_up("the model is called in optimizer.step(closure)")
+            self.give_up(_IN_A_CLOSURE)
         elif self.plan is not None:
             self.open.close()  # a step that the loop has skipped is still open
             self.step = None
@@ -197,6 +198,8 @@ class Watch:
             self.open.close()
             if isinstance(step, Follower):
                 step.complete()
+        elif self.plan is None and self.open:  # no hook of this step's beginning was there
+            self.give_up(_IN_A_CLOSURE)
         elif self.plan is None and self.recorder is not None:
             self._plan_after(optimizer, self.recorder)
 

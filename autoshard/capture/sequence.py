@@ -200,7 +200,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
     def alone(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an op as it would run outside this mode."""
-        return self._wrapped(name_of(func), tensors_in((args, kwargs)), func(*args, **kwargs))
+        return self._wrapped(name_of(func), tensors_in((args, kwargs)), kwargs, func(*args, **kwargs))
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an op gives that the host computes, on the host."""

@@ -1,7 +1,8 @@
 """Contexts that stay open from one hook to another, while the loop around enters and leaves contexts of its own.
 
 Torch's modes are a stack, and leaving one takes away whichever lies on top. So the modes of a context that is held open
-are put beneath all others (a default device apart, which insists on the lowest place), and are taken from there again.
+are put beneath all others (but `set_default_device`'s, which insists on the lowest place), and are taken from there
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 _T = TypeVar("_T")
@@ -81,4 +81,5 @@ def _lifted(ours: list[Any]) -> Iterator[None]:
 
 
 def _stays(mode: Any, ours: list[Any]) -> bool:
-    return isinstance(mode, DeviceContext) or _among(mode, ours)
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return mode is default or _among(mode, ours)

@@ -14,7 +14,7 @@ os.environ["CPU_NUM_DEVICES"] = "8"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 import torch_xla
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,6 +22,7 @@ import autoshard
 from autoshard import auto
 from autoshard.errors import AutoShardingWarning
 from tests.lower import scenarios
+from tests.lower.annotations_traced import lacking
 
 ROWS, STEPS = 16, 4
 LOOPS = {}
@@ -83,6 +84,15 @@ def sync(tensor):
         torch_xla.sync()
 
 
+LACKING = []
+"""Of each step after the first: how many of the plan's annotations it has not."""
+
+
+def count(model, loss):
+    if (plan := auto.current_plan()) is not None and loss.device.type == "xla":
+        LACKING.append(lacking(plan, [loss.detach(), *model.parameters()]))
+
+
 def plain(model, to, *, optimizer=None, between=None, before=None, after=None, loss_of=F.mse_loss, data=None):
     """The ordinary loop, with something added at one place."""
     optimizer = optimizer or sgd(model)
@@ -97,6 +107,7 @@ def plain(model, to, *, optimizer=None, between=None, before=None, after=None, l
         if between is not None:
             between(number, loss)
         optimizer.step()
+        count(model, loss)
         if after is not None:
             after(number)
         optimizer.zero_grad()
@@ -399,6 +410,7 @@ def gradients_kept_as_zeros(model, to):
         loss = F.mse_loss(model(to(x)), to(y))
         loss.backward()
         optimizer.step()
+        count(model, loss)
         losses.append(loss.item())
         sync(loss)
     return losses
@@ -631,6 +643,7 @@ def compared(name):
     reference = copy.deepcopy(model)
     wanted = function(reference, lambda t: t)
     auto._LAST = None
+    LACKING.clear()
     autoshard.use_spmd(auto=True, spmd_config={"auto_sharding": {"mesh": "2x4", "cache": False}})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -643,6 +656,7 @@ def compared(name):
             (a.detach().cpu() - b.detach()).abs().max().item()
             for a, b in zip(model.parameters(), reference.parameters(), strict=True)
         ),
+        "lacking": max(LACKING[1:], default=None),
         "planned": auto.current_plan() is not None,
         "warnings": [str(each.message) for each in said if each.category is AutoShardingWarning],
         "modes": torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack(),
@@ -651,5 +665,5 @@ def compared(name):
 
 if __name__ == "__main__":
     autoshard.use_spmd()
-    torch_xla.device()  # autograd counts the kinds of devices when it first runs: on a reference
+    Net().to("xla")(torch.ones(8, 32).to("xla")).sum().backward()  # autograd counts devices when it first runs
     scenarios.main({name: lambda name=name: compared(name) for name in LOOPS})
