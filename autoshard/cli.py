@@ -1,7 +1,8 @@
 """The `autoshard` command. Scripts depend on it: options, exit statuses and the last line under `--json` are stable.
 
 Exit status 0: done. 1: `verify` found the plan off (fidelity above the limit, or unequal numbers). 2: bad input, with
-one line on standard error that says what to do; nothing was written. 70: a bug of autoshard's, with its traceback.
+one line on standard error that says what to do; nothing was written. 3: `verify --run` could not decide. 70: a bug of
+autoshard's, with its traceback.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from autoshard.errors import AutoshardError, FileError
 from autoshard.plan import Plan
 from autoshard.terminal import say
 
-BAD_INPUT, OFF, BUG, INTERRUPTED = 2, 1, 70, 130
+BAD_INPUT, OFF, NOT_DECIDED, BUG, INTERRUPTED = 2, 1, 3, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"
 """Environment variable: when set, bad input shows its traceback as well."""
 
@@ -316,6 +317,7 @@ def verify(
     """Hold a plan of SOURCE against what the target's compiler makes of it.
 
     Exit status 1: the share of bytes that differ is above --max-fidelity, or the numbers of --run are unequal.
+    3: they are excused in more than 5 % of the tensors, so that the run decides nothing.
     """
     from autoshard.verify.targets import on_target, parse_target
 
@@ -338,12 +340,16 @@ def verify(
         say(f"not verified: fidelity {report.fidelity.value:.1%} is above the limit of {max_fidelity:.1%}")
     if report.wrong_sums:
         say("not verified: XLA computes wrong sums under these annotations")
-    if report.run is not None and not report.run.equal:
+    status = report.run.status if report.run is not None else "equal"
+    if status == "differ":
         say("not verified: the numbers under the plan are not those of one device")
+    elif status == "not decided":
+        say("not verified: too many numbers are off by what one device is off by too")
     if as_json:
         said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
         print_json({**said, **report.as_dict(), **stages.spent()})
-    return 0 if passed else OFF
+    undecided = status == "not decided" and report.passes(max_fidelity, decided=False)
+    return 0 if passed else NOT_DECIDED if undecided else OFF
 
 
 @commands.command()

@@ -166,8 +166,9 @@ class Follower(Annotator):
 
     def _written_over(self, old: Producer, new: torch.Tensor) -> None:
         """Have what no planned op made, and a planned value is overwritten with, stand for that."""
-        replaces = isinstance(old, tuple) and old != FOREIGN and self.producer(new) == FOREIGN
-        if replaces and format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
+        if not isinstance(old, tuple) or old == FOREIGN or self.producer(new) != FOREIGN:
+            return
+        if format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
             self._producers[tensor_id(new)] = old
 
     def _may_be_input(self, producer: Producer) -> bool:

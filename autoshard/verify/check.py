@@ -54,9 +54,13 @@ class VerifyReport:
     wrong_sums: tuple[str, ...] = ()
     run: RunReport | None = None
 
-    def passes(self, max_fidelity: float) -> bool:
-        """Whether fidelity is within the limit, no sum is known to be wrong and, if run, the numbers are equal."""
-        right = not self.wrong_sums and (self.run is None or self.run.equal)
+    def passes(self, max_fidelity: float, *, decided: bool = True) -> bool:
+        """Whether fidelity is within the limit, no sum is known to be wrong and, if run, the numbers are equal.
+
+        Without `decided`, a run that decides nothing passes.
+        """
+        equal = self.run is None or self.run.equal or (not decided and self.run.status == "not decided")
+        right = not self.wrong_sums and equal
         return self.fidelity.value <= max_fidelity and right
 
     def as_dict(self) -> dict[str, Any]:

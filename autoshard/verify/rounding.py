@@ -32,7 +32,7 @@ kernels add up one by one, of which the error grows with the number of terms, an
 
 Key = tuple[str, str]
 Numbers = Mapping[Key, torch.Tensor]
-"""(`loss`, `gradients`, `parameters` or `outputs`; which one) -> the numbers of a run."""
+"""(`loss`, `gradients`, `parameters`, `outputs` or `buffers`; which one) -> the numbers of a run."""
 
 
 def scale_of(kind: str, expected: torch.Tensor) -> float:
@@ -136,9 +136,12 @@ def flat(
     gradients: Mapping[str, torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
 ) -> dict[Key, torch.Tensor]:
     """All numbers of a run, by kind and name."""
-    return dict(_flat(losses, {"gradients": gradients, "parameters": parameters, "outputs": outputs}))
+    return dict(
+        _flat(losses, {"gradients": gradients, "parameters": parameters, "outputs": outputs, "buffers": buffers})
+    )
 
 
 def _flat(
@@ -156,4 +159,4 @@ def said(key: Key) -> str:
     kind, name = key
     if kind == "loss":
         return f"the loss of step {name}"
-    return f"{name} after the last step" if kind == "parameters" else name
+    return f"{name} after the last step" if kind in ("parameters", "buffers") else name

@@ -96,7 +96,7 @@ def build(drop=0.0):
 
 
 @pytest.mark.parametrize(
-    ("drop", "reference"), [("0.0", "PyTorch on one device"), ("0.5", "torch_xla, not split")], ids=["exact", "random"]
+    ("drop", "reference"), [("0.0", "PyTorch in float64"), ("0.5", "torch_xla, not split")], ids=["exact", "random"]
 )
 def test_what_torch_xla_has_no_lowering_or_a_wrong_one_for_trains_with_equal_numbers(tmp_path, drop, reference):
     (tmp_path / "net.py").write_text(AWKWARD)
@@ -214,6 +214,53 @@ def test_the_judgement():
     assert not moved.equal
     assert dataclasses.replace(moved, optimizer="AdamW").equal
     assert "NUMBERS DIFFER" in str(moved)
+
+
+def test_what_is_excused_is_counted_and_too_much_of_it_decides_nothing():
+    none = Difference(0.0)
+    report = RunReport(8, "SGD", (1.0,), (1.0,), 0.0, none, none, none, 1e-5, True, compared=40)
+    assert (report.status, report.equal) == ("equal", True)
+    some = dataclasses.replace(report, excused=(("w", "sums of a batch norm"),) * 2)
+    assert (some.status, some.equal) == ("excused", True)
+    assert "2 of 40 compared" in str(some)
+    assert "sums of a batch norm: w, w" in str(some)
+    much = dataclasses.replace(report, excused=(("w", "sums of a batch norm"),) * 3)
+    assert (much.status, much.equal) == ("not decided", False)
+    assert "NOT DECIDED" in str(much)
+    assert dataclasses.replace(much, buffers=Difference(1.0, "b")).status == "differ"
+
+
+POISON = "raise SystemExit('a file of the current folder was run')"
+IMPORTS = """
+import torch
+from parts import width
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.down = torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.down(self.norm(x)).square().mean()
+
+def build():
+    torch.manual_seed(0)
+    return {"model": Net(), "inputs": (torch.zeros(16, width),), "loss_fn": lambda loss: loss}
+"""
+
+
+def test_files_of_the_current_folder_hide_no_library_and_buffers_are_compared(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(IMPORTS)
+    (tmp_path / "parts.py").write_text("width = 8")
+    source = load_source(f"{tmp_path}/net.py:build", train="sgd")
+    plan = planned(source)
+    for name in ("random", "numpy", "torch", "copy"):
+        (tmp_path / f"{name}.py").write_text(POISON)
+    monkeypatch.chdir(tmp_path)
+    report = run_equal(plan, source, steps=2)
+    assert report.equal, str(report)
+    assert report.buffers.where == "norm.running_mean" or report.buffers.value < 1e-5
+    assert report.compared == 2 + 4 + 4 + 3  # losses, gradients, parameters, buffers
 
 
 def test_differences_are_relative_to_the_largest_element_and_never_hidden():
