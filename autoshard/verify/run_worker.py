@@ -69,7 +69,7 @@ def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) ->
         torch.save((found.losses, found.gradients, found.parameters, found.outputs, found.buffers), keep)
     half = any(output.startswith(HALF) for op in plan.program.ops for output in op.outputs)
     tolerance = HALF_TOLERANCE if half else TOLERANCE
-    against, on_cpu, unsplit = (UNSPLIT if random else ON_CPU), expected, None
+    against, on_cpu, alone, unsplit = (UNSPLIT if random else ON_CPU), expected, expected, None
     exact = None if random or half else _exact(kept, source, batches)
     if exact is not None:
         against, expected, on_cpu = EXACT, exact, exact
@@ -78,13 +78,13 @@ def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) ->
         with switches.active(plan.program.switches, reference := copy.deepcopy(kept)):
             unsplit = _Run(reference, source).steps(batches, _to_device, None)
         if half:  # XLA's kernels for the CPU add up in half precision, PyTorch's in float32
-            against, expected = UNSPLIT, unsplit
+            against, expected, alone = UNSPLIT, unsplit, unsplit
             off = rounding.off(found.numbers(), expected.numbers(), tolerance)
     excused: dict[rounding.Key, float] = {}
     causes: dict[rounding.Key, str] = {}
     faults: list[rounding.Key] = []
     if off and not random:
-        excused = _rounding(off, found, expected, kept, source, batches, tolerance)
+        excused = _rounding(off, found, alone, kept, source, batches, tolerance)
         causes = dict.fromkeys(excused, ROUNDING)
         if unsplit is not None and not half:
             left = [key for key in off if key not in excused]
@@ -198,7 +198,6 @@ def _rounding(
     here = lambda batch: batch  # noqa: E731
     run = _exact(model, source, batches)
     exact = None if run is None else run.numbers()
-    alone = _Run(copy.deepcopy(model), source).steps(batches, here, None) if exact is not None else expected
 
     def neighbours() -> Iterator[rounding.Numbers]:
         for number in range(rounding.NEIGHBOURS):
@@ -207,7 +206,7 @@ def _rounding(
                 other.steps(batches, here, None)
             yield other.numbers()
 
-    return rounding.rounding(keys, found.numbers(), alone.numbers(), exact, neighbours(), tolerance)
+    return rounding.rounding(keys, found.numbers(), expected.numbers(), exact, neighbours(), tolerance)
 
 
 class _Run:
