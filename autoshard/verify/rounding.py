@@ -1,8 +1,8 @@
 """Which numbers of a step are rounding: what one device itself does not compute to the tolerance.
 
-Some numbers cannot be computed in float32, split or not: a gradient that is zero in exact arithmetic (a bias that
-softmax or a batch norm takes away again), or one behind a ReLU whose input is zero to all digits but the last, where
-either side is right. On which side a step falls depends on the order of its sums, and so on the machine as on the plan.
+Some numbers cannot be computed in float32, split or not: a gradient of which nearly all cancels, or one behind a ReLU
+whose input is zero to all digits but the last, where either side is right. On which side a step falls depends on the
+order of its sums, and so on the machine as on the plan.
 
 Such a number is told on one device alone, by the same step in float64 (the *exact* numbers), and by a few *neighbours*:
 the same step in float32 in which the result of every op is off in its last bits, at random (Monte Carlo arithmetic:
@@ -30,14 +30,23 @@ NOISE = 10.0
 """How much further than the worst run on one device a number under the plan may be from the exact one: XLA's CPU
 kernels add up one by one, of which the error grows with the number of terms, and PyTorch's by halves."""
 
+ZERO = 1e-12
+"""Below this part of the largest of all gradients a gradient of the float64 run is zero in exact arithmetic, as is the
+bias of a convolution before a batch norm. It is judged on the scale of the largest gradient."""
+
 Key = tuple[str, str]
 Numbers = Mapping[Key, torch.Tensor]
 """(`loss`, `gradients`, `parameters`, `outputs` or `buffers`; which one) -> the numbers of a run."""
 
 
-def scale_of(kind: str, expected: torch.Tensor) -> float:
-    """What a difference is relative to: parameters to 1, all else to the largest element."""
-    return 1.0 if kind == "parameters" or expected.numel() == 0 else float(expected.double().abs().max())
+def scales(expected: Numbers) -> dict[Key, float]:
+    """What differences are relative to: parameters to 1, all else to the tensor's largest element (but see `ZERO`)."""
+    largest = {key: float(each.double().abs().max()) if each.numel() else 1.0 for key, each in expected.items()}
+    of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
+    return {
+        key: 1.0 if key[0] == "parameters" else of_all if key[0] == "gradients" and each <= ZERO * of_all else each
+        for key, each in largest.items()
+    }
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -48,8 +57,8 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def off(found: Numbers, expected: Numbers, tolerance: float) -> list[Key]:
     """Those that differ by more than the tolerance."""
-    both = [key for key in expected if key in found]
-    return [key for key in both if apart(found[key], expected[key]) > tolerance * scale_of(key[0], expected[key])]
+    scale = scales(expected)
+    return [key for key in expected if key in found and apart(found[key], expected[key]) > tolerance * scale[key]]
 
 
 def rounding(
@@ -68,7 +77,7 @@ def rounding(
         expected: on one device.
         exact: in float64, or None where that cannot be had: then those on one device stand for them.
         neighbours: taken one by one, until there is nothing left to explain.
-        tolerance: relative (see `scale_of`).
+        tolerance: relative (see `scales`).
 
     Returns:
         Key -> how far the plan's are from the exact ones, as a part of how far one device's are at worst.
@@ -77,11 +86,12 @@ def rounding(
     left = [key for key in keys if key in truth]
     alone = {key: apart(expected[key], truth[key]) for key in left}
     excused: dict[Key, float] = {}
+    scale = scales(truth)
 
     def look() -> None:
         for key in list(left):
             planned, worst = apart(found[key], truth[key]), alone[key]
-            if math.isfinite(worst) and worst > tolerance * scale_of(key[0], truth[key]) and planned <= NOISE * worst:
+            if math.isfinite(worst) and worst > tolerance * scale[key] and planned <= NOISE * worst:
                 excused[key] = planned / worst
                 left.remove(key)
 

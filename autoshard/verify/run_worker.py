@@ -124,9 +124,9 @@ def _as_unsplit(
         names.add("batch_norm")  # the switch computes it in other ops
     cause = next((said for said, words in CAUSES.items() if any(w in name for name in names for w in words)), None)
     planned, alone, exact = found.numbers(), unsplit.numbers(), expected.numbers()
-    excused = {}
+    excused, scales = {}, rounding.scales(exact)
     for key in keys if cause else ():
-        scale = rounding.scale_of(key[0], exact[key])
+        scale = scales[key]
         own, off = rounding.apart(alone[key], exact[key]), rounding.apart(planned[key], exact[key])
         if tolerance * scale < own <= MOST * scale and off <= min(rounding.NOISE * own, MOST * scale):
             excused[key] = str(cause)
@@ -172,12 +172,16 @@ def _differences(found: _Run, expected: _Run, excused: Collection[rounding.Key] 
         if ("loss", str(step)) not in excused
     ]
 
+    scales = rounding.scales(
+        rounding.flat([], expected.gradients, expected.parameters, expected.outputs, expected.buffers)
+    )
+
     def of(kind: str) -> dict[str, Any]:
         one, other = (
             {name: each for name, each in getattr(run, kind).items() if (kind, name) not in excused}
             for run in (found, expected)
         )
-        return _largest(one, other, relative=kind != "parameters")
+        return _largest(one, other, {name: scales[kind, name] for name in other})
 
     return {
         "loss": max(losses, default=0.0),
@@ -417,9 +421,9 @@ def _floats(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _largest(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, relative: bool
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], scales: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The largest difference, `relative` to the largest element of its tensor, and where; nan counts as infinite."""
+    """The largest difference, relative to the scale of its tensor, and where; nan counts as infinite."""
     worst, where = 0.0, ""
     for name in expected.keys() | found.keys():
         if name not in found or name not in expected:
@@ -428,7 +432,7 @@ def _largest(
         a, b = found[name].double(), expected[name].double()
         if b.numel() == 0:
             continue
-        scale = float(b.abs().max()) if relative else 1.0
+        scale = scales[name]
         difference = float((a - b).abs().max())
         value = 0.0 if difference == 0 else difference / scale if scale > 0 else math.inf
         value = math.inf if math.isnan(value) else value
