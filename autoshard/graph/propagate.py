@@ -311,8 +311,18 @@ class _Propagation:
             nodes.append(self._node(value) if pin is None else self.value_count + pin)
         return nodes
 
+    def _of_one_op(self, node: int) -> Sequence[int]:
+        """The node, and the other results of the op that makes it."""
+        op = self.op_of[node]
+        if op is None or node >= self.value_count:
+            return (node,)
+        return range(self.first[op.id], self.first[op.id + 1])
+
     def _post_order(self) -> list[int]:
-        """Operands before users, depth first from the results, as `MakeInstructionPostOrder`."""
+        """Operands before users, depth first from the results, as `MakeInstructionPostOrder`.
+
+        An op's results stand together, those that nothing reads too: XLA has them in one tuple.
+        """
         seen = bytearray(len(self.operands))
         order: list[int] = []
         stack = list(reversed(self._results()))
@@ -320,9 +330,10 @@ class _Propagation:
             node = stack[-1]
             if seen[node]:
                 stack.pop()
-                if seen[node] == 1:
-                    seen[node] = 2
-                    order.append(node)
+                for each in self._of_one_op(node) if seen[node] == 1 else ():
+                    if seen[each] < 2:
+                        seen[each] = 2
+                        order.append(each)
                 continue
             seen[node] = 1
             stack.extend(operand for operand in reversed(self.operands[node]) if not seen[operand])
