@@ -158,12 +158,13 @@ def verify_plan(
     run: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """Compile the program under the plan for `target`, as training there would have it, and compare.
+    """Compile the program under the plan for `target`, and compare.
 
-    For TPUs and the CPU it is traced again by torch_xla, annotated as it goes. GPUs, which torch_xla does not run, get
-    the captured module with the annotations written into it, as `to_jax` runs it: the same annotations as torch_xla's
-    lists of devices would keep XLA's GPU compiler from scattering sums whose devices are in another order than the
-    mesh's.
+    For TPUs and the CPU it is traced again by torch_xla, annotated as it goes, as training there has it. GPUs, which
+    torch_xla does not run, get the captured module with the annotations written into it in GSPMD's form:
+    `to_jax().step(…, partitioner="gspmd")` runs that program; nothing is compiled as Shardy, jax's default, has it. The same
+    annotations as torch_xla's lists of devices would keep XLA's GPU compiler from scattering sums whose devices are in
+    another order than the mesh's.
 
     Args:
         source: the model, its sample inputs, loss and optimizer that the plan was made for; or a program that was not
@@ -201,7 +202,7 @@ def verify_plan(
 
 
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
-    """The graph of a source's program, and its module with the plan's annotations written into it."""
+    """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
     from autoshard import api
     from autoshard.capture.program import Program
     from autoshard.lower.stablehlo import annotate

@@ -3,11 +3,15 @@
 import pytest
 
 from autoshard.capture.program import Argument, Output
+from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
 from autoshard.graph.simplify import fold
+from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.verify.collectives import compiled_collectives
+from autoshard.verify.compile import compile_module
 from tests.cost.zoo import program
 from tests.graph.helpers import graph_from_text, only, program_from_text
 
@@ -253,3 +257,22 @@ def test_results_of_a_barrier_follow_their_own_operands():
     tanh = [op for op in graph.ops if op.kind == "tanh"]
     backward = propagate(graph, Annotations({Value(tanh[2].id): (("data",), ())}), MESH).specs
     assert [backward[Value(barrier.id, result)] for result in range(3)] == [((), ()), ((), (), ()), (("data",), ())]
+
+
+def test_a_result_of_a_barrier_that_nothing_reads_is_as_its_operand():
+    """A checkpoint's barrier waits for a gradient that nothing reads behind it: it was predicted to be gathered."""
+    text = """module @m {
+  func.func @main(%x: tensor<64x128xf32>, %z: tensor<32x64xf32>) -> tensor<64x128xf32> {
+    %0:2 = stablehlo.optimization_barrier %x, %z : tensor<64x128xf32>, tensor<32x64xf32>
+    %1 = stablehlo.tanh %0#0 : tensor<64x128xf32>
+    return %1 : tensor<64x128xf32>
+  }
+}"""
+    split = (("data", "model"), ())
+    graph = graph_from_text(text)
+    wanted = Annotations({Value(0): split, Value(1): split})
+    shardings = propagate(graph, wanted, MESH, "gpu")
+    assert shardings.specs[Value(only(graph, "optimization_barrier").id, 1)] == split
+    assert not partition(graph, shardings, "gpu").collectives
+    compiled = compile_module(annotate(graph.program, graph, wanted, MESH), "h100:8")
+    assert not compiled_collectives(compiled.hlo_text, MESH, "gpu")
