@@ -3,8 +3,9 @@
 A scatter-add into zeros whose result is added to something scatters onto that instead, and a scatter onto the result of
 another one with the same dims is one scatter, of indices and updates end to end. So the gradients of a table that
 encoder and decoder share are summed over devices once, and the gradient of a head that is tied to the embedding is
-gathered to scatter onto, where no way that leaves it in parts is cheaper. Compiled so for GPUs and TPUs (T5). Scatters whose results are
-annotated stay what they are; their sums, and that of what they are added to, are one as those of any two terms are.
+gathered to scatter onto, where no way that leaves it in parts is cheaper. Compiled so for GPUs and TPUs (T5). Scatters
+whose results are annotated stay what they are; their sums, and that of what they are added to, are one as those of any
+two terms are.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ constants and iotas alone is made for each reader anew (`HloConstantSplitter` wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 

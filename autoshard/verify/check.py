@@ -161,8 +161,8 @@ def verify_plan(
     """Compile the program under the plan for `target`, and compare.
 
     For TPUs and the CPU it is traced again by torch_xla, annotated as it goes, as training there has it. GPUs, which
-    torch_xla does not run, get the captured module with the annotations written into it in GSPMD's form:
-    `to_jax().step(…, partitioner="gspmd")` runs that program; nothing is compiled as Shardy, jax's default, has it. The same
+    torch_xla does not run, get the captured module with the annotations written into it in GSPMD's form, the program of
+    `to_jax().step(…, partitioner="gspmd")`; what Shardy, the default there, makes of it is not compiled. The same
     annotations as torch_xla's lists of devices would keep XLA's GPU compiler from scattering sums whose devices are in
     another order than the mesh's.
 
