@@ -27,7 +27,7 @@ def split_evenly(model: torch.nn.Module) -> None:
     count = xr.global_runtime_device_count()
     mesh = xs.Mesh(list(range(count)), (count,), ("all",))
     with place.free_of_weak_references(model):
-        for tensor in (*model.parameters(), *model.buffers()):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta:
                 raise LoweringError("the model has no weights (it is on meta): initialize it before it is distributed")
             if tensor.device.type == "xla" and torch_xla._XLAC._get_xla_sharding_spec(runtime.plain(tensor)):
@@ -43,7 +43,7 @@ def split_evenly(model: torch.nn.Module) -> None:
             torch_xla._XLAC._xla_mark_sharding(runtime.plain(moved), mesh.get_op_sharding(tuple(spec)))
             if isinstance(tensor, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, moved)
+            place.swap(name, tensor, moved)
 
 
 def unsplit(model: torch.nn.Module, optimizer: Any, plan: Plan) -> None:

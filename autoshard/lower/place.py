@@ -7,6 +7,7 @@ that holds them keeps working.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeVar
@@ -226,15 +227,29 @@ def _place(what: str, tensor: torch.Tensor, mesh: Mesh, plan: TensorPlan | None)
         moved = torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
         if plan is not None:
             runtime.shard_data(moved, mesh, plan.spec, what)
-        try:
-            torch.utils.swap_tensors(tensor, moved)
-        except RuntimeError as error:
-            raise LoweringError(
-                f"{what} cannot be moved in place ({str(error).splitlines()[0]}); apply the plan before the first "
-                "forward pass, or call model.to('xla') first and build the optimizer after it"
-            ) from None
+        swap(what, tensor, moved)
     elif plan is not None:
         runtime.shard_data(tensor, mesh, plan.spec, what)
+
+
+def swap(what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Give a tensor the contents of another, in place.
+
+    Raises:
+        LoweringError: something else refers to it, such as the graph of an earlier forward pass.
+    """
+    for collected in (False, True):
+        try:
+            torch.utils.swap_tensors(tensor, moved)
+            return
+        except RuntimeError as error:
+            if collected:
+                raise LoweringError(
+                    f"{what} cannot be moved to the devices in place, something still refers to it "
+                    f"({str(error).splitlines()[0]}): delete the losses and outputs of earlier forward passes first "
+                    "(`del loss, output`), or call model.to('xla') and build the optimizer after it"
+                ) from None
+            gc.collect()  # a graph of an earlier pass may be garbage already
 
 
 def _check_type(what: str, tensor: torch.Tensor, plan: TensorPlan) -> None:
