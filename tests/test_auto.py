@@ -48,6 +48,7 @@ def scenario(seen, name):
         "clipping",
         "odd_batch",
         "cached",
+        "after_a_step",
     ],
 )
 def test_numbers_are_those_of_one_device(seen, name):
@@ -143,3 +144,9 @@ def test_options_come_from_the_environment_where_they_are_not_given(monkeypatch)
     monkeypatch.setenv("AUTOSHARD_MEMORY", "16GB")
     assert auto._options({"auto_sharding": {"mesh": "2x4"}}) == {"mesh": "2x4", "memory": 16_000_000_000}
     assert auto._options(None)["mesh"] == "4x2"
+
+
+def test_weights_that_an_earlier_forward_pass_holds_are_named(seen):
+    said = scenario(seen, "after_a_step")["said"]
+    assert "weight cannot be moved to the devices in place" in said
+    assert "del loss" in said

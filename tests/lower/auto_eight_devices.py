@@ -19,6 +19,7 @@ from torch.distributed.tensor import distribute_module
 
 import autoshard
 from autoshard import api, auto
+from autoshard.errors import LoweringError
 from tests.lower import scenarios
 from tests.lower.annotations_traced import lacking, placed_otherwise
 
@@ -198,6 +199,24 @@ def small_mesh():
     return {"said": None}
 
 
+def after_a_step():
+    """A model that ran with gradients, its loss alive: refused by name; trained on once that is deleted."""
+    held = []
+
+    def ran(model):
+        x = torch.randn(ROWS, 32)
+        loss = mean_square(model, model(x), x)
+        loss.backward()
+        held.append(mean_square(model, model(x), x))
+        try:
+            policy(model)
+        except LoweringError as error:
+            held[:] = [str(error)]
+        return policy(model)
+
+    return {**trained(ran), "said": held[0]}
+
+
 SCENARIOS = {
     "spmd": lambda: trained(spmd, hints=HINTS),
     "policy": lambda: trained(policy),
@@ -211,6 +230,7 @@ SCENARIOS = {
     "stale": stale,
     "small_mesh": small_mesh,
     "cached": cached,
+    "after_a_step": after_a_step,
 }
 
 
