@@ -149,15 +149,16 @@ def test_an_op_that_only_the_backward_pass_lacks() -> None:
 
 @of_torch_xla
 def test_an_op_that_was_met_before_cannot_end_the_process() -> None:
-    """Met with computed operands (and refused), or with other options (and lowered), then with arguments themselves."""
+    """Met with computed operands (and refused), then with arguments themselves; with other options, and lowered."""
     backward = torch.ops.aten.upsample_bilinear2d_backward
     for operand in (lambda layer, x: layer(x), lambda layer, x: x):
         refused(
             "upsample_bilinear2d_backward",
             Calls(lambda layer, x, of=operand: backward(of(layer, x)[None, None], [12, 16], [1, 1, 6, 8], False)),
         )
-    assert autoshard.plan(Calls(lambda layer, x: torch.addmm(x, x, layer.weight)), X, mesh="2").solver is not None
-    refused("aten.addmm", Calls(lambda layer, x: torch.addmm(x, x, layer.weight, beta=0.5)))
+    for beta in (1.0, 0.5):
+        made = autoshard.plan(Calls(lambda layer, x, b=beta: torch.addmm(x, x, layer.weight, beta=b)), X, mesh="2")
+        assert made.solver is not None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

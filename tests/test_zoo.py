@@ -35,7 +35,7 @@ def rows(tmp_path_factory):
 def test_an_entry_trains_under_its_plan_with_equal_numbers(rows, name):
     row = rows[name]
     assert row.get("equal"), row.get("cause")
-    assert row["reference"] == "PyTorch on one device"
+    assert row["reference"] == "PyTorch in float64"
     assert row["compiled_once"]
     assert row["split"] > 0.5
     assert sum(row["replicated"].values()) <= 0.02

@@ -145,8 +145,10 @@ def annotated_view(program: Lowered, step: Step) -> bool:
     It stays a view of the whole, whose dims lie in their order. What a convolution in one dim reads as images of height
     one, and the updates of its kernel, are no views: dims of one lie anywhere.
     """
+    if step.kind not in ELEMENTWISE or Value(step.op) not in program.pinned:
+        return False
     shape = program.arrays[step.writes[0]].shape
-    if shape is None or step.kind not in ELEMENTWISE or Value(step.op) not in program.pinned:
+    if shape is None:
         return False
     whole = program.graph.ops[step.op].results[0].shape
     return sum(size > 1 for size in shape[2:]) != sum(size > 1 for size in whole[2:])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.optimizer import step, twin_of
+from autoshard.capture.optimizer import optimizers_in, step, twin_of
 from autoshard.errors import LoweringError
 
 
@@ -110,9 +110,17 @@ def _first_state(
     for p in copies.values():
         begun[p] = trial.state.get(p, {})
         p.grad = torch.zeros_like(p)
-    trial.state = begun
+    _share_state(trial, trial.state, begun)
     step(trial)
     return {key: begun.first.get(id(p), {}) for key, p in copies.items()}
+
+
+def _share_state(optimizer: torch.optim.Optimizer, shared: Any, begun: _PerParameter) -> None:
+    """Put `begun` in the place of a state, in an optimizer and in those that it holds and shares that state with."""
+    if optimizer.state is shared:
+        optimizer.state = begun
+        for part in optimizers_in(list(optimizer.__dict__.values())):
+            _share_state(part, shared, begun)
 
 
 class _PerParameter(dict[Any, Any]):

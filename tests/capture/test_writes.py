@@ -14,7 +14,7 @@ from torch import nn
 import autoshard
 from autoshard.capture.program import Program
 from autoshard.errors import CaptureError
-from autoshard.lower import to_jax
+from autoshard.lower import arrays, to_jax
 
 FRONTENDS = ("torch_xla", "torchax")
 Write = Callable[["Net", torch.Tensor, torch.Tensor], Any]
@@ -146,11 +146,11 @@ class Run:
 
         given = self.tensors | dict(zip(self.program.inputs, inputs, strict=True)) | dict(self.program.values)
         with jax.enable_x64(True):
-            made = self.call(*(to_jax._numpy(given[argument.name]) for argument in self.program.arguments))
+            made = self.call(*(arrays.to_numpy(given[argument.name]) for argument in self.program.arguments))
         found = {}
         for output, value in zip(self.program.outputs, made, strict=True):
             name = output.name if output.updates is None else self.program.arguments[output.updates].name
-            (found if output.updates is None else self.tensors)[name] = to_jax._torch(np.asarray(value))
+            (found if output.updates is None else self.tensors)[name] = arrays.to_torch(np.asarray(value))
         return found
 
 
