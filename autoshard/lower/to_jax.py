@@ -402,8 +402,8 @@ class JaxStep:
             raise LoweringError(f"{name} is {given}, planned was {kind.dtype}[{','.join(map(str, kind.shape))}]")
         if whole != kind.shape:
             array = np.pad(array, [(0, have - size) for have, size in zip(whole, kind.shape, strict=True)])
-        with jax.enable_x64(True):
-            return jax.make_array_from_callback(whole, sharding, lambda index: array[index])
+        with jax.enable_x64(True):  # copies: jax's CPU devices take aligned memory of the host as their own
+            return jax.make_array_from_callback(whole, sharding, lambda index: array[index].copy())
 
     def fetch(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state as whole numpy arrays, without padding."""

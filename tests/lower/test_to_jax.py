@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import autoshard
 from autoshard.errors import LoweringError
@@ -173,3 +175,18 @@ def test_on_nvidia_gpus():
     assert done.returncode == 0, done.stderr[-3000:]
     assert "losses differ by at most" in done.stdout
     assert "cuda" in done.stdout.lower(), "it ran on something else"
+
+
+def test_what_is_placed_is_no_longer_the_models_memory():
+    """jax's CPU devices take aligned memory of the host as theirs, which a step in PyTorch then writes into."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    program = autoshard.capture(model, torch.zeros(8, 64), loss_fn=lambda y: y.square().mean(), optimizer=optimizer)
+    state = autoshard.plan_program(program, Mesh((1,))).to_jax().step(program, optimizer).place(model, optimizer)
+    before = {name: np.array(value) for name, value in state.items()}
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+        model.bias.fill_(7.0)
+    assert {"weight", "bias"} <= set(before)
+    for name, value in state.items():
+        np.testing.assert_array_equal(np.asarray(value), before[name])
