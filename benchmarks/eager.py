@@ -7,10 +7,9 @@
     python benchmarks/eager.py --rows out/eager.jsonl --wrong             (every row that is not equal)
 
 A row is one model, optimizer, front end and output (`program`, the captured module on one device; `lower`, the module
-that `autoshard lower` writes, and `to_jax`, both on a mesh of 2x4; `to_dtensor`, for both front ends' plans alike): the
-loss and all parameters, buffers and optimizer states after three steps, as `eager_steps.py` judges them. Rows that the
-file has, made of the same sources, are not run again. Programs that draw random numbers are left out by name: jax draws
-others than PyTorch.
+that `autoshard lower` writes, and `to_jax`, both on a mesh of 2x4): the loss and all parameters, buffers and optimizer
+states after three steps, as `eager_steps.py` judges them. Rows that the file has, made of the same sources, are not run
+again. Programs that draw random numbers are left out by name: jax draws others than PyTorch.
 """
 
 from __future__ import annotations
