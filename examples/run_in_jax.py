@@ -51,7 +51,7 @@ def main():
     print(f"\ntransformer.wte.weight in jax: {weight.sharding.spec} on {sorted(weight.devices(), key=str)}")
     worst = 0.0
     for number in range(STEPS):
-        state, outputs = step(state, tokens)
+        state, outputs = step(state, {"input_ids": tokens, "labels": tokens})
         wanted = reference(input_ids=tokens, labels=tokens).loss
         wanted.backward()
         their_optimizer.step()
