@@ -21,14 +21,14 @@ from autoshard.cost.backend import Backend
 from autoshard.cost.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.latency import overlapped
-from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
 from autoshard.cost.schedule import Dependencies, combined
 from autoshard.cost.split_k import Product, split_k
 from autoshard.cost.sums_gpu import Sums
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 THRESHOLD = 30 * 2**20

@@ -25,7 +25,7 @@ from autoshard.cost.hidden_tpu import asynchronous, filling, hidden, hides_laten
 from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.loops_tpu import as_loops, with_bodies
-from autoshard.cost.lowered import BARRIER, ROUNDING, Array, Lowered, Step
+from autoshard.cost.lowered import ROUNDING, Array, Lowered, Step
 from autoshard.cost.memory_order import FromResults, counted_peak
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.order_tpu import behind_collectives, made_again, one_core_order
@@ -73,7 +73,7 @@ from autoshard.cost.strips_tpu import (
     sums_together,
 )
 from autoshard.cost.tpu_layout import convolution_tiles, for_convolution, row_major, tiled, tiles
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
 """Bytes up to which all-reduces are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""

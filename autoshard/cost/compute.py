@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.cost.device import Device
 from autoshard.graph.body import Body
-from autoshard.graph.groups import ELEMENTWISE, fusion_groups
+from autoshard.graph.groups import BARRIER, ELEMENTWISE, fusion_groups
 from autoshard.graph.ops import Graph, Op
 
 _BYTES = {"i1": 1, "i8": 1, "ui8": 1, "i16": 2, "ui16": 2, "bf16": 2, "f16": 2, "i32": 4, "ui32": 4, "f32": 4}
@@ -131,7 +131,7 @@ def _body_work(body: Body) -> tuple[float, float]:
         if first.kind in BODIES:
             size, count = body_work(first)
         elif len(group.ops) == 1:
-            size, count = op_bytes(first, graph), float(first.kind != "reshape")
+            size, count = op_bytes(first, graph), float(first.kind not in ("reshape", BARRIER))
             size = size if count else 0.0
         else:
             types = [graph.type_of(value) for value in (*group.inputs, *group.outputs)]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.latency import overlapped
-from autoshard.cost.lowered import BARRIER, COLLECTIVES, Array, Lowered
+from autoshard.cost.lowered import COLLECTIVES, Array, Lowered
 from autoshard.cost.place_tpu import SHARE
 from autoshard.cost.schedule import Dependencies
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 CYCLE = 1 / 1.5e9
 """Seconds: what an instruction that is no fusion takes (copies, gathers and scatters too), and the way to a reader."""

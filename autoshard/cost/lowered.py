@@ -17,14 +17,12 @@ from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes,
 from autoshard.cost.spmd import Move, OpRun, Partitioned
 from autoshard.cost.spmd_attention import Attention
 from autoshard.graph.contraction import Matrices, matrices
-from autoshard.graph.groups import ELEMENTWISE, free_ops
+from autoshard.graph.groups import BARRIER, ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.simplify import fold
 from autoshard.graph.tiling import Tiling
-
-BARRIER = "optimization_barrier"
 
 VIEWS = frozenset({"reshape", BARRIER})
 """Kinds whose results are their operands' arrays under another type."""

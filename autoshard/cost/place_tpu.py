@@ -17,12 +17,12 @@ from autoshard.cost.conv_loops_tpu import ALLOCATED
 from autoshard.cost.device import Device
 from autoshard.cost.gathers_tpu import JOINED, joined_bytes, turned_bytes
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import ATTENTION, BARRIER, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
 from autoshard.cost.on_chip import Life, off_chip
 from autoshard.cost.schedule import Liveness
 from autoshard.cost.sparse_copies_tpu import COPIED
 from autoshard.cost.strips_tpu import passes_of
-from autoshard.graph.groups import ELEMENTWISE, INDEXED
+from autoshard.graph.groups import BARRIER, ELEMENTWISE, INDEXED
 
 TUPLE_BYTES = 16 * 2**10
 """Device memory that a kernel of several results takes beside them, and each asynchronous copy; a slice of one takes

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import BARRIER, Array, Lowered
+from autoshard.cost.lowered import Array, Lowered
+from autoshard.graph.groups import BARRIER
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass
 
 from autoshard.cost.conv_loops_tpu import ring
-from autoshard.cost.lowered import BARRIER, COLLECTIVES, Array, Lowered, Step
+from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.tpu_layout import row_major
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
 from autoshard.graph.ops import Value
 
 SPLITS = 8

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import BARRIER, COLLECTIVES, SLICE, Lowered
+from autoshard.cost.lowered import COLLECTIVES, SLICE, Lowered
+from autoshard.graph.groups import BARRIER
 
 PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
 """Kinds that read of their first operand only what they take."""

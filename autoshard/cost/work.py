@@ -19,11 +19,11 @@ from autoshard.cost.collectives import Collective
 from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
 from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
-from autoshard.cost.lowered import BARRIER, Lowered, Step, lower
+from autoshard.cost.lowered import Lowered, Step, lower
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.spmd import OpRun, Partitioned
 from autoshard.cost.traffic import PARTIAL
-from autoshard.graph.groups import Groups
+from autoshard.graph.groups import BARRIER, Groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.tiling import Subaxes, Tiling
@@ -106,7 +106,7 @@ def last_products(graph: Graph, groups: Groups) -> list[bool]:
     readers: Mapping[int, set[int]] = {group.id: set() for group in groups.groups}
     for group in groups.groups:
         for value in group.inputs:
-            maker = groups.of.get(value.op)
+            maker = groups.maker(value)
             if maker is not None:
                 readers[maker].add(group.id)
     found = [True] * len(groups.groups)
@@ -246,5 +246,5 @@ class _Attribution:
         group = self.groups.of.get(step.op)
         if group is None:
             return Value(step.op)
-        known = self.groups.of.get(value.op) == group or value in self._inputs(group)
+        known = self.groups.maker(value) == group or value in self._inputs(group)
         return value if known else Value(step.op)

@@ -5,6 +5,8 @@ memory. Groups end where a strategy may want another sharding (a contraction, a 
 
 An op joins the group of its first reader when no other reader could come between the two, which keeps the graph of
 groups acyclic: ids are in program order, and a reader whose id is beyond the group's last op cannot lead back to it.
+
+What an `optimization_barrier` passes on has nothing in common but the time: each operand is a group of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ ELEMENTWISE = frozenset(
 )
 """Kinds that read and write one element at a time, chlo's among them."""
 
-FUSABLE = ELEMENTWISE | {"broadcast_in_dim", "transpose", "reduce", "reverse", "optimization_barrier"}
+FUSABLE = ELEMENTWISE | {"broadcast_in_dim", "transpose", "reduce", "reverse"}
 """Kinds that share a kernel with their neighbours."""
 
+BARRIER = "optimization_barrier"
 _FREE_SOURCES = frozenset({"constant", "iota", "partition_id", "replica_id"})
 _FREE_CARRIERS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "transpose", "slice", "pad", "concatenate"}
 
@@ -41,12 +44,26 @@ class Group:
         ops: op ids, in program order.
         inputs: values read from outside, arguments included, free values left out; in order of first use.
         outputs: values that something outside reads, or that the program returns; in program order.
+        lane: of a barrier, the one operand and result that the group is about.
     """
 
     id: int
     ops: tuple[int, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    lane: int | None = None
+
+    def operands(self, op: Op) -> tuple[Value, ...]:
+        """What the group reads of the operands of an op of it."""
+        return op.operands if self.lane is None else (op.operands[self.lane],)
+
+    def results(self, op: Op) -> tuple[Value, ...]:
+        """What the group makes of the results of an op of it."""
+        return tuple(Value(op.id, result) for result in (range(len(op.results)) if self.lane is None else [self.lane]))
+
+    def made(self, graph: Graph) -> list[Value]:
+        """All values that it makes, in program order."""
+        return [value for op in self.ops for value in self.results(graph.ops[op])]
 
 
 @dataclass(frozen=True)
@@ -55,13 +72,19 @@ class Groups:
 
     Attributes:
         groups: in an order that respects data flow.
-        of: op id -> group id; arguments and free ops have none.
+        of: op id -> group id; arguments, free ops and barriers have none.
+        lanes: result of a barrier -> group id; one that nothing reads has none.
         free: ops that depend on constants and scalars alone: every device makes the part it needs.
     """
 
     groups: tuple[Group, ...]
     of: Mapping[int, int]
+    lanes: Mapping[Value, int]
     free: frozenset[int]
+
+    def maker(self, value: Value) -> int | None:
+        """The group that makes a value; None of an argument, a free one, or a barrier's that nothing reads."""
+        return self.lanes.get(value, self.of.get(value.op))
 
 
 @per_graph
@@ -105,27 +128,34 @@ def fusion_groups(graph: Graph) -> Groups:
         if op.id in root:
             members.setdefault(root[op.id], []).append(op.id)
     returned = set(graph.outputs)
+    read = {value for op in graph.ops for value in op.operands} | returned
     of: dict[int, int] = {}
-    ordered = sorted(members)
-    for index, last in enumerate(ordered):
-        for member in members[last]:
-            of[member] = index
-    groups = []
-    for index, last in enumerate(ordered):
-        inputs: dict[Value, None] = {}
+    lanes: dict[Value, int] = {}
+    groups: list[Group] = []
+    for last in sorted(members):
+        index = len(groups)
+        if graph.ops[last].kind == BARRIER:
+            for lane, operand in enumerate(graph.ops[last].operands):
+                passed = Value(last, lane)
+                if passed in read:
+                    lanes[passed] = len(groups)
+                    inputs = () if operand.op in free else (operand,)
+                    groups.append(Group(len(groups), (last,), inputs, (passed,), lane))
+            continue
+        mine = set(members[last])
+        of.update(dict.fromkeys(mine, index))
+        reads: dict[Value, None] = {}
         outputs = []
         for member in members[last]:
             op = graph.ops[member]
-            for value in op.operands:
-                if value.op not in free and of.get(value.op) != index:
-                    inputs.setdefault(value)
-            read_outside = any(of[reader] != index for reader in readers[member])
-            for result in range(len(op.results)):
-                value = Value(member, result)
-                if value in returned or (read_outside and _read_elsewhere(graph, value, readers[member], of, index)):
-                    outputs.append(value)
-        groups.append(Group(index, tuple(members[last]), tuple(inputs), tuple(outputs)))
-    return Groups(tuple(groups), of, free)
+            reads.update((value, None) for value in op.operands if value.op not in free and value.op not in mine)
+            outside = {
+                value for reader in readers[member] if reader not in mine for value in graph.ops[reader].operands
+            }
+            results = (Value(member, result) for result in range(len(op.results)))
+            outputs += [value for value in results if value in returned or value in outside]
+        groups.append(Group(index, tuple(members[last]), tuple(reads), tuple(outputs)))
+    return Groups(tuple(groups), of, lanes, free)
 
 
 INDEXED = frozenset({"gather", "dynamic_slice", "slice"})
@@ -152,15 +182,6 @@ def unscaled(graph: Graph, value: Value) -> list[Value]:
             break
         found.append(others[0])
     return found
-
-
-def is_view(group: Group, graph: Graph) -> bool:
-    """Whether the group moves nothing: a reshape names the same bytes otherwise."""
-    return all(graph.ops[op].kind == "reshape" for op in group.ops)
-
-
-def _read_elsewhere(graph: Graph, value: Value, readers: list[int], of: Mapping[int, int], group: int) -> bool:
-    return any(of[reader] != group and value in graph.ops[reader].operands for reader in readers)
 
 
 def _updates(op: Op, graph: Graph) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from autoshard.graph.groups import BARRIER
 from autoshard.graph.ops import Graph, Op, Value
 
-BARRIER = "optimization_barrier"
 _RANDOM = frozenset({"rng", "rng_bit_generator"})
 
 

@@ -84,15 +84,18 @@ class Formulation:
         """The node that decides a value, and what the value is pinned to under each of its strategies.
 
         Raises:
-            ValueError: the value follows from constants alone, and is free in every sharding.
+            ValueError: the value is free in every sharding: it follows from constants alone, or a barrier passes it on
+                to nobody.
         """
         if value in self.argument_values:
             node = self.argument_values.index(value)
             specs = self.argument_specs[node]
             return node, [plain(specs[i]) for i in range(len(specs.index))]
-        group = self.groups.of.get(value.op)
+        group = self.groups.maker(value)
         if group is None:
-            raise ValueError("that value follows from constants alone: it is free in every sharding")
+            raise ValueError(
+                "that value follows from constants alone, or nothing reads it: it is free in every sharding"
+            )
         ways, members = self.strategies[group], self.groups.groups[group]
         made = [op_specs(ways, members, self.graph, number)[value] for number in range(len(ways))]
         return len(self.argument_values) + members.id, made
@@ -599,13 +602,15 @@ class _Builder:
             self._edge(node, other, self._expand(key, self._matrices[key], specs, kept))
 
     def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy]) -> None:
-        """What each choice keeps in memory, over group ids as time."""
+        """What each choice keeps in memory, over `_times`."""
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
-        readers: dict[Value, list[int]] = {}
-        for group in groups.groups:
+        times = self._times()
+        readers: dict[Value, list[int]] = {}  # when a value is read
+        for group in reversed(groups.groups):  # what a barrier passes on lies where it lay
+            passed = [] if group.lane is None else readers.get(group.outputs[0], [])
             for value in group.inputs:
-                readers.setdefault(value, []).append(group.id)
+                readers.setdefault(value, []).extend([times[group.id], *passed])
         returned = set(graph.outputs)
         donated = {
             value
@@ -616,8 +621,8 @@ class _Builder:
         for value, (node, specs) in self.made.items():
             if graph.ops[value.op].kind == "argument":
                 self._usage(node, 0, end, value, specs)
-            elif value not in donated:
-                start = node - first_group
+            elif value not in donated and value not in groups.lanes:
+                start = times[node - first_group]
                 last = end if value in returned else max(readers.get(value, [start])) + 1
                 self._usage(node, start, last, value, specs)
         for index, copy in enumerate(copies):
@@ -640,8 +645,22 @@ class _Builder:
                     differs = np.array([[plain(a) != plain(b) for b in wanted.choices] for a in specs.choices])
                     self._matrices[key] = differs * self._bytes(value, wanted.choices)[None, :]
                 amount = self._expand(key, self._matrices[key], specs, wanted)
-                start = 0 if self._gathered_first(value) else group.id
-                self.edge_usages.append(Usage(edge, start, group.id + 1, amount))
+                now = times[group.id]
+                start = 0 if self._gathered_first(value) else now
+                last = now if group.lane is None else max(readers[group.outputs[0]], default=now)
+                self.edge_usages.append(Usage(edge, start, last + 1, amount))
+
+    def _times(self) -> list[int]:
+        """When every group runs: at its place, or, if no product follows on it, as soon as there is what it reads.
+
+        Gradients of parameters stand where the optimizer reads them, and would hold all activations until then.
+        """
+        found: list[int] = []
+        for group in self.groups.groups:
+            makers = [made for value in group.inputs if (made := self.groups.maker(value)) is not None]
+            early = self.prices.last[group.id] and makers
+            found.append(max(found[made] for made in makers) if early else group.id)
+        return found
 
     def _gathered_first(self, value: Value) -> bool:
         """Whether the target reshards it at the start of the step: XLA's CPU compiler does with every argument."""
@@ -655,7 +674,7 @@ def _reading(group: Group, graph: Graph) -> dict[Value, list[Op]]:
     """Value -> the ops of a group that read it, in their order."""
     found: dict[Value, list[Op]] = {}
     for op in (graph.ops[number] for number in group.ops):
-        for value in dict.fromkeys(op.operands):
+        for value in dict.fromkeys(group.operands(op)):
             found.setdefault(value, []).append(op)
     return found
 

@@ -84,8 +84,7 @@ class Prices:
         return [GroupWork(*parts, launches) for parts in zip(within, alone, strict=True)]
 
     def _locals(self, group: Group) -> list[Value]:
-        made = [Value(op, result) for op in group.ops for result in range(len(self.graph.ops[op].results))]
-        return [*group.inputs, *made]
+        return [*group.inputs, *group.made(self.graph)]
 
     def group_costs(self, group: Group, ways: Strategies) -> Matrix:
         """Seconds of a group under each strategy."""

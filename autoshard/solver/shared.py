@@ -191,5 +191,4 @@ def _specs(formulation: Formulation, number: int, value: Value) -> list[Spec]:
 
 
 def _place(graph: Graph, group: Group, value: Value) -> int:
-    made = (Value(op, result) for op in group.ops for result in range(len(graph.ops[op].results)))
-    return len(group.inputs) + list(made).index(value)
+    return len(group.inputs) + group.made(graph).index(value)

@@ -25,7 +25,7 @@ from autoshard.cost.device import load_device
 from autoshard.cost.layout import sums_whole
 from autoshard.cost.tiles_tpu import scatter_buffer, scatter_unit
 from autoshard.cost.tiles_tpu import scattered as tiles_scattered
-from autoshard.graph.groups import FUSABLE, Group, Groups, unscaled
+from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated, spec_axes
 
@@ -47,7 +47,7 @@ class Partial:
 Sharded = Spec | Partial
 RuleOf = Callable[[Op, Graph], Rule | None]
 Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective, ...] | None]
-AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape"}
+AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape", BARRIER}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
 
@@ -158,11 +158,11 @@ def signature(group: Group, groups: Groups, graph: Graph) -> tuple[object, ...]:
     for op_id in group.ops:
         op = graph.ops[op_id]
         wiring = tuple(
-            ("free", graph.type_of(value)) if value.op in groups.free else local[value] for value in op.operands
+            ("free", graph.type_of(value)) if value.op in groups.free else local[value] for value in group.operands(op)
         )
-        for result in range(len(op.results)):
-            local[Value(op_id, result)] = len(local)
-        parts.append((op.kind, wiring, op.results, _frozen(op.attrs)))
+        results = group.results(op)
+        local.update((value, place) for place, value in enumerate(results, len(local)))
+        parts.append((op.kind, wiring, tuple(graph.type_of(value) for value in results), _frozen(op.attrs)))
     parts.append(tuple(local[value] for value in group.outputs))
     return tuple(parts)
 
@@ -185,6 +185,8 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
     ruled = True
     for op_id in group.ops:
         op = graph.ops[op_id]
+        if group.lane is not None:
+            op = replace(op, operands=group.operands(op), results=(op.results[group.lane],))
         rule = rule_of(op, graph)
         if rule is None:
             ruled = False
@@ -207,10 +209,10 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
                 dims[local[value]] = mine
             else:
                 _unify(seen, mine, union, whole)
-        for result, result_dims in enumerate(rule.results):
-            local[Value(op_id, result)] = len(dims)
+        for value, result_dims in zip(group.results(graph.ops[op_id]), rule.results, strict=True):
+            local[value] = len(dims)
             dims.append(tuple(tuple(ids[f] for f in dim) for dim in result_dims))
-            shapes.append(op.results[result].shape)
+            shapes.append(graph.type_of(value).shape)
     roots = sorted({union.find(ident) for ident in sizes})
     number = {root: index for index, root in enumerate(roots)}
     value_dims: tuple[DimFactors, ...] = tuple(
@@ -360,10 +362,7 @@ def strategies(
             has wrong numbers; asked for ops that are groups of their own, where it need not be what the factors say.
     """
     shape = group_shape(group, groups, graph, rule_of)
-    local: dict[Value, int] = {value: index for index, value in enumerate(group.inputs)}
-    for op_id in group.ops:
-        for result in range(len(graph.ops[op_id].results)):
-            local[Value(op_id, result)] = len(local)
+    local: dict[Value, int] = {value: index for index, value in enumerate((*group.inputs, *group.made(graph)))}
     outputs = [local[value] for value in group.outputs]
     item = [dtype_bytes(graph.type_of(value).dtype) for value in local]
     rows: list[_Row] = []
@@ -374,7 +373,7 @@ def strategies(
         partial: tuple[str, ...] = ()  # in the order of the devices in the all-reduce's groups
         value = len(group.inputs)
         for position, op_id in enumerate(group.ops):
-            for _ in graph.ops[op_id].results:
+            for _ in group.results(graph.ops[op_id]):
                 mentioned = {f for dim in shape.value_dims[value] for f in dim}
                 summed = shape.reduces[position] - mentioned  # batch_norm: the mean is partial, y is not
                 axes = mesh.in_order(a for f in summed for a in assignment[f])
@@ -523,13 +522,8 @@ def argument_specs(shape: Sequence[int], mesh: Mesh, *, even: bool = False) -> t
 def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) -> dict[Value, Spec]:
     """The sharding under which every op of the group makes its results."""
     assignment = strategies.assignments[strategy]
-    index = len(group.inputs)
-    specs: dict[Value, Spec] = {}
-    for op_id in group.ops:
-        for result in range(len(graph.ops[op_id].results)):
-            specs[Value(op_id, result)] = spec_of(strategies.shape.value_dims[index], assignment)
-            index += 1
-    return specs
+    dims = strategies.shape.value_dims[len(group.inputs) :]
+    return {value: spec_of(own, assignment) for value, own in zip(group.made(graph), dims, strict=True)}
 
 
 def spec_of(dims: DimFactors, assignment: Assignment) -> Spec:

@@ -83,3 +83,18 @@ def test_what_follows_from_constants_is_free():
     groups = fusion_groups(graph)
     assert {graph.ops[op].kind for op in groups.free} >= {"iota"}
     assert all(value.op not in groups.free for group in groups.groups for value in group.inputs)
+
+
+def test_what_a_barrier_passes_on_is_a_group_each():
+    def passed(x, y, z):
+        first, second, _ = jax.lax.optimization_barrier((jnp.tanh(x), y, z))
+        return jnp.exp(first), second
+
+    graph = graph_of(passed, array(8, 4), array(4, 4), array(2, 2))
+    assert kinds(graph) == [["tanh"], ["optimization_barrier"], ["optimization_barrier"], ["exponential"]]
+    groups = fusion_groups(graph)
+    assert [(group.lane, graph.type_of(group.inputs[0]).shape) for group in groups.groups[1:3]] == [
+        (0, (8, 4)),
+        (1, (4, 4)),
+    ]
+    assert [groups.maker(value) for group in groups.groups for value in group.outputs] == [0, 1, 2, 3]

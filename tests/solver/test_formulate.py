@@ -182,3 +182,51 @@ def test_what_all_readers_take_the_same_part_of_is_scattered_as_that_part():
         pins = {scattered: whole}
         _as_read(graph, pins, {(scattered, aten): spec for aten, spec in read.items()})
         assert pins == {scattered: pinned}
+
+
+def gradients(layer):
+    """Of two layers."""
+
+    def loss(x, w, v):
+        return (layer(layer(x, w), v) ** 2).mean()
+
+    return jax.grad(loss, (1, 2))
+
+
+def of_layers(layer, rows: int, width: int, memory: float | None = None) -> Formulation:
+    """The problem of the gradients of two layers 64 wide outside and `width` inside."""
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(rows, 64), (64, width), (64, width)]]
+    graph = graph_of(gradients(layer), *shapes)
+    return formulate(graph, Mesh((8,), ("x",), device="h100"), load_device("h100"), memory=memory)
+
+
+def feed_forward(x, w):
+    return jnp.tanh(jnp.tanh(x @ w) @ w.T)
+
+
+def test_a_barriers_operands_are_split_each_by_itself():
+    """An axis that splits the weights of a checkpoint was none that could split its activations."""
+    formulation = of_layers(jax.checkpoint(feed_forward), 4096, 256)
+    graph = formulation.graph
+    passed = {
+        value: graph.type_of(value).shape
+        for group in formulation.groups.groups
+        if group.lane is not None
+        for value in group.outputs
+    }
+    assert set(passed.values()) == {(4096, 64), (64, 256)}
+    assert solve(formulation.fixed(dict.fromkeys(passed, (("x",), ()))).problem).choice
+    choice = solve(formulation.problem).choice
+    nodes = [formulation.shardings_of(value) for value, shape in passed.items() if shape == (4096, 64)]
+    assert {specs[choice[node]][0] for node, specs in nodes} == {("x",)}
+
+
+@pytest.mark.parametrize(("rows", "width"), [(64, 4096), (4096, 1024)])
+def test_what_a_checkpoint_computes_again_takes_no_more_memory(rows, width):
+    """The weights that it passes on were held twice, and its activations until the optimizer's end."""
+    peaks = []
+    for layer in (feed_forward, jax.checkpoint(feed_forward)):
+        formulation = of_layers(layer, rows, width, memory=1e12)
+        whole = formulation.fixed(dict.fromkeys(formulation.argument_values, ((), ())))
+        peaks.append(evaluate(formulation.problem, solve(whole.problem).choice).peak)
+    assert peaks[1] <= peaks[0]
