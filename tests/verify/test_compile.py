@@ -217,7 +217,9 @@ def test_a_worker_ends_with_who_started_it(fake_worker, tmp_path, signal_):
     started = tmp_path / "started"
     code = "import os, pathlib, time; from autoshard.workers import end_with_parent; end_with_parent();" + ENDLESS
     parent = subprocess.Popen(
-        [sys.executable, "-c", COMPILES, code, str(tmp_path)], env=os.environ | {"STARTED": str(started)}
+        [sys.executable, "-c", COMPILES, code, str(tmp_path)],
+        env=os.environ | {"STARTED": str(started)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     pid = int(waited_for(lambda: started.exists() and started.read_text()))
     parent.send_signal(signal_)
