@@ -343,7 +343,7 @@ class Partitioner:
         if not op.operands:
             return Emission((), (), self.share(op, results[0]), reads)
         kind = op.kind
-        if kind in ("dot_general", "convolution"):
+        if kind in ("dot_general", "convolution") and "outer" not in op.attrs:
             return contraction(self, op, reads, results[0])
         if kind == "reshape":
             return spmd_shape.reshape(self, op, reads[0], results[0])

@@ -454,9 +454,9 @@ class _Propagation:
         assert op is not None  # copies are fixed
         if node in self.constant or op.id in self.opaque:
             return False
-        if level < FORWARD_LEVEL.get(op.kind, 1):
+        if level < _forward_level(op):
             return False
-        if op.kind == "dot_general":
+        if op.kind == "dot_general" and "outer" not in op.attrs:
             return self._dot_from_operands(node, op, level)
         if op.kind == "convolution":
             return self._convolution_from_operands(node, op, level)
@@ -600,9 +600,14 @@ class _Propagation:
             if tiling is None:
                 continue
             used_by = self.op_of[user]
-            if used_by is not None and level < min(2, FORWARD_LEVEL.get(used_by.kind, 1)):
+            if used_by is not None and level < min(2, _forward_level(used_by)):
                 continue
             asked = self._from_user(node, user, tiling, level)
             if asked is not None:
                 changed |= self._improve(node, asked, level)
         return changed
+
+
+def _forward_level(op: Op) -> int:
+    """The level of aggressiveness at which a result takes on its operands' shardings."""
+    return FORWARD_LEVEL.get("broadcast_in_dim" if "outer" in op.attrs else op.kind, 1)

@@ -66,7 +66,12 @@ class _Rewriting:
                 self._reduced(op)
             elif op.kind == "compare" and self.target == "tpu":
                 self._compared(op)
-            elif op.kind == "dot_general" and self.target == "tpu" and not op.attrs["lhs_batch"]:
+            elif (
+                op.kind == "dot_general"
+                and self.target == "tpu"
+                and not op.attrs["lhs_batch"]
+                and "outer" not in op.attrs
+            ):
                 op = self._turned(op)
                 self._taken_apart(op) or self._summed_apart(op)
         if all(op is before for op, before in zip(self.ops, self.graph.ops, strict=True)):

@@ -9,6 +9,7 @@ predicting it needs to know them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -126,14 +127,31 @@ def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None
 def simplified(graph: Graph, target: str) -> Graph:
     """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
 
-    For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is written at a known
-    place (the gradient of a slice) is that part, padded; on GPUs squares are products, so that no sharding passes from
+    For all a broadcast that only adds dims of one element is a reshape (MLIR's canonicalization), through which
+    shardings pass. For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is
+    written at a known place (the gradient of a slice) is that part, padded; a product that sums nothing is broadcasts
+    of its operands, multiplied, and is marked `outer`. On GPUs squares are products, so that no sharding passes from
     one to another through the exponent that they share. The CPU's compiler does so after partitioning.
     """
+    graph = _with_reshapes(graph) or graph
     if target == "cpu":
         return graph
     graph = _with_pads(graph) or graph
+    graph = _with_outer_products(graph) or graph
     return _with_squares(graph) or graph if target == "gpu" else graph
+
+
+@per_graph
+def _with_reshapes(graph: Graph) -> Graph | None:
+    """`graph` with reshapes for broadcasts that repeat nothing and move nothing; None where it has none."""
+    broadcasts = (op for op in graph.ops if op.kind == "broadcast_in_dim")
+    return _with_ops(graph, [replace(op, kind="reshape", attrs={}) for op in broadcasts if _adds_dims(op, graph)])
+
+
+def _adds_dims(op: Op, graph: Graph) -> bool:
+    shape = graph.type_of(op.operands[0]).shape
+    same_size = math.prod(shape) == math.prod(op.results[0].shape)
+    return same_size and shape != op.results[0].shape and list(op.attrs["dims"]) == sorted(op.attrs["dims"])
 
 
 @per_graph
@@ -141,6 +159,18 @@ def _with_pads(graph: Graph) -> Graph | None:
     """`graph` with pads for updates of splat constants; None where it has no such update."""
     splat = fold(graph).splat
     return _with_ops(graph, [pad for op in graph.ops if (pad := _pad(op, graph, splat)) is not None])
+
+
+@per_graph
+def _with_outer_products(graph: Graph) -> Graph | None:
+    """`graph` with its outer products marked; None where it has none."""
+    products = [op for op in graph.ops if op.kind == "dot_general" and _sums_nothing(op, graph)]
+    return _with_ops(graph, [replace(op, attrs={**op.attrs, "outer": True}) for op in products])
+
+
+def _sums_nothing(op: Op, graph: Graph) -> bool:
+    shape = graph.type_of(op.operands[0]).shape
+    return all(shape[dim] == 1 for dim in op.attrs["lhs_contract"])
 
 
 @per_graph
@@ -159,7 +189,9 @@ def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:
     for op in changed:
         edges.remove_edges_from(list(edges.in_edges(op.id)))
         edges.add_node(op.id, op=op)
-        edges.add_edge(op.operands[0].op, op.id, values=(op.operands[0],))
+        for value in dict.fromkeys(op.operands):
+            before = edges.get_edge_data(value.op, op.id, {"values": ()})["values"]
+            edges.add_edge(value.op, op.id, values=(*before, value))
     ops = {op.id: op for op in changed}
     return replace(graph, nx=edges, ops=tuple(ops.get(op.id, op) for op in graph.ops))
 

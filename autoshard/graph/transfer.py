@@ -114,7 +114,7 @@ class Transfers:
         if op.kind == "reshape":
             source = self.graph.type_of(op.operands[0]).shape
             return self.subaxes.reshape(source, op.results[0].shape, tiling)
-        if op.kind == "broadcast_in_dim" and not any(tiling):
+        if (op.kind == "broadcast_in_dim" or "outer" in op.attrs) and not any(tiling):
             return None
         dims = self.dim_map(op, place)
         if dims is None:
@@ -150,7 +150,7 @@ class Transfers:
             if dim >= 0:
                 asked[dim] = tiling[result_dim]
         found = tuple(asked)
-        if kind == "dot_general" or (kind == "convolution" and place < 2):
+        if (kind == "dot_general" and "outer" not in op.attrs) or (kind == "convolution" and place < 2):
             return self._with_other(op, place, found, operands, level)
         return found
 
