@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.cost.spmd_index import IndexPartitioner
+from autoshard.cost.spmd_reorder import before_convert
 from autoshard.cost.spmd_reshard import Step
 from autoshard.cost.spmd_shape import concatenated
 from autoshard.graph.groups import unscaled
@@ -54,7 +55,8 @@ def _scatter_onto(owner: Partitioner, runs: list[OpRun], scatter: Op, other: Val
         return
     reads = (owner.shardings.read(add.id, other), *(owner.shardings.read(scatter.id, v) for v in scatter.operands[1:]))
     onto = IndexPartitioner(owner, scatter, reads, owner.shardings.made[Value(scatter.id)]).emit()
-    steps = [step for place, _, steps in onto.moves if place == 0 for step in steps]
+    moved_onto = tuple(step for place, _, steps in onto.moves if place == 0 for step in steps)
+    steps = before_convert(owner, other, owner.shardings.copy_read(add.id, other), moved_onto)
     run = runs[scatter.id]
     moved = len([each for move in run.moves for each in move.collectives])
     added = tuple(owner.collective(step, scatter.id) for step in steps)

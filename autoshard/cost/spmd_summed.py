@@ -95,6 +95,8 @@ class _Summing:
             return None
         cut = made != way or maker.id in self.whole or last[0].kind == "reduce-scatter"
         times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
+        if cut and times > 1:
+            return None
         reduction = tuple(replace(one, bytes=times * one.bytes) for one in last)
         return _Term(maker.id, reduction, tuple(way) if cut else ())
 

@@ -156,6 +156,47 @@ def test_a_gpu_sums_over_devices_once_what_is_widened_before_it_is_added(family:
     assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
 
 
+def widened_and_wide() -> Graph:
+    """tanh(f32(a @ w) + b @ v), the first product in bf16: gradients of a head and of the embedding tied to it."""
+    types = ["bf16", "f32", "f32", "f32", "f32"]
+    names = ["mm", "_to_copy", "mm", "add", "tanh"]
+    product = "stablehlo.dot_general"
+    made = [
+        f"{product} %a, %w, contracting_dims = [1] x [0] : (tensor<512x1024xbf16>, tensor<1024x1024xbf16>) -> ",
+        "stablehlo.convert %m0 : (tensor<512x1024xbf16>) -> ",
+        f"{product} %b, %v, contracting_dims = [1] x [0] : (tensor<512x1024xf32>, tensor<1024x1024xf32>) -> ",
+        "stablehlo.add %m1, %m2 : ",
+        "stablehlo.tanh %m3 : ",
+    ]
+    lines = []
+    for k, (text, dtype) in enumerate(zip(made, types, strict=True)):
+        kind = f"tensor<512x1024x{dtype}>"
+        call = f'stablehlo.custom_call @Sharding(%r{k}) {{mhlo.sharding = "{{replicated}}"}}'
+        lines += [f'%r{k} = {text}{kind} loc("op{k}")', f'%m{k} = {call} : ({kind}) -> {kind} loc("op{k}.out0")']
+    ops = [
+        AtenOp(k, name, "", "forward", (TensorType((512, 1024), dtype),))
+        for k, (name, dtype) in enumerate(zip(names, types, strict=True))
+    ]
+    arguments = (
+        "%a: tensor<512x1024xbf16>, %w: tensor<1024x1024xbf16>, %b: tensor<512x1024xf32>, %v: tensor<1024x1024xf32>"
+    )
+    head = f"module {{ func.func public @main({arguments}) -> tensor<512x1024xf32> {{"
+    return graph_from_text("\n".join([head, *lines, "return %m4 : tensor<512x1024xf32> } }"]), ops=ops)
+
+
+@pytest.mark.parametrize("family", ["gpu", "tpu", "cpu"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_what_is_cut_before_it_is_widened_is_summed_by_itself(family: str, cut: bool):
+    """A tied embedding under autocast: 5.4 % of the bytes were off on h100:2x8."""
+    graph = widened_and_wide()
+    narrow, *others = (graph.aten_outputs[k, 0] for k in range(5))
+    after = ROWS if cut else WHOLE
+    pins = dict(zip(map(Value, graph.arguments), [COLUMNS, ROWS] * 2, strict=True))
+    pins |= {narrow: WHOLE} | dict.fromkeys(others, after)
+    wanted = Annotations(pins, {(narrow, 1): ROWS} if cut else {})
+    assert predicted(graph, wanted, family) == compiled(graph, wanted, family)
+
+
 def two_readers_of_a_broadcast(dims: list[int]) -> Graph:
     """x * broadcast(exp(v)) and z * broadcast(exp(v)): a norm's scale, read in the forward and the backward pass."""
     kept = tuple((8, 512, 1024)[dim] for dim in dims)
