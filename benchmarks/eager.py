@@ -9,8 +9,9 @@
 A row is one model, optimizer (or `gradients only`, `forward only`), front end and output (`program`, the captured
 module on one device; `lower`, the module that `autoshard lower` writes, and `to_jax`, both on a mesh of 2x4): the loss,
 gradients or outputs, and all parameters, buffers and optimizer states after each of three steps, as
-`autoshard/verify/eager.py` judges them. Rows that the file has, made of the same sources, are not run again. Programs
-that draw random numbers are left out by name: jax draws others than PyTorch.
+`autoshard/verify/eager.py` judges them. `--outputs to_dtensor` takes four processes on 2x2, a row. Rows that the file
+has, made of the same sources, are not run again. Programs that draw random numbers are left out by name: jax draws
+others than PyTorch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks import coverage  # noqa: E402
 
 FRONTENDS = ("torch_xla", "torchax")
 OUTPUTS = ("program", "lower", "to_jax")
+DTENSOR = "to_dtensor"
 OWN = "its own"
 Row = dict[str, Any]
 Key = tuple[str, str, str, str]
@@ -49,7 +51,7 @@ def run(keys: list[Key], rows: Path) -> None:
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={coverage.DEVICES}"
     from autoshard.errors import AutoshardError
     from autoshard.verify.run import random_op
-    from benchmarks import eager_cases, eager_steps
+    from benchmarks import eager_cases, eager_dtensor, eager_steps
 
     pair, program, made = None, None, None
     for model, optimizer, frontend, output in keys:
@@ -69,7 +71,10 @@ def run(keys: list[Key], rows: Path) -> None:
             if drawn is not None:
                 row |= {"state": "random", "said": drawn.name}
             else:
-                found = eager_steps.OUTPUTS[output](pair, program)
+                if output == DTENSOR:
+                    found = eager_dtensor.of_to_dtensor(pair, program, model, optimizer)
+                else:
+                    found = eager_steps.OUTPUTS[output](pair, program)
                 row |= {"state": "equal" if found.equal else "differs", "tensors": found.tensors}
                 row |= {"worst": min(found.worst, 1e9), "where": found.where, "untold": len(found.untold)}
                 row |= {"neighbours": found.neighbours}

@@ -51,6 +51,7 @@ class Off:
         off: by how much.
         allowed: how much may be.
         largest: element of the exact tensor.
+        scale: the largest element of all gradients, or states of its name, if it is one; else `largest`.
     """
 
     key: Key
@@ -58,6 +59,7 @@ class Off:
     off: float
     allowed: float
     largest: float
+    scale: float
 
     @property
     def share(self) -> float:
@@ -104,12 +106,14 @@ class EagerSteps:
         warm: steps that PyTorch takes before the captured program does, with which an optimizer reaches the steps that
             are captured (RAdam's are others at first) and has a state that is not zero.
         model: with weights; by default that of the source.
+        exact_from: the step from which float64 takes over from what float32 has.
     """
 
     source: Source
     batches: list[Any] = field(repr=False)
     warm: int = 1
     model: torch.nn.Module | None = None
+    exact_from: int = 0
 
     def made(self, steps: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """The model and its optimizer after so many steps."""
@@ -130,18 +134,24 @@ class EagerSteps:
     @cached_property
     def exact(self) -> list[Numbers]:
         """The same in float64."""
-        model, optimizer = self.made()
+        model, optimizer = self.made(self.exact_from)
         model.double()
         for state in optimizer.state.values() if optimizer is not None else ():
             state.update({key: value if key == "step" else wide(value) for key, value in state.items()})
         torch.set_default_dtype(torch.float64)  # for what the model makes itself
         try:
             with _Wide():
-                return list(self.taken(model, optimizer, wide(self.batches)))
+                return self._from_there(model, optimizer, wide(self.batches))
         except RuntimeError:  # a model that mixes in float32 tensors of its own
             return self.eager
         finally:
             torch.set_default_dtype(torch.float32)
+
+    def _from_there(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batches: list[Any]
+    ) -> list[Numbers]:
+        taken = self.taken(model, optimizer, batches[self.exact_from :])
+        return [*self.eager[: self.exact_from], *taken]
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Any:
         return eager_step(model, optimizer, batch, self.source.loss_fn, self.source.train)
@@ -163,12 +173,17 @@ class EagerSteps:
                 made |= {("gradient", name): each.detach().clone() for name, each in graded if each is not None}
             yield {**made, **held(model, optimizer)}
 
-    def inputs(self, batch: Any, program: Program) -> dict[str, Tensor]:
-        """Those tensors of a batch that are arguments of the program, by name."""
+    def named_inputs(self, batch: Any) -> dict[str, Tensor]:
+        """The tensors of a batch, by name."""
         split = split_inputs(self.source.model, batch, self.source.loss_fn)
         found = {}
         for name, value in input_names(self.source.model, split, self.source.loss_fn):
             found.update({".".join(filter(None, (name, path))): leaf for path, leaf in named_leaves(value, "")})
+        return found
+
+    def inputs(self, batch: Any, program: Program) -> dict[str, Tensor]:
+        """Those that are arguments of the program."""
+        found = self.named_inputs(batch)
         return {name: found[name] for name in program.inputs if any(a.name == name for a in program.arguments)}
 
     def of_program(self, program: Program, plan: Plan | None = None) -> Comparison:
@@ -187,8 +202,9 @@ class EagerSteps:
         runs: list[list[Numbers]] = []
         result = self._judged(found, first, runs)
         while not result.equal and math.isfinite(result.worst) and len(runs) < NEIGHBOURS:
+            begun = self.made(self.exact_from)
             with LastBits(len(runs)):
-                runs.append(list(self.taken(*self.made(), self.batches)))
+                runs.append(self._from_there(*begun, self.batches))
             result = replace(self._judged(found, first, runs), neighbours=len(runs))
         return result
 
@@ -200,20 +216,22 @@ class EagerSteps:
         begun = self.eager[first]
         for step, ours in enumerate(found, first + 1):
             exact = self.exact[step]
+            scales = _scales(exact)
             for key, theirs in self.eager[step].items():
                 if key not in ours:
                     if theirs.dim() == 0 and key[0] == "optimizer_state":
                         continue  # counters are the host's
-                    lost = Off(key, step, math.inf, 0.0, _largest(theirs))
+                    lost = Off(key, step, math.inf, 0.0, _largest(theirs), scales[key])
                     return Comparison(count, math.inf, f"{named(key)} is not in the program", (), 0, (lost,), len(own))
                 count += 1
                 moved = apart(theirs, begun[key]) if key in begun else _largest(theirs)
                 alone = [apart(run[step][key], exact[key]) for run in (self.eager, *neighbours)]
                 own[key] = max(own[key], *alone)
                 largest = _largest(exact[key])
-                here = Off(key, step, apart(ours[key], exact[key]), TOLERANCE * largest + NOISE * own[key], largest)
+                allowed = TOLERANCE * largest + NOISE * own[key]
+                here = Off(key, step, apart(ours[key], exact[key]), allowed, largest, scales[key])
                 if not theirs.is_floating_point() or not moved:
-                    here = replace(here, off=float(not torch.equal(ours[key], theirs)), allowed=0.0)
+                    here = replace(here, off=0.0 if torch.equal(ours[key], theirs) else math.inf, allowed=0.0)
                 elif moved < TOLD * here.allowed:
                     untold[named(key)] = None
                 part = here.share if here.off else 0.0
@@ -304,6 +322,18 @@ def named_leaves(tree: Any, alone: str = "output") -> Iterator[tuple[str, Tensor
 def named(key: Key) -> str:
     """For a person."""
     return " ".join(filter(None, key))
+
+
+def _scales(exact: Numbers) -> dict[Key, float]:
+    largest = {key: _largest(tensor) for key, tensor in exact.items()}
+    of_sort: dict[str, float] = {}
+
+    def sort(key: Key) -> str:
+        return {"gradient": "gradient", "optimizer_state": key[1].rpartition(".")[2]}.get(key[0], named(key))
+
+    for key, each in largest.items():
+        of_sort[sort(key)] = max(each, of_sort.get(sort(key), 0.0))
+    return {key: of_sort[sort(key)] for key in largest}
 
 
 def _largest(tensor: Tensor) -> float:

@@ -14,7 +14,7 @@ from autoshard.capture.sources import Source
 from autoshard.errors import LoweringError
 from autoshard.verify.batches import random_batch
 from autoshard.verify.eager import Comparison, EagerSteps, named
-from autoshard.verify.run import CAUSES, MOST, ROUNDING
+from autoshard.verify.run import CAUSES, MOST, ROUNDING, TOLERANCE
 from autoshard.written import captured_graph
 
 NORM = next(cause for cause, words in CAUSES.items() if "batch_norm" in words)
@@ -36,7 +36,7 @@ class Causes:
         self._of = {output.name: of_op[value.op] for output, value in results}
         self._any = next(filter(None, self._of.values()), None)
 
-    def __call__(self, name: str, *, first_step: bool) -> str | None:
+    def __call__(self, name: str, *, first_step: bool = True) -> str | None:
         """The cause that a result follows from: of a later step than the first, by way of what that updates."""
         if not first_step:
             return self._any
@@ -75,39 +75,43 @@ def of_captured(
     batches: Sequence[Any],
     because: Causes | None,
     optimizer: str | None,
+    tolerance: float = TOLERANCE,
 ) -> Said:
-    """Run the captured program on one device, and judge it.
+    """Run a step of the captured program on one device, and judge it; float64 begins with the same state.
 
-    It begins after one step of PyTorch, so that no state is zero; where it is not PyTorch's second step, after as many
-    as a step is captured behind (RAdam's first steps are others). `optimizer` is a class.
+    The step is PyTorch's second, so that no state is zero; where it is not that one, the one after as many as a step is
+    captured behind (RAdam's first steps are others). `optimizer` is a class.
     """
     found = Said()
     for warm in (0,) if optimizer is None else (1, int(STEADY_STEP)):
-        steps = warm + max(1, len(batches) - min(warm, 1))
-        more = [random_batch(source, model, number) for number in range(len(batches), steps)]
+        more = [random_batch(source, model, number) for number in range(len(batches), warm + 1)]
         try:
-            made = EagerSteps(source, [*batches, *more][:steps], warm, model).of_program(program)
+            made = EagerSteps(source, [*batches, *more][: warm + 1], warm, model, warm).of_program(program)
         except LoweringError as error:
             found = Said(refused=str(error))
             continue
-        found = judged(made, warm, because, optimizer)
+        found = judged(made, because, optimizer, tolerance)
         if not found.faults:
             break
     return found
 
 
-def judged(made: Comparison, warm: int, because: Causes | None, optimizer: str | None) -> Said:
-    """What is said of each tensor that is off.
+def judged(made: Comparison, because: Causes | None, optimizer: str | None, tolerance: float) -> Said:
+    """What is said of each tensor that is off by more than `tolerance` of its largest element, after one step.
 
     A parameter that PyTorch in float32 has wrong, too, is judged under SGD alone: others divide by moments, which makes
     of a gradient that is nothing but rounding a step like any other.
     """
+    most = max(MOST, tolerance)
     excused, undecided, faults = [], [], []
     for off in made.off:
+        if off.off <= tolerance * off.largest:
+            continue
         kind, name = off.key
-        said, little = f"{named(off.key)} of the captured program", off.off <= MOST * off.largest
-        cause = because(name or kind, first_step=off.step == warm + 1) if because is not None else None
-        if off.share > 1 and not (cause and little):
+        said = f"{named(off.key)} of the captured program"
+        little = off.off <= max(most * off.largest, tolerance * off.scale)
+        cause = because(name or kind) if because is not None else None
+        if off.share > 1 and not (cause and off.off <= most * off.largest):
             faults.append(said)
         elif little:
             excused.append((said, cause if cause is not None and off.share > 1 else ROUNDING))

@@ -13,7 +13,7 @@ from the same seed: XLA draws a tensor's numbers in one way, however it is split
 are the gradients and parameters of a program in half precision that are off from PyTorch's, which adds up a bias's
 gradient in float32 where XLA's CPU kernels do in bf16; its losses stay compared with both.
 
-**The captured program** takes the same steps on one device, by XLA alone (`verify/captured.py`), and every result,
+**The captured program** takes one of these steps on one device, by XLA alone (`verify/captured.py`), and every result,
 parameter, buffer and optimizer state is held against PyTorch's (`verify/eager.py`): what it has otherwise is a fault of
 capture. One that draws random numbers is not.
 

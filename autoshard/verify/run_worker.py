@@ -104,7 +104,7 @@ def compare(
     if off and not random:
         rounded = _rounding(off, found, alone, kept, source, batches, tolerance)
         most = max(MOST, tolerance)
-        undecided = [key for key in rounded if key in rounding.off(found.numbers(), expected.numbers(), most)]
+        undecided = rounding.beyond(found.numbers(), expected.numbers(), rounded, most, tolerance)
         causes = {key: ROUNDING for key in rounded if key not in undecided}
         if unsplit is not None and not half:
             left = [key for key in off if key not in rounded]
@@ -116,7 +116,7 @@ def compare(
     differences["loss"] = max(differences["loss"], _differences(found, on_cpu, excluded)["loss"])
     said = Said()
     if program is not None and not random:
-        said = of_captured(program, source, kept, batches, because, found.optimizer)
+        said = of_captured(program, source, kept, batches, because, found.optimizer, tolerance)
     return {
         "devices": plan.mesh.size,
         "optimizer": found.optimizer,
