@@ -1,15 +1,17 @@
 """Captured programs held against eager PyTorch: models × optimizers × front ends × what is run.
 
     python benchmarks/eager.py --rows out/eager.jsonl                     (small models under every optimizer)
-    python benchmarks/eager.py --rows out/eager.jsonl --models zoo        (the zoo's entries, each under its own)
+    python benchmarks/eager.py --rows out/eager.jsonl --models zoo        (the zoo's entries, under their own)
     python benchmarks/eager.py --rows out/eager.jsonl --models gpt2,llama --optimizers AdamW --outputs program,to_jax
     python benchmarks/eager.py --rows out/eager.jsonl --markdown          (the table of what was run)
     python benchmarks/eager.py --rows out/eager.jsonl --wrong             (every row that is not equal)
 
-A row is one model, optimizer, front end and output (`program`, the captured module on one device; `lower`, the module
-that `autoshard lower` writes, and `to_jax`, both on a mesh of 2x4): the loss and all parameters, buffers and optimizer
-states after three steps, as `eager_steps.py` judges them. Rows that the file has, made of the same sources, are not run
-again. Programs that draw random numbers are left out by name: jax draws others than PyTorch.
+A row is one model, optimizer (or `gradients only`, `forward only`), front end and output (`program`, the captured
+module on one device; `lower`, the module that `autoshard lower` writes, and `to_jax`, both on a mesh of 2x4): the loss,
+gradients or outputs, and all parameters, buffers and optimizer states after each of three steps, as
+`autoshard/verify/eager.py` judges them. `--outputs to_dtensor` takes four processes on 2x2, a row. Rows that the file
+has, made of the same sources, are not run again. Programs that draw random numbers are left out by name: jax draws
+others than PyTorch.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from benchmarks import coverage  # noqa: E402
 
 FRONTENDS = ("torch_xla", "torchax")
 OUTPUTS = ("program", "lower", "to_jax")
+DTENSOR = "to_dtensor"
 OWN = "its own"
 Row = dict[str, Any]
 Key = tuple[str, str, str, str]
@@ -48,9 +51,8 @@ def run(keys: list[Key], rows: Path) -> None:
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={coverage.DEVICES}"
     from autoshard.errors import AutoshardError
     from autoshard.verify.run import random_op
-    from benchmarks import eager_cases, eager_steps
+    from benchmarks import eager_cases, eager_dtensor, eager_steps
 
-    optimizers = eager_cases.optimizers()
     pair, program, made = None, None, None
     for model, optimizer, frontend, output in keys:
         row: Row = {"model": model, "optimizer": optimizer, "frontend": frontend, "output": output}
@@ -59,7 +61,7 @@ def run(keys: list[Key], rows: Path) -> None:
         try:
             if pair is None or made is None or made[:2] != (model, optimizer):
                 pair, program = None, None
-                source = eager_cases.source(model, optimizers.get(optimizer))
+                source = eager_cases.source(model, optimizer)
                 pair = eager_steps.Pair(source, eager_cases.WARM.get(optimizer, 1))
             if program is None or made is None or made[2] != frontend:
                 program = None
@@ -69,7 +71,10 @@ def run(keys: list[Key], rows: Path) -> None:
             if drawn is not None:
                 row |= {"state": "random", "said": drawn.name}
             else:
-                found = eager_steps.OUTPUTS[output](pair, program)
+                if output == DTENSOR:
+                    found = eager_dtensor.of_to_dtensor(pair, program, model, optimizer)
+                else:
+                    found = eager_steps.OUTPUTS[output](pair, program)
                 row |= {"state": "equal" if found.equal else "differs", "tensors": found.tensors}
                 row |= {"worst": min(found.worst, 1e9), "where": found.where, "untold": len(found.untold)}
                 row |= {"neighbours": found.neighbours}
@@ -113,11 +118,13 @@ def wanted(models: str, optimizers: str, frontends: str, outputs: str) -> dict[s
     from benchmarks import eager_cases
 
     named = {"small": list(eager_cases.MODELS), "zoo": list(coverage.builders())}.get(models, models.split(","))
-    of_all = list(eager_cases.optimizers()) if optimizers == "all" else optimizers.split(",")
+    without = [eager_cases.GRADIENTS, eager_cases.FORWARD]
+    of_all = [*eager_cases.optimizers(), *without] if optimizers == "all" else optimizers.split(",")
+    of_zoo = [OWN, *without] if optimizers == "all" else [o if o in without else OWN for o in of_all]
     return {
         model: [
             (model, optimizer, frontend, output)
-            for optimizer in (of_all if model in eager_cases.MODELS else [OWN])
+            for optimizer in (of_all if model in eager_cases.MODELS else dict.fromkeys(of_zoo))
             for frontend in frontends.split(",")
             for output in outputs.split(",")
         ]

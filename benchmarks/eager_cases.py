@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from autoshard.capture.inputs import split_inputs
 from autoshard.capture.sources import Source
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -106,16 +107,25 @@ def model(build: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]
     return build
 
 
-def source(name: str, optimizer: Optimizer) -> Source:
-    """A model of `MODELS`, or an entry of the zoo, under an optimizer."""
+GRADIENTS, FORWARD = "gradients only", "forward only"
+"""In an optimizer's place: programs without one."""
+
+
+def source(name: str, optimizer: str) -> Source:
+    """A model of `MODELS`, or an entry of the zoo, under an optimizer, under its own, or without one."""
     torch.manual_seed(0)
     if name in MODELS:
         made, inputs, loss_fn = MODELS[name]()
-        return Source(made.train(), inputs, loss_fn, optimizer, train=True)
-    from benchmarks.coverage import builders
+        entry = Source(made.train(), inputs, loss_fn, train=True)
+    else:
+        from benchmarks.coverage import builders
 
-    entry = builders()[name]()
-    return Source(entry.model, entry.inputs, entry.loss_fn, optimizer or entry.optimizer, train=True)
+        entry = builders()[name]()
+    if optimizer == FORWARD:
+        given = split_inputs(entry.model, entry.inputs, entry.loss_fn)
+        return Source(entry.model, given.args or dict(given.kwargs))
+    found = None if optimizer == GRADIENTS else optimizers().get(optimizer, entry.optimizer)
+    return Source(entry.model, entry.inputs, entry.loss_fn, found, train=True)
 
 
 def normal(*shape: int) -> Tensor:

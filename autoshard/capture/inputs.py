@@ -141,3 +141,9 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     return type(value).__name__
+
+
+def key_name(key: Any) -> str:
+    """One step of a path in a container, as names of inputs and results have it."""
+    found = next((getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)), key)
+    return str(found)

@@ -7,6 +7,7 @@ it then holds is the state of every parameter of that shape.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -173,16 +174,25 @@ def fill_state(
 ) -> None:
     """Give a twin the state that its class makes at construction (Adagrad does; most make it in a step).
 
-    Where the class cannot be made of parameters alone, it is state like that of the optimizer that it is a twin `of`;
-    `stand_ins` has the twin's parameter by the id of that one's.
+    Where the class cannot be made of parameters alone, it is state like that of the optimizer that it is a twin `of`,
+    with a warning; `stand_ins` has the twin's parameter by the id of that one's.
     """
+    if not of.state:
+        return  # its class has made none
     groups = [
         {key: list({id(p): p for p in value}.values()) if key == "params" else value for key, value in group.items()}
         for group in optimizer.param_groups
     ]
     try:
         optimizer.state.update(type(optimizer)(groups).state)
-    except Exception:
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        warnings.warn(
+            f"{type(of).__name__} cannot be made of parameters alone ({type(error).__name__}: {first}), so that the "
+            "state it begins with is not known; it is taken to be like the state that it holds now. Give the other "
+            "arguments of its constructor defaults to have it made",
+            stacklevel=2,
+        )
         for parameter, state in of.state.items():
             p = stand_ins.get(id(parameter))
             if p is not None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from autoshard.capture import refusals, switches
 from autoshard.capture.attributes import Attributes
 from autoshard.capture.device import is_xla, tensor_id
-from autoshard.capture.inputs import Inputs, input_names, split_inputs
+from autoshard.capture.inputs import Inputs, input_names, key_name, split_inputs
 from autoshard.capture.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
 from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
 from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
@@ -284,7 +284,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             for path, leaf in tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, torch.Tensor):
                     placed.append(self.placeholder(leaf).requires_grad_(leaf.requires_grad))
-                    self._know(".".join([name, *(_key(k) for k in path)]), "input", placed[-1], like=leaf)
+                    self._know(".".join([name, *(key_name(k) for k in path)]), "input", placed[-1], like=leaf)
         in_order = iter(placed)
 
         def swap(value: Any) -> Any:
@@ -423,7 +423,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         else:
             for path, leaf in tree_flatten_with_path(loss_or_output)[0]:
                 if isinstance(leaf, torch.Tensor) and is_xla(leaf):
-                    results.append(Result(".".join(_key(k) for k in path) or "output", "output", leaf))
+                    results.append(Result(".".join(key_name(k) for k in path) or "output", "output", leaf))
             if not results:
                 raise CaptureError(f"the model's output holds no tensor ({_brief(loss_or_output)})")
         for known in self.known.values():
@@ -640,14 +640,6 @@ def _the_optimizer() -> str:
 def tensor_type(tensor: torch.Tensor) -> TensorType:
     """Shape and dtype in the words of `Program`."""
     return TensorType(tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
-
-
-def _key(key: Any) -> str:
-    """One step of a pytree path."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _loss_of(output: Any) -> Any:

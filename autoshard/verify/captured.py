@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
+from autoshard.capture.inputs import key_name
 from autoshard.errors import LoweringError
 from autoshard.lower.arrays import numpy_dtypes, to_numpy
 from autoshard.lower.host_scalars import HostScalars
@@ -25,7 +26,7 @@ from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax
 if TYPE_CHECKING:
     import torch
 
-    from autoshard.capture.program import Program
+    from autoshard.capture.program import Program, TensorType
     from autoshard.mesh import Spec
     from autoshard.plan import Plan
 
@@ -88,16 +89,21 @@ class CapturedStep:
         after, made = dict(state), {}
         for output, parts in zip(self.program.outputs, shards, strict=True):
             if output.updates is None:
-                made[output.name] = np.asarray(parts[0])
+                made[output.name] = self._whole(output.type, self._split_result(output.name), parts)
             else:
                 argument = self.program.arguments[output.updates]
-                after[argument.name] = self._whole(argument, parts)
+                after[argument.name] = self._whole(argument.type, self._split(argument), parts)
         return after, made
 
     def _split(self, argument: Any) -> tuple[Spec, Any] | None:
         """How an argument is split by the plan, and in jax's words; None where it is whole."""
         tensor = None if self._plan is None else self._plan.argument(argument)
         return None if tensor is None else (tensor.spec, self._jax.arguments()[argument.name])
+
+    def _split_result(self, name: str) -> tuple[Spec, Any] | None:
+        """How a result that replaces no argument is split, and in jax's words; None where it is whole."""
+        tensor = None if self._plan is None else self._plan.outputs.get(name)
+        return None if tensor is None else (tensor.spec, self._jax.outputs[name])
 
     def _placed(self, argument: Any, given: Mapping[str, Any]) -> Any:
         import jax
@@ -123,17 +129,16 @@ class CapturedStep:
             return self._device
         return jax.sharding.NamedSharding(self._jax.mesh, jax.sharding.PartitionSpec())
 
-    def _whole(self, argument: Any, parts: list[Any]) -> np.ndarray[Any, Any]:
-        """An updated argument, put together from its shards."""
+    def _whole(self, kind: TensorType, split: tuple[Spec, Any] | None, parts: list[Any]) -> np.ndarray[Any, Any]:
+        """A result, put together from its shards; one that nothing in the module says is split is whole on each."""
         import jax
 
-        split = self._split(argument)
-        if split is None:
+        if split is None or parts[0].shape == kind.shape:
             return np.asarray(parts[0])
         assert self._plan is not None
-        whole = padded(self._plan.mesh, argument.type.shape, split[0])
+        whole = padded(self._plan.mesh, kind.shape, split[0])
         array = jax.make_array_from_single_device_arrays(whole, split[1], parts)
-        return np.asarray(array)[tuple(slice(size) for size in argument.type.shape)]
+        return np.asarray(array)[tuple(slice(size) for size in kind.shape)]
 
 
 def held_tensors(
@@ -146,8 +151,7 @@ def held_tensors(
         state = dict(optimizer.state.get(parameter, {})) if optimizer is not None else {}
         for path, value in tree_flatten_with_path(state)[0]:
             if isinstance(value, Tensor):
-                words = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-                found["optimizer_state", ".".join((name, *words))] = value.detach()
+                found["optimizer_state", ".".join((name, *map(key_name, path)))] = value.detach()
     for name, buffer in model.named_buffers():
         found["buffer", name] = buffer.detach()
     return found

@@ -197,7 +197,7 @@ def verify_plan(
         from autoshard.verify.run import run_equal
 
         say("run")
-        report = dataclasses.replace(report, run=run_equal(plan, source))
+        report = dataclasses.replace(report, run=run_equal(plan, source, program=graph.program))
     return report
 
 

@@ -49,6 +49,18 @@ def scales(expected: Numbers) -> dict[Key, float]:
     }
 
 
+def beyond(found: Numbers, expected: Numbers, keys: Iterable[Key], most: float, tolerance: float) -> list[Key]:
+    """Those of `keys` that are off by more than can be excused: `most` of their tensor's largest element.
+
+    A gradient may be as far off as rounding is on the scale of the largest one (`tolerance`): behind two norms in a row
+    a gradient follows from their epsilon alone, and no float32 program has its digits.
+    """
+    largest = {key: float(each.double().abs().max()) if each.numel() else 0.0 for key, each in expected.items()}
+    of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
+    cap = {key: max(most * each, tolerance * of_all if key[0] == "gradients" else 0.0) for key, each in largest.items()}
+    return [key for key in keys if apart(found[key], expected[key]) > cap[key]]
+
+
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference; infinite where it is none."""
     found = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0

@@ -13,18 +13,22 @@ from the same seed: XLA draws a tensor's numbers in one way, however it is split
 are the gradients and parameters of a program in half precision that are off from PyTorch's, which adds up a bias's
 gradient in float32 where XLA's CPU kernels do in bf16; its losses stay compared with both.
 
-**Excuses.** What is off by more than the tolerance is excused, counted and named with its cause, if PyTorch in float32
-is off from float64 as well (`rounding.py`), or if torch_xla without shardings is off by at most `MOST` of the tensor's
-largest value and the program has what explains that (`CAUSES`): then the plan may be off by as much. Anything larger
-between torch_xla without shardings and PyTorch is a fault of capture. Where more than `SHARE` of all tensors are
-excused, the run is *not decided*. All runs happen in one new process, which has as many virtual devices as the plan's
-mesh.
+**The captured program** takes one of these steps on one device, by XLA alone (`verify/captured.py`), and every result,
+parameter, buffer and optimizer state is held against PyTorch's (`verify/eager.py`): what it has otherwise is a fault of
+capture. One that draws random numbers is not.
+
+**Excuses.** What is off by more than the tolerance is excused, counted and named with its cause, by at most `MOST` of
+the tensor's largest value: where PyTorch in float32 is off from float64 as well (`rounding.py`), or where the program
+not split is, and the tensor follows from what explains that (`CAUSES`). Where PyTorch in float32 itself is off by more
+than `MOST` the tensor decides nothing. Where one does not, or more than `SHARE` of all tensors are excused, the run is
+*not decided*. All runs happen in one new process, which has as many virtual devices as the plan's mesh.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -38,6 +42,7 @@ from autoshard.errors import AutoshardError
 from autoshard.plan import OpSignature, Plan
 
 if TYPE_CHECKING:
+    from autoshard.capture.program import Program
     from autoshard.capture.sources import Source
 
 TOLERANCE = 1e-5
@@ -45,14 +50,14 @@ HALF_TOLERANCE = 2e-2
 """Where the program holds bf16 or f16 values."""
 DEFAULT_TIMEOUT_S = 1800.0
 MOST = 1e-3
-"""By how much of a tensor's largest value torch_xla without shardings may be off and excuse the plan."""
+"""What can be excused at most, as a part of a tensor's largest value."""
 SHARE = 0.05
 """Of all tensors compared: so many may be excused."""
 CAUSES = {
     "near-ties, which PyTorch and XLA may break otherwise": ("topk", "sort", "argmax", "argmin", "max_pool", "median"),
     "sums of a batch norm": ("native_batch_norm", "batch_norm", "var_mean"),
 }
-"""Why the same program may round otherwise in XLA: words in names of its ops, or of the modules they stand in."""
+"""Why a tensor may be otherwise in XLA: words in names of the ops that it follows from."""
 RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
 FASTER_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Three times faster, the same partitioned program."""
@@ -91,7 +96,10 @@ class RunReport:
         buffers: after the last step, relative to the largest element of each tensor.
         excused: all that is off by more than the tolerance and excused, with the cause.
         compared: how many losses and tensors are judged.
-        unsplit: what differs between torch_xla without shardings and the reference: a fault of capture.
+        undecided: what PyTorch in float32 has as wrong as the plan, by more than can be excused.
+        unsplit: what differs between the program not split and the reference: a fault of capture.
+        captured: how many tensors of the captured program are among those compared.
+        not_compared: why it was not, where it could not be.
     """
 
     devices: int
@@ -110,7 +118,10 @@ class RunReport:
     buffers: Difference = Difference(0.0)
     excused: tuple[tuple[str, str], ...] = ()
     compared: int = 0
+    undecided: tuple[str, ...] = ()
     unsplit: tuple[str, ...] = ()
+    captured: int = 0
+    not_compared: str = ""
 
     @property
     def status(self) -> str:
@@ -118,9 +129,9 @@ class RunReport:
         judged = [self.loss, self.gradients.value, self.outputs.value, self.buffers.value]
         if self.optimizer == "SGD":
             judged.append(self.parameters.value)
-        if not all(each <= self.tolerance for each in judged):  # so for nan
+        if self.unsplit or not all(each <= self.tolerance for each in judged):  # so for nan
             return "differ"
-        if len(self.excused) > SHARE * self.compared:
+        if self.undecided or len(self.excused) > SHARE * self.compared:
             return "not decided"
         return "excused" if self.excused else "equal"
 
@@ -162,8 +173,14 @@ class RunReport:
             )
         for cause in sorted({cause for _, cause in self.excused} - {ROUNDING}):
             lines.append(f"  {cause}: {_some([name for name, why in self.excused if why == cause])}")
+        if self.undecided:
+            lines.append(f"  off by more than can be excused, in PyTorch in float32 too: {_some(self.undecided)}")
         if self.unsplit:
             lines.append(f"  the captured program, not split, is not the model's, in {_some(self.unsplit)}")
+        elif self.captured:
+            lines.append(f"  the captured program, not split: {self.captured} tensors as in PyTorch")
+        if self.not_compared:
+            lines.append(f"  the captured program itself was not compared: {self.not_compared}")
         if not self.compiled_once:
             lines.append("  a step after the first was compiled again")
         return "\n".join(lines)
@@ -173,7 +190,7 @@ ROUNDING = "rounding on one device too"
 _SAID = {
     "equal": "equal numbers",
     "excused": "equal numbers",
-    "not decided": "NOT DECIDED: too much is excused",
+    "not decided": "NOT DECIDED: too much is off on one device too",
     "differ": "NUMBERS DIFFER",
 }
 
@@ -187,7 +204,14 @@ def _at(difference: Difference) -> str:
     return f" ({difference.where})" if difference.where else ""
 
 
-def run_equal(plan: Plan, source: Source, steps: int = 3, *, timeout: float = DEFAULT_TIMEOUT_S) -> RunReport:
+def run_equal(
+    plan: Plan,
+    source: Source,
+    steps: int = 3,
+    *,
+    program: Program | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> RunReport:
     """Train `steps` steps under `plan` on virtual CPU devices and on one device, and compare.
 
     Args:
@@ -195,6 +219,7 @@ def run_equal(plan: Plan, source: Source, steps: int = 3, *, timeout: float = DE
         source: model, sample inputs, loss and optimizer. A model on meta gets random weights. Batches are random, of
             the sample inputs' shapes.
         steps: how many; the first step's gradients are compared in any case.
+        program: as captured; None to capture the source anew.
         timeout: seconds for both runs together.
 
     Raises:
@@ -206,9 +231,12 @@ def run_equal(plan: Plan, source: Source, steps: int = 3, *, timeout: float = DE
         request: dict[str, Any] = {"steps": steps, "origin": _origin(source), "path": sys.path}
         if request["origin"] is None:
             _send(source, folder / "source.pt")
+        if program is not None:
+            (folder / "program.pickle").write_bytes(pickle.dumps(program))
         (folder / "request.json").write_text(json.dumps(request))
         variables = {
-            "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(plan.mesh.size), "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(plan.mesh.size), "JAX_PLATFORMS": "cpu",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FASTER_COMPILES}".strip(),
         }  # fmt: skip
         command = [sys.executable, "-P", "-m", "autoshard.verify.run_worker", str(folder)]
@@ -258,5 +286,5 @@ def _report(found: Mapping[str, Any]) -> RunReport:
     if "error" in found:
         raise RunError(str(found["error"]))
     differences = {key: Difference(**found[key]) for key in ("gradients", "parameters", "outputs", "buffers")}
-    losses = {key: tuple(found[key]) for key in ("losses", "reference_losses", "rounding", "unsplit")}
+    losses = {key: tuple(found[key]) for key in ("losses", "reference_losses", "rounding", "undecided", "unsplit")}
     return RunReport(**{**found, **differences, **losses, "excused": tuple(map(tuple, found["excused"]))})

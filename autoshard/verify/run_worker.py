@@ -6,27 +6,30 @@ import contextlib
 import copy
 import json
 import math
+import pickle
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.capture import switches
-from autoshard.capture.inputs import split_inputs
 from autoshard.capture.optimizer import make_optimizer
+from autoshard.capture.program import Program
 from autoshard.capture.sources import Source, load_source
-from autoshard.capture.torch_xla import prepare_runtime
+from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.errors import AutoshardError
 from autoshard.lower.place import free_of_weak_references
 from autoshard.plan import Plan
 from autoshard.verify import rounding
-from autoshard.verify.run import CAUSES, HALF_TOLERANCE, MOST, ROUNDING, TOLERANCE, RunError, random_op
+from autoshard.verify.batches import SEED, random_batch, with_weights
+from autoshard.verify.eager import eager_step, named_leaves
+from autoshard.verify.judged import Causes, Said, of_captured
+from autoshard.verify.run import HALF_TOLERANCE, MOST, ROUNDING, TOLERANCE, random_op
 from autoshard.workers import end_with_parent
 
-SEED = 20
 ON_CPU, UNSPLIT, EXACT = "PyTorch on one device", "torch_xla, not split", "PyTorch in float64"
 HALF = ("bf16[", "f16[")
 
@@ -43,14 +46,28 @@ def main() -> None:
         else:
             model, inputs, loss_fn, optimizer, train = torch.load(folder / "source.pt", weights_only=False)
             source = Source(model, inputs, loss_fn, optimizer, train)
-        result = compare(Plan.load(folder / "plan.json"), source, request["steps"])
+        kept = folder / "program.pickle"
+        program = pickle.loads(kept.read_bytes()) if kept.exists() else captured(source)
+        result = compare(Plan.load(folder / "plan.json"), source, request["steps"], program)
     except AutoshardError as error:
         result = {"error": str(error)}
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) -> dict[str, Any]:
-    """Both runs, and the fields of a `RunReport`; the numbers under the plan are kept in the file `keep`, if given."""
+def captured(source: Source) -> Program:
+    """The source's program."""
+    return capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer, train=source.train)
+
+
+def compare(
+    plan: Plan, source: Source, steps: int, program: Program | None = None, keep: Path | None = None
+) -> dict[str, Any]:
+    """All runs, and the fields of a `RunReport`.
+
+    Args:
+        program: as captured; without it only the runs through torch_xla are compared.
+        keep: a file for the numbers under the plan.
+    """
     prepare_runtime(plan.mesh.size)
     import torch_xla
 
@@ -80,22 +97,26 @@ def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) ->
         if half:  # XLA's kernels for the CPU add up in half precision, PyTorch's in float32
             against, expected, alone = UNSPLIT, unsplit, unsplit
             off = rounding.off(found.numbers(), expected.numbers(), tolerance)
-    excused: dict[rounding.Key, float] = {}
+    because = Causes(program, found.model) if program is not None else None
+    rounded: dict[rounding.Key, float] = {}
     causes: dict[rounding.Key, str] = {}
-    faults: list[rounding.Key] = []
+    undecided, faults = [], []
     if off and not random:
-        excused = _rounding(off, found, alone, kept, source, batches, tolerance)
-        causes = dict.fromkeys(excused, ROUNDING)
+        rounded = _rounding(off, found, alone, kept, source, batches, tolerance)
+        most = max(MOST, tolerance)
+        undecided = rounding.beyond(found.numbers(), expected.numbers(), rounded, most, tolerance)
+        causes = {key: ROUNDING for key in rounded if key not in undecided}
         if unsplit is not None and not half:
-            left = [key for key in off if key not in excused]
-            causes |= _as_unsplit(left, found, unsplit, expected, plan, tolerance)
-            faults = [
-                key
-                for key in left
-                if key not in causes and key in rounding.off(unsplit.numbers(), expected.numbers(), MOST)
-            ]
-    differences = _differences(found, expected, causes)
-    differences["loss"] = max(differences["loss"], _differences(found, on_cpu, causes)["loss"])
+            left = [key for key in off if key not in rounded]
+            causes |= _as_unsplit(left, found, unsplit, expected, because, tolerance)
+            beyond = rounding.off(unsplit.numbers(), expected.numbers(), MOST)
+            faults = [key for key in left if key not in causes and key in beyond]
+    excluded = {*causes, *undecided}
+    differences = _differences(found, expected, excluded)
+    differences["loss"] = max(differences["loss"], _differences(found, on_cpu, excluded)["loss"])
+    said = Said()
+    if program is not None and not random:
+        said = of_captured(program, source, kept, batches, because, found.optimizer, tolerance)
     return {
         "devices": plan.mesh.size,
         "optimizer": found.optimizer,
@@ -103,33 +124,34 @@ def compare(plan: Plan, source: Source, steps: int, keep: Path | None = None) ->
         "reference_losses": expected.losses,
         **differences,
         "tolerance": tolerance,
-        "rounding": [rounding.said(key) for key in excused],
-        "beside_one_device": max(excused.values(), default=0.0),
+        "rounding": [rounding.said(key) for key in rounded if key not in undecided],
+        "beside_one_device": max(rounded.values(), default=0.0),
         "compiled_once": found.compiles[1:] == [0] * (steps - 1),
         "reference": against,
-        "excused": [(rounding.said(key), cause) for key, cause in causes.items()],
-        "compared": len(found.numbers()),
-        "unsplit": [rounding.said(key) for key in faults],
+        "excused": [*((rounding.said(key), cause) for key, cause in causes.items()), *said.excused],
+        "compared": len(found.numbers()) + said.compared,
+        "undecided": [*map(rounding.said, undecided), *said.undecided],
+        "unsplit": [*map(rounding.said, faults), *said.faults],
+        "captured": said.compared,
+        "not_compared": said.refused,
     }
 
 
 def _as_unsplit(
-    keys: list[rounding.Key], found: _Run, unsplit: _Run, expected: _Run, plan: Plan, tolerance: float
+    keys: list[rounding.Key], found: _Run, unsplit: _Run, expected: _Run, because: Causes | None, tolerance: float
 ) -> dict[rounding.Key, str]:
     """Those of `keys` that torch_xla without shardings has otherwise than PyTorch too, a little, and the cause."""
-    names = {op.name for op in plan.program.ops}
-    if "norm" in plan.program.switches and any(
-        isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in found.model.modules()
-    ):
-        names.add("batch_norm")  # the switch computes it in other ops
-    cause = next((said for said, words in CAUSES.items() if any(w in name for name in names for w in words)), None)
     planned, alone, exact = found.numbers(), unsplit.numbers(), expected.numbers()
     excused, scales = {}, rounding.scales(exact)
-    for key in keys if cause else ():
-        scale = scales[key]
+    for key in keys if because is not None else ():
+        assert because is not None
+        kind, name = key
+        first = kind in ("gradients", "outputs") or key == ("loss", "1")
+        cause = because(name.partition(" of batch ")[0] if kind != "loss" else "loss", first_step=first)
         own, off = rounding.apart(alone[key], exact[key]), rounding.apart(planned[key], exact[key])
-        if tolerance * scale < own <= MOST * scale and off <= min(rounding.NOISE * own, MOST * scale):
-            excused[key] = str(cause)
+        scale = scales[key]
+        if cause and tolerance * scale < own <= MOST * scale and off <= min(rounding.NOISE * own, MOST * scale):
+            excused[key] = cause
     return excused
 
 
@@ -273,121 +295,6 @@ class _Run:
         return rounding.flat(self.losses, self.gradients, judged, self.outputs, self.buffers)
 
 
-def eager_step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    batch: Any,
-    loss_fn: Callable[..., Any] | None,
-    train: bool = True,
-) -> Any:
-    """An ordinary step; returns the loss, or the output of a forward pass."""
-    inputs = split_inputs(model, batch, loss_fn)
-    if optimizer is not None:
-        optimizer.zero_grad()
-    model.zero_grad()
-    with torch.set_grad_enabled(train):
-        output = model(*inputs.args, **inputs.kwargs)
-        if not train:
-            return output
-        if loss_fn is not None:
-            loss = loss_fn(output, *inputs.loss_args, **dict(inputs.loss_kwargs or {}))
-        elif isinstance(output, Mapping) and output.get("loss") is not None:
-            loss = output["loss"]
-        else:
-            loss = getattr(output, "loss", output)
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-    return loss
-
-
-def with_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model on the CPU; one on meta is built anew, with random weights from a fixed seed.
-
-    Raises:
-        RunError: a model on meta with buffers that nothing initializes.
-    """
-    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        return copy.deepcopy(model).cpu()
-    torch.manual_seed(SEED)
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(model, "init_weights"):  # transformers: its constructor makes weights and buffers
-        made: torch.nn.Module = type(model)(copy.deepcopy(config))
-        return made.to(next(model.parameters()).dtype).train(model.training)
-    made = copy.deepcopy(model).to_empty(device="cpu")
-    fresh: set[int] = set()
-    for module in made.modules():
-        begin = getattr(module, "reset_parameters", None)
-        if callable(begin):
-            begin()
-            fresh |= {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if id(parameter) not in fresh:
-                parameter.normal_(0.0, 0.02)
-    stale = next((name for name, buffer in made.named_buffers() if id(buffer) not in fresh), None)
-    if stale is not None:
-        raise RunError(
-            f"the model is on meta and nothing says what its buffer {stale} holds; build it with weights to run it"
-        )
-    return made
-
-
-def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
-    """Inputs like the sample ones: normal floats, tokens below the vocabulary; masks as they are, or ones.
-
-    Integers of a sample with values keep their range: each batch shuffles them; so do floats of which none is negative
-    (probabilities, counts, pixels). Tensors that are one object in the sample are one here.
-    """
-    generator = torch.Generator().manual_seed(SEED + 1 + step)
-    leaves, spec = tree_flatten_with_path(source.inputs)
-    images = any(_leaf_name(path) == "pixel_values" for path, _ in leaves)
-    made: dict[int, torch.Tensor] = {}
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-            made[id(leaf)] = _random_like(leaf, _leaf_name(path), model, images, generator)
-    return torch.utils._pytree.tree_unflatten(
-        [made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves], spec
-    )
-
-
-def _random_like(
-    sample: torch.Tensor, name: str, model: torch.nn.Module, images: bool, generator: torch.Generator
-) -> torch.Tensor:
-    if sample.is_floating_point() and not _never_negative(sample):
-        return torch.randn(sample.shape, generator=generator).to(sample.dtype)
-    if not sample.is_meta:
-        order = torch.randperm(sample.numel(), generator=generator)
-        return sample.detach().cpu().reshape(-1)[order].reshape(sample.shape)
-    if sample.dtype == torch.bool or "mask" in name:
-        return torch.ones(sample.shape, dtype=sample.dtype)
-    return torch.randint(0, _classes(model, images), sample.shape, generator=generator).to(sample.dtype)
-
-
-def _never_negative(sample: torch.Tensor) -> bool:
-    """Whether a sample says that its values are of that sort; zeros alone do not, nor does what memory held."""
-    if sample.is_meta or sample.numel() == 0:
-        return False
-    values = sample.detach().cpu().float()
-    least, most = float(values.min()), float(values.max())
-    return 0 <= least < most and 1e-3 <= most <= 2**16
-
-
-def _classes(model: torch.nn.Module, images: bool) -> int:
-    """Below what integer inputs stay: the vocabulary, or the labels of a classifier."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(config, "num_labels", None) if images else getattr(text, "vocab_size", None)
-    if found is None:
-        rows = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-        found = min(rows, default=2)
-    return int(found)
-
-
-def _leaf_name(path: Any) -> str:
-    return str(getattr(path[-1], "key", "")) if path else ""
-
-
 def _to_device(batch: Any) -> Any:
     moved: dict[int, torch.Tensor] = {}
 
@@ -412,12 +319,7 @@ def _move(model: torch.nn.Module) -> None:
 
 
 def _floats(output: Any) -> dict[str, torch.Tensor]:
-    leaves = tree_flatten_with_path(output)[0]
-    return {
-        "".join(str(key) for key in path) or "output": leaf.detach().cpu().float()
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    }
+    return {name: t.detach().cpu().float() for name, t in named_leaves(output) if t.is_floating_point()}
 
 
 def _largest(

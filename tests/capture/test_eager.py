@@ -1,6 +1,6 @@
 """The captured program is the step that PyTorch takes: losses, parameters, buffers and states after three steps.
 
-`benchmarks/eager.py` looks at more of the same; `benchmarks/eager_steps.py` says by how much numbers may differ.
+`benchmarks/eager.py` looks at more of the same; `autoshard/verify/eager.py` says by how much numbers may differ.
 """
 
 import json
@@ -62,7 +62,7 @@ def test_there_are_25_pairs_and_every_optimizer_of_torch():
 @pytest.fixture(scope="module")
 def trained():
     """A pair, and PyTorch's own numbers after its steps."""
-    pair = eager_steps.Pair(eager_cases.source("perceptron", eager_cases.optimizers()["AdamW"]))
+    pair = eager_steps.Pair(eager_cases.source("perceptron", "AdamW"))
     return pair, [dict(numbers) for numbers in pair.eager[2:]]
 
 
@@ -90,7 +90,7 @@ def test_a_state_that_the_program_has_not_is_told(trained):
 
 
 def test_what_pytorch_leaves_as_it_is_has_to_be_left_so():
-    pair = eager_steps.Pair(eager_cases.source("tied", eager_cases.optimizers()["SGD"]))
+    pair = eager_steps.Pair(eager_cases.source("tied", "SGD"))
     key = ("parameter", "frozen.weight")
     numbers = [{**each, key: each[key] * (1 + 1e-6)} for each in pair.eager[2:]]
     found = pair.compared(numbers, 1)

@@ -1,0 +1,340 @@
+"""Steps that PyTorch takes by itself, and a captured program's beside them, tensor by tensor.
+
+PyTorch takes the steps as they are and, as the yardstick, all in float64; then what capture and lowering made of them
+takes the same ones, with the same batches. After each step its results and every parameter, buffer and optimizer state
+are compared. A tensor may be off from the exact one by 1e-5 of its largest element and `NOISE` times what PyTorch is
+off by itself until then; where that is not enough, also in runs whose every result is off in its last bits
+(`rounding.LastBits`). So that such an allowance excuses nothing, a tensor is *untold* where it has not moved by three
+times as much; what PyTorch left as it was, to the bit, has to be left so.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from autoshard.capture.inputs import input_names, key_name, split_inputs
+from autoshard.capture.optimizer import make_optimizer
+from autoshard.capture.program import Program
+from autoshard.capture.sources import Source
+from autoshard.lower.arrays import to_torch
+from autoshard.plan import Plan
+from autoshard.verify.captured import CapturedStep, held_tensors
+from autoshard.verify.rounding import NEIGHBOURS, NOISE, LastBits, apart, wide
+from autoshard.verify.run import TOLERANCE
+
+TOLD = 3.0
+
+Key = tuple[str, str]
+Numbers = Mapping[Key, Tensor]
+"""(`loss`, `output`, `gradient`, `parameter`, `buffer` or `optimizer_state`; which one) -> its value after a step."""
+
+
+@dataclass(frozen=True)
+class Off:
+    """A tensor that is off from the exact one by more than 1e-5 of its largest element, in the worst step.
+
+    Attributes:
+        key: which.
+        step: after which, counted from 1.
+        off: by how much.
+        allowed: how much may be.
+        largest: element of the exact tensor.
+        scale: the largest element of all gradients, or states of its name, if it is one; else `largest`.
+    """
+
+    key: Key
+    step: int
+    off: float
+    allowed: float
+    largest: float
+    scale: float
+
+    @property
+    def share(self) -> float:
+        """What it is off by, as a part of what is allowed."""
+        return self.off / self.allowed if self.allowed else math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a program beside PyTorch.
+
+    Attributes:
+        tensors: compared, over all steps.
+        worst: the largest difference, as a part of what is allowed; above 1 they differ.
+        where: the tensor and step that has it, and by how much.
+        untold: names of tensors that moved too little to tell an update from none.
+        neighbours: runs off in their last bits that were looked at.
+        off: what is off by more than 1e-5, allowed or not.
+        names: how many tensors there are, in any step.
+    """
+
+    tensors: int
+    worst: float
+    where: str
+    untold: tuple[str, ...]
+    neighbours: int = 0
+    off: tuple[Off, ...] = ()
+    names: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is as in PyTorch."""
+        return self.tensors > 0 and self.worst <= 1
+
+
+@dataclass
+class EagerSteps:
+    """A program's steps in PyTorch.
+
+    Attributes:
+        source: the model, its loss and optimizer; without an optimizer its gradients are compared, and without
+            training its outputs.
+        batches: one a step.
+        warm: steps that PyTorch takes before the captured program does, with which an optimizer reaches the steps that
+            are captured (RAdam's are others at first) and has a state that is not zero.
+        model: with weights; by default that of the source.
+        exact_from: the step from which float64 takes over from what float32 has.
+    """
+
+    source: Source
+    batches: list[Any] = field(repr=False)
+    warm: int = 1
+    model: torch.nn.Module | None = None
+    exact_from: int = 0
+
+    def made(self, steps: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        """The model and its optimizer after so many steps."""
+        model = copy.deepcopy(self.source.model if self.model is None else self.model)
+        optimizer = self.source.optimizer
+        if optimizer is not None:
+            ours = zip(self.source.model.parameters(), model.parameters(), strict=True)
+            optimizer = make_optimizer(optimizer, {id(old): new for old, new in ours})
+        for batch in self.batches[:steps]:
+            self._step(model, optimizer, batch)
+        return model, optimizer
+
+    @cached_property
+    def eager(self) -> list[Numbers]:
+        """PyTorch's numbers before the first step, and after each."""
+        return list(self.taken(*self.made(), self.batches))
+
+    @cached_property
+    def exact(self) -> list[Numbers]:
+        """The same in float64."""
+        model, optimizer = self.made(self.exact_from)
+        model.double()
+        for state in optimizer.state.values() if optimizer is not None else ():
+            state.update({key: value if key == "step" else wide(value) for key, value in state.items()})
+        torch.set_default_dtype(torch.float64)  # for what the model makes itself
+        try:
+            with _Wide():
+                return self._from_there(model, optimizer, wide(self.batches))
+        except RuntimeError:  # a model that mixes in float32 tensors of its own
+            return self.eager
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def _from_there(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batches: list[Any]
+    ) -> list[Numbers]:
+        taken = self.taken(model, optimizer, batches[self.exact_from :])
+        return [*self.eager[: self.exact_from], *taken]
+
+    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Any:
+        return eager_step(model, optimizer, batch, self.source.loss_fn, self.source.train)
+
+    def taken(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batches: list[Any]
+    ) -> Iterator[Numbers]:
+        """The numbers of a model in PyTorch before the first of some steps, and after each."""
+        yield held(model, optimizer)
+        for batch in batches:
+            result = self._step(model, optimizer, batch)
+            made: dict[Key, Tensor] = {}
+            if not self.source.train:
+                made = {("output", name): leaf.detach().clone() for name, leaf in named_leaves(result)}
+            else:
+                made["loss", ""] = result.detach().clone()
+            if self.source.train and optimizer is None:
+                graded = ((name, p.grad) for name, p in model.named_parameters())
+                made |= {("gradient", name): each.detach().clone() for name, each in graded if each is not None}
+            yield {**made, **held(model, optimizer)}
+
+    def named_inputs(self, batch: Any) -> dict[str, Tensor]:
+        """The tensors of a batch, by name."""
+        split = split_inputs(self.source.model, batch, self.source.loss_fn)
+        found = {}
+        for name, value in input_names(self.source.model, split, self.source.loss_fn):
+            found.update({".".join(filter(None, (name, path))): leaf for path, leaf in named_leaves(value, "")})
+        return found
+
+    def inputs(self, batch: Any, program: Program) -> dict[str, Tensor]:
+        """Those that are arguments of the program."""
+        found = self.named_inputs(batch)
+        return {name: found[name] for name in program.inputs if any(a.name == name for a in program.arguments)}
+
+    def of_program(self, program: Program, plan: Plan | None = None) -> Comparison:
+        """The captured module on one device; under a plan, what `autoshard lower` writes, on those of its mesh."""
+        model, optimizer = self.made(self.warm)
+        step = CapturedStep(program, optimizer, plan)
+        state = step.begin(model, optimizer)
+        found = []
+        for batch in self.batches[self.warm :]:
+            state, made = step(state, self.inputs(batch, program))
+            found.append(numbers_of(program, model, optimizer, state, made))
+        return self.compared(found, self.warm)
+
+    def compared(self, found: Sequence[Numbers], first: int) -> Comparison:
+        """Numbers after the steps from `first` on, beside PyTorch's."""
+        runs: list[list[Numbers]] = []
+        result = self._judged(found, first, runs)
+        while not result.equal and math.isfinite(result.worst) and len(runs) < NEIGHBOURS:
+            begun = self.made(self.exact_from)
+            with LastBits(len(runs)):
+                runs.append(self._from_there(*begun, self.batches))
+            result = replace(self._judged(found, first, runs), neighbours=len(runs))
+        return result
+
+    def _judged(self, found: Sequence[Numbers], first: int, neighbours: list[list[Numbers]]) -> Comparison:
+        count, worst, where = 0, -1.0, ""
+        untold: dict[str, None] = {}
+        own: dict[Key, float] = defaultdict(float)
+        off_in: dict[Key, Off] = {}
+        begun = self.eager[first]
+        for step, ours in enumerate(found, first + 1):
+            exact = self.exact[step]
+            scales = _scales(exact)
+            for key, theirs in self.eager[step].items():
+                if key not in ours:
+                    if theirs.dim() == 0 and key[0] == "optimizer_state":
+                        continue  # counters are the host's
+                    lost = Off(key, step, math.inf, 0.0, _largest(theirs), scales[key])
+                    return Comparison(count, math.inf, f"{named(key)} is not in the program", (), 0, (lost,), len(own))
+                count += 1
+                moved = apart(theirs, begun[key]) if key in begun else _largest(theirs)
+                alone = [apart(run[step][key], exact[key]) for run in (self.eager, *neighbours)]
+                own[key] = max(own[key], *alone)
+                largest = _largest(exact[key])
+                allowed = TOLERANCE * largest + NOISE * own[key]
+                here = Off(key, step, apart(ours[key], exact[key]), allowed, largest, scales[key])
+                if not theirs.is_floating_point() or not moved:
+                    here = replace(here, off=0.0 if torch.equal(ours[key], theirs) else math.inf, allowed=0.0)
+                elif moved < TOLD * here.allowed:
+                    untold[named(key)] = None
+                part = here.share if here.off else 0.0
+                if here.off > TOLERANCE * largest and (key not in off_in or part > off_in[key].share):
+                    off_in[key] = here
+                if part > worst:
+                    worst = part
+                    where = f"{named(key)} after step {step}: off by {here.off:.1e}, {here.allowed:.1e} is allowed"
+        return Comparison(count, worst, where, tuple(untold), 0, tuple(off_in.values()), len(own))
+
+
+class _Wide(TorchFunctionMode):  # type: ignore[misc]
+    """In this mode casts to less than float64 are casts to that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        if func in (Tensor.bfloat16, Tensor.half, Tensor.float):
+            return args[0].double()
+
+        def wider(leaf: Any) -> Any:
+            return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+        return func(*tree_map(wider, args), **tree_map(wider, kwargs or {}))
+
+
+def eager_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    train: bool = True,
+) -> Any:
+    """An ordinary step; returns the loss, or the output of a forward pass."""
+    inputs = split_inputs(model, batch, loss_fn)
+    if optimizer is not None:
+        optimizer.zero_grad()
+    model.zero_grad()
+    with torch.set_grad_enabled(train):
+        output = model(*inputs.args, **inputs.kwargs)
+        if not train:
+            return output
+        if loss_fn is not None:
+            loss = loss_fn(output, *inputs.loss_args, **dict(inputs.loss_kwargs or {}))
+        elif isinstance(output, Mapping) and output.get("loss") is not None:
+            loss = output["loss"]
+        else:
+            loss = getattr(output, "loss", output)
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss
+
+
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Key, Tensor]:
+    """Copies of parameters, buffers and optimizer states."""
+    return {key: tensor.clone() for key, tensor in held_tensors(model, optimizer).items()}
+
+
+def numbers_of(
+    program: Program,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    made: Mapping[str, Any],
+) -> dict[Key, Tensor]:
+    """The numbers of a program's step: what is no argument of it stays as the model has it."""
+    roles: dict[str, str] = {argument.name: argument.role for argument in program.arguments}
+    kept = {key: each for key, each in held(model, optimizer).items() if key[0] != "optimizer_state"}
+    given = {(roles[name], name): to_torch(np.asarray(array)) for name, array in state.items()}
+    kinds = {output.name: output.role for output in program.outputs if output.updates is None}
+    results: dict[Key, Tensor] = {}
+    for name, array in made.items():
+        of_kind = kinds[name]
+        key = ("loss", "") if of_kind == "loss" else (str(of_kind), name)
+        if of_kind == "output" and program.kind == "train":
+            key = ("gradient", name.removesuffix(".grad"))
+        results[key] = to_torch(np.asarray(array))
+    return {**kept, **given, **results}
+
+
+def named_leaves(tree: Any, alone: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """(Path, tensor) of each tensor in a container, as capture names them; `alone` is the name of a tensor itself."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, Tensor):
+            yield ".".join(key_name(key) for key in path) or alone, leaf
+
+
+def named(key: Key) -> str:
+    """For a person."""
+    return " ".join(filter(None, key))
+
+
+def _scales(exact: Numbers) -> dict[Key, float]:
+    largest = {key: _largest(tensor) for key, tensor in exact.items()}
+    of_sort: dict[str, float] = {}
+
+    def sort(key: Key) -> str:
+        return {"gradient": "gradient", "optimizer_state": key[1].rpartition(".")[2]}.get(key[0], named(key))
+
+    for key, each in largest.items():
+        of_sort[sort(key)] = max(each, of_sort.get(sort(key), 0.0))
+    return {key: of_sort[sort(key)] for key in largest}
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0

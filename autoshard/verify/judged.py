@@ -1,0 +1,120 @@
+"""The captured program beside PyTorch in `verify --run`: what is excused, what decides nothing, what is a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.capture.optimizer import STEADY_STEP
+from autoshard.capture.program import AtenOp, Program
+from autoshard.capture.sources import Source
+from autoshard.errors import LoweringError
+from autoshard.verify.batches import random_batch
+from autoshard.verify.eager import Comparison, EagerSteps, named
+from autoshard.verify.run import CAUSES, MOST, ROUNDING, TOLERANCE
+from autoshard.written import captured_graph
+
+NORM = next(cause for cause, words in CAUSES.items() if "batch_norm" in words)
+
+
+class Causes:
+    """Which results of a program follow from ops that XLA may compute otherwise than PyTorch (`CAUSES`)."""
+
+    def __init__(self, program: Program, model: torch.nn.Module) -> None:
+        """`model` says which modules are batch norms: a switch computes these in other ops."""
+        graph = captured_graph(program)
+        norms = {path for path, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)}
+        of_aten = {op.index: _cause(op, norms) for op in program.ops}
+        of_op: list[str | None] = []
+        for op in graph.ops:
+            own = None if op.aten is None else of_aten.get(op.aten)
+            of_op.append(own or next((of_op[v.op] for v in op.operands if of_op[v.op]), None))
+        results = zip(program.outputs, graph.outputs, strict=True)
+        self._of = {output.name: of_op[value.op] for output, value in results}
+        self._any = next(filter(None, self._of.values()), None)
+
+    def __call__(self, name: str, *, first_step: bool = True) -> str | None:
+        """The cause that a result follows from: of a later step than the first, by way of what that updates."""
+        if not first_step:
+            return self._any
+        return self._of.get(f"{name}.grad", self._of.get(name))
+
+
+def _cause(op: AtenOp, norms: set[str]) -> str | None:
+    if op.module in norms:
+        return NORM
+    return next((said for said, words in CAUSES.items() if any(word in op.name for word in words)), None)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What came of the captured program.
+
+    Attributes:
+        compared: how many results, parameters, buffers and states.
+        excused: name and cause of those off by at most `MOST` of their largest value.
+        undecided: names of those that PyTorch in float32 has wrong by more, too.
+        faults: names of those that are otherwise than in PyTorch.
+        refused: why nothing was compared.
+    """
+
+    compared: int = 0
+    excused: tuple[tuple[str, str], ...] = ()
+    undecided: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    refused: str = ""
+
+
+def of_captured(
+    program: Program,
+    source: Source,
+    model: torch.nn.Module,
+    batches: Sequence[Any],
+    because: Causes | None,
+    optimizer: str | None,
+    tolerance: float = TOLERANCE,
+) -> Said:
+    """Run a step of the captured program on one device, and judge it; float64 begins with the same state.
+
+    The step is PyTorch's second, so that no state is zero; where it is not that one, the one after as many as a step is
+    captured behind (RAdam's first steps are others). `optimizer` is a class.
+    """
+    found = Said()
+    for warm in (0,) if optimizer is None else (1, int(STEADY_STEP)):
+        more = [random_batch(source, model, number) for number in range(len(batches), warm + 1)]
+        try:
+            made = EagerSteps(source, [*batches, *more][: warm + 1], warm, model, warm).of_program(program)
+        except LoweringError as error:
+            found = Said(refused=str(error))
+            continue
+        found = judged(made, because, optimizer, tolerance)
+        if not found.faults:
+            break
+    return found
+
+
+def judged(made: Comparison, because: Causes | None, optimizer: str | None, tolerance: float) -> Said:
+    """What is said of each tensor that is off by more than `tolerance` of its largest element, after one step.
+
+    A parameter that PyTorch in float32 has wrong, too, is judged under SGD alone: others divide by moments, which makes
+    of a gradient that is nothing but rounding a step like any other.
+    """
+    most = max(MOST, tolerance)
+    excused, undecided, faults = [], [], []
+    for off in made.off:
+        if off.off <= tolerance * off.largest:
+            continue
+        kind, name = off.key
+        said = f"{named(off.key)} of the captured program"
+        little = off.off <= max(most * off.largest, tolerance * off.scale)
+        cause = because(name or kind) if because is not None else None
+        if off.share > 1 and not (cause and off.off <= most * off.largest):
+            faults.append(said)
+        elif little:
+            excused.append((said, cause if cause is not None and off.share > 1 else ROUNDING))
+        elif kind != "parameter" or optimizer in (None, "SGD"):
+            undecided.append(said)
+    return Said(made.names, tuple(excused), tuple(undecided), tuple(faults))
