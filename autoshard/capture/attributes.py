@@ -37,7 +37,7 @@ class Attributes:
         """(module, name, what it was, what it is) of the attributes that are no longer what they were."""
         for module, attributes, held in self.saved:
             for name, value in module.__dict__.items():
-                was = attributes.get(name)
+                was = attributes.get(name, getattr(type(module), name, None))
                 if value is not was and not (type(value) is type(was) and isinstance(value, _PLAIN) and value == was):
                     yield module, name, was, value
                 elif name in held and not _same_items(held[name], value):

@@ -22,6 +22,9 @@ from autoshard.capture.refusals import source
 from autoshard.capture.sequence import tensors_in
 from autoshard.errors import CaptureError
 
+LIKE_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as"})
+"""Views that take a second tensor, for its shape; no other does."""
+
 
 @dataclass
 class _Family:
@@ -99,6 +102,10 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
 
     def _follow(self, func: Any, read: torch.Tensor, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Know where results lie that share memory with the first tensor that was read."""
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or (name not in LIKE_ANOTHER and len(tensors_in((args, kwargs))) > 1):
+            return  # written in place, or computed
         memory = _memory(read)
         if memory is None or all(_memory(each) != memory for each in made):
             return
@@ -108,10 +115,10 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
             return
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
             shadow = torch.empty_strided(read.shape, place.strides, dtype=read.dtype, device="meta")
-            like = tree_map(lambda leaf: shadow if leaf is read else leaf, (args, kwargs))
+            like = tree_map(lambda leaf: shadow if leaf is read else _without_data(leaf), (args, kwargs))
             try:
                 shadows = [leaf for leaf in tree_leaves(func(*like[0], **like[1])) if isinstance(leaf, torch.Tensor)]
-            except Exception:  # a write of the device's values, say
+            except RuntimeError:  # `to(device)` of what is there: nothing without data can be moved
                 return
         if len(shadows) != len(made):
             return
@@ -133,6 +140,12 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
             f"other one is read afterwards. PyTorch copies there and torch_xla does not: write .clone() in front of "
             f".{made}()"
         )
+
+
+def _without_data(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and is_xla(leaf):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return leaf
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

@@ -1,8 +1,8 @@
 """Whether the next step is the captured one, though the forward pass changed attributes of modules.
 
 A captured step has what parameters, buffers and optimizer states hold. What a pass leaves for the next one elsewhere (a
-hidden state in an attribute, a counter, a list) stays as it was at capture, and every later step would be wrong. Where
-the first pass changed such attributes, the forward pass is traced once more from what it left, and what both compute is
+hidden state in an attribute, a counter, a list) stays in it as it was at capture: the program is right once. Where the
+first pass changed such attributes, the forward pass is traced once more from what it left, and what both compute is
 compared: op by op, constant by constant. What nothing reads, or is the same in every step (a mask made once), is no
 difference.
 """
@@ -23,7 +23,6 @@ from autoshard.capture.attributes import Attributes
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.known import KnownValues, Read
 from autoshard.capture.sequence import AtenSequence, Producer, draws
-from autoshard.errors import CaptureError
 
 OWN = frozenset(torch.nn.Module().__dict__)
 """Attributes of every module, torch's own."""
@@ -169,35 +168,33 @@ class Pass:
         given: Iterable[torch.Tensor],
         updated: Collection[str],
         inputs: Collection[str],
-    ) -> None:
-        """Hold a second pass, from what this one left, against this one.
+    ) -> str:
+        """Hold a second pass, from what this one left, against this one: what it computes else, or nothing.
 
         Args:
             labels, values: under which the second ran.
             given: as for `ran`.
             updated, inputs: the arguments that differ from one step to the next.
-
-        Raises:
-            CaptureError: the second one computes something else.
         """
         read = {producer for _, _, _, producers in values.calls for producer in producers}
         differing = {*updated, *inputs, RANDOM}
         for name, (change, tensor, expression) in self.kept.items():
             if name in read and self.expressions.names(expression) & differing:
                 if tensor.requires_grad:
-                    return  # with its graph it belongs to its own step: a loop clears it before the next
-                raise CaptureError(
-                    f"the forward pass reads what the pass before it left in {change}, which a captured step does "
-                    "not have. Keep it in a buffer: register_buffer before capture, and write it with copy_"
+                    return ""  # with its graph it belongs to its own step: a loop clears it before the next
+                return (
+                    f"the forward pass reads what the pass before it left in {change}. Keep it in a buffer: "
+                    "register_buffer before capture, and write it with copy_"
                 )
         expressions = Expressions(values, {name: expression for name, (_, _, expression) in self.kept.items()})
         again = [expressions.of(labels.producer(tensor), tensor_id(tensor)) for tensor in given]
         if [each.digest for each in again] != [each.digest for each in self.given]:
-            raise CaptureError(
+            return (
                 "the forward pass computes something else when it runs once more, for it changes "
-                f"{', '.join(map(str, self.changes[:3]))}, and a captured step is the same every time. Keep such state "
-                "in a buffer and compute with tensors, or capture the model when it does not change any more"
+                f"{', '.join(map(str, self.changes[:3]))}. Keep such state in a buffer and compute with tensors, or "
+                "capture the model when it does not change any more"
             )
+        return ""
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

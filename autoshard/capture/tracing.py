@@ -12,7 +12,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -103,8 +103,7 @@ def trace_step(
             if train:
                 traced.backward(loss_or_output, optimizer)
             program = traced.program(loss_or_output, train)
-            traced.check_next_step(program, inputs, loss_fn)
-            return program
+            return replace(program, once=traced.another_program(program, inputs, loss_fn))
 
 
 def check_placeable(like: torch.Tensor) -> None:
@@ -334,10 +333,17 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_xla(leaf)]
         return returned + [self._current(known) for known in self.known.values() if known.role == "buffer"]
 
-    def check_next_step(self, program: Program, inputs: Inputs, loss_fn: Any) -> None:
-        """Refuse a program whose forward pass is another one the next time (`next_step.py`); behind lowering."""
+    def another_program(self, program: Program, inputs: Inputs, loss_fn: Any) -> str:
+        """Why the next step is another one than what was traced, or nothing (`next_step.py`); behind lowering."""
+        updated = {program.arguments[each.updates].name for each in program.outputs if each.updates is not None}
+        known = next((known for name, known in self.known.items() if name in self.read and name in updated), None)
+        if known is not None:
+            return (
+                f"the forward pass reads the value of {known.role} {known.name} (.item(), float(), an index of one "
+                "number), and the step changes it. Compute with the tensor itself: index_copy_, torch.where, a product"
+            )
         if not self.changes:
-            return
+            return ""
         read = [known for known in self.known.values() if known.role != "optimizer_state"]
         arguments = {known.name: self._anew(self._current(known)) for known in read}
         placed = [arguments[known.name] for known in read if known.role == "input"]
@@ -349,10 +355,13 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         for name, (_, tensor, _) in self.first.kept.items():
             self.labels.name(tensor, name)
         drawn = draw_again(self.first.drawn)
-        output = self._pass(inputs, placed, loss_fn, program.kind == "train")
-        draw_again(drawn)
-        updated = {program.arguments[each.updates].name for each in program.outputs if each.updates is not None}
-        self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs)
+        try:
+            output = self._pass(inputs, placed, loss_fn, program.kind == "train")
+        except CaptureError as error:
+            return f"once more, {error}"
+        finally:
+            draw_again(drawn)
+        return self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs)
 
     def _anew(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another placeholder: what a step has written is known by more than one id."""
@@ -506,13 +515,6 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 f"the step of {self.trained[left]} leaves {left} as it was, though it has a gradient. It skips it, or "
                 "writes it where capture does not see it: write it with torch's ops (p.add_, p.copy_), or freeze it, "
                 "requires_grad_(False), or leave it out of the optimizer"
-            )
-        read = next((name for name in self.known if name in self.read and name in updated), None)
-        if read is not None:
-            raise CaptureError(
-                f"the forward pass reads the value of {self.known[read].role} {read} (.item(), float(), an index of "
-                "one number), and the step changes it: the next step would be another program. Compute with the tensor "
-                "itself: index_copy_, torch.where, a product with it"
             )
         held = {k.first: k.name for k in self.known.values() if k.role != "input" and k.name not in updated}
         for result in (result for result in results if result.updates is not None):

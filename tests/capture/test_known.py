@@ -121,11 +121,11 @@ def ring(m: Any, x: torch.Tensor) -> torch.Tensor:
     ("forward", "said"),
     [
         (ring, "buffer place"),
-        (lambda m, x: m.average(m.linear(x)), r"buffer average\.num_batches_tracked"),
-        (lambda m, x: m.linear(x) / float(m.linear.weight.norm()), r"parameter linear\.weight"),
+        (lambda m, x: m.average(m.linear(x)), "buffer average.num_batches_tracked"),
+        (lambda m, x: m.linear(x) / float(m.linear.weight.norm()), "parameter linear.weight"),
     ],
 )
-def test_what_the_step_changes_is_not_read(forward: Any, said: str) -> None:
+def test_a_read_of_what_the_step_changes_makes_it_right_once(forward: Any, said: str) -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -139,9 +139,9 @@ def test_what_the_step_changes_is_not_read(forward: Any, said: str) -> None:
     def sgd(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    with pytest.raises(CaptureError, match=f"reads the value of {said} .* the step changes it") as raised:
-        capture(Changing(), torch.randn(3, 4, 6), loss_fn=torch.sum, optimizer=sgd)
-    assert "\n" not in str(raised.value)
+    once = capture(Changing(), torch.randn(3, 4, 6), loss_fn=torch.sum, optimizer=sgd).once
+    assert f"reads the value of {said} " in once
+    assert "the step changes it" in once
 
 
 def test_values_that_are_the_same_in_every_step_are_not_noted() -> None:
