@@ -59,8 +59,9 @@ def lower(
     with Stages() as stages, collector_paused():
         program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
         found.check_program(program)
-        from autoshard.lower.stablehlo import annotate
+        from autoshard.lower.stablehlo import annotate, check_steps
 
+        check_steps(program)
         stages.begin("lower")
         graph = captured_graph(program)
         annotations = found.annotations(graph)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from autoshard import cli
 from autoshard.errors import AutoshardError
 
 settings.register_profile(
@@ -60,3 +61,18 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the data directory ../shared, which is not here")
     return SHARED
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """The command line in an empty folder: (exit status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return left.value.code, said.out, said.err
+
+    return run

@@ -11,20 +11,6 @@ from autoshard.cli_options import parse_bytes, parse_hint, parse_setting
 from tests import plans
 
 
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Run a command in an empty directory; its exit status, standard output and standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
-
-    return run
-
-
 def test_the_command_line_imports_nothing_heavy():
     heavy = "torch torch_xla jax numpy networkx ortools numba transformers jsonschema rich"
     code = f"import sys, autoshard.cli; print([m for m in '{heavy}'.split() if m in sys.modules])"

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoshard import cli
 from autoshard.cli_source import planned_with
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, TensorPlan
@@ -46,19 +45,9 @@ def branches():
 """
 
 
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def nets(tmp_path):
     (tmp_path / "nets.py").write_text(NETS)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
-
-    return run
 
 
 def test_a_training_step_is_planned_and_written(run, tmp_path):

@@ -5,23 +5,12 @@ import re
 
 import pytest
 
-from autoshard import cli
 from tests.capture.test_stablehlo_file import FORWARD
 
 
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def net(tmp_path):
     (tmp_path / "net.mlir").write_text(FORWARD)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
-
-    return run
 
 
 def test_a_file_is_planned_lowered_and_planned_again(run, tmp_path):

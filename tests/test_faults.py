@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard import cli, files, kept
+from autoshard import files, kept
 from autoshard.errors import FileError
 from autoshard.plan_json import to_dict
 from autoshard.terminal import printable
@@ -22,21 +22,6 @@ from tests.capture.test_stablehlo_file import FORWARD
 from tests.plans import plan, saved
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """The command line in an empty folder: (exit status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
-
-    return run
 
 
 def refused(ran, said):

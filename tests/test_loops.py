@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUAL = 1e-5
 
 FOLLOWED = [
-    "accumulated_later", "accuracy_logged", "cleared_behind_the_pass", "first_step_skipped",
-    "gradients_kept_as_zeros", "last_batch_smaller", "modes_around_the_pass", "never_cleared", "output_edited",
-    "read_before", "running_loss_in_place", "scheduled", "two_optimizers", "validated", "weights_loaded_between",
+    "accumulated_later", "accuracy_logged", "all_saved_and_loaded", "average_of_all_batches",
+    "cleared_behind_the_pass", "counter_in_an_attribute", "first_step_skipped", "gradients_kept_as_zeros",
+    "group_added", "last_batch_smaller", "modes_around_the_pass", "never_cleared", "output_edited", "read_before",
+    "running_loss_in_place", "scheduled", "state_in_an_attribute", "two_optimizers", "validated",
+    "weights_loaded_between",
 ]  # fmt: skip
 """Planned, and every step after the first has nothing that is not."""
 IN_PART = {
@@ -30,6 +32,8 @@ IN_PART = {
     "frozen_for_a_while": "the step ends without op",
     "gradient_norm_at_times": "is no part of the step that was planned",
     "gradients_centred_and_decayed": "aten.mean.default is no part of the step that was planned",
+    "gradients_hooked": "aten.clamp.default is no part of the step that was planned",
+    "layer_replaced": "is no part of the step that was planned",
     "metrics_between": "is no part of the step that was planned",
     "rectified": "norm.ScalarOpt_dim is no part of the step that was planned",
     "running_loss": "aten.add.Tensor is no part of the step that was planned",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 class Attributes:
@@ -22,11 +23,28 @@ class Attributes:
     def __init__(self) -> None:
         """Of no module yet."""
         self.saved: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self.tensors: list[tuple[torch.nn.Module, str, torch.Tensor, int, torch.Tensor]] = []
 
     def save(self, module: torch.nn.Module) -> None:
         """Remember a module's attributes as they are."""
         held = {name: copy(value) for name, value in module.__dict__.items() if type(value) in _CONTAINERS}
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_inference():
+                self.tensors.append((module, name, value, value._version, value.detach().clone()))
         self.saved.append((module, dict(module.__dict__), held))
+
+    def changes(self) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
+        """(module, name, what it was, what it is) of the attributes that are no longer what they were."""
+        for module, attributes, held in self.saved:
+            for name, value in module.__dict__.items():
+                was = attributes.get(name, getattr(type(module), name, None))
+                if value is not was and not (type(value) is type(was) and isinstance(value, _PLAIN) and value == was):
+                    yield module, name, was, value
+                elif name in held and not _same_items(held[name], value):
+                    yield module, name, held[name], value
+        for module, name, tensor, version, was in self.tensors:
+            if module.__dict__.get(name) is tensor and tensor._version != version:
+                yield module, name, was, tensor
 
     def lists(self) -> Iterator[tuple[torch.nn.Module, str, list[Any]]]:
         """(module, name, value) of the lists among them that are not public."""
@@ -47,3 +65,16 @@ class Attributes:
                     container.extend(value)
                 else:
                     container.update(value)
+        for _, _, tensor, version, was in self.tensors:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(was)
+
+
+def _same_items(was: Any, now: Any) -> bool:
+    """Whether a list, dict or set holds what a copy of it does."""
+    if len(was) != len(now):
+        return False
+    if isinstance(now, dict):
+        return all(name in was and was[name] is value for name, value in now.items())
+    return now <= was if isinstance(now, set) else all(a is b for a, b in zip(was, now, strict=True))

@@ -68,6 +68,8 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten._fft_r2c.default: fourier.fft_r2c,
         aten._fft_c2c.default: fourier.fft_c2c,
         aten._fft_c2r.default: fourier.fft_c2r,
+        aten.randperm.default: _permutation,
+        aten.randperm.generator: _permutation,
         aten.addmv.default: _scaled(aten.mv.default),
         aten.addbmm.default: _scaled(_summed_products),
     }
@@ -80,6 +82,12 @@ def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
     at = torch.arange(count, device=x.device).unsqueeze(-1) * step + torch.arange(size, device=x.device)
     taken = torch.index_select(x, dim, at.reshape(-1)).reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
     return taken.movedim(dim + 1, -1)
+
+
+def _permutation(n: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """The order of random numbers; torch_xla's own has a slice at an index of one dim, which StableHLO has not."""
+    order = torch.rand(n, device=device).argsort()
+    return order if dtype in (None, order.dtype) else order.to(dtype)
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:

@@ -37,7 +37,7 @@ class UnknownValueError(Exception):
 
 
 @dataclass(frozen=True)
-class _Read:
+class Read:
     """Stands for a tensor among the arguments of a kept op: who made it, or the id of what came from the host."""
 
     producer: Producer
@@ -58,32 +58,43 @@ class KnownValues:
         self.data_of = data_of
         self.states: Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]] | None = None
         """From what stands for each parameter to the values of the optimizer's state, as it is after a step."""
-        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Producer, ...]]] = []
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Producer, ...]]] = []
         self._arguments: dict[str, tuple[ArgumentRole, torch.Tensor | None]] = {}
-        self._host: dict[int, torch.Tensor] = {}
+        self.host: dict[int, torch.Tensor] = {}
         self._made: dict[int, tuple[tuple[torch.Tensor, ...], Kinds]] = {}
         self._given: dict[str, tuple[torch.Tensor, Kinds]] = {}
+
+    def as_given(self) -> KnownValues:
+        """The same arguments, before any op has run."""
+        fresh = KnownValues(self.data_of)
+        fresh._arguments = self._arguments
+        return fresh
 
     def argument(self, name: str, role: ArgumentRole, like: torch.Tensor | None) -> None:
         """Know where to find the values of an argument: the user's tensor, or None where there is none."""
         self._arguments[name] = (role, like)
 
+    @property
+    def read(self) -> frozenset[str]:
+        """The arguments whose values were asked for."""
+        return frozenset(self._given)
+
     def from_host(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Know that a tensor came from the host in the step, and holds this."""
-        self._host[tensor_id(tensor)] = source
+        self.host[tensor_id(tensor)] = source
 
     def same(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
         """Know that a tensor is another one, if that is known to have come from the host."""
-        found = self._host.get(tensor_id(source))
+        found = self.host.get(tensor_id(source))
         if found is not None:
-            self._host[tensor_id(tensor)] = found
+            self.host[tensor_id(tensor)] = found
         return found is not None
 
     def keep(self, call: Call) -> None:
         """Keep a counted op, in the order of their numbers."""
         producers = iter(call.inputs)
         args, kwargs = _kept(call.args, producers), _kept(dict(call.kwargs), producers)
-        self._calls.append((call.func, args, kwargs, call.inputs))
+        self.calls.append((call.func, args, kwargs, call.inputs))
 
     def of(self, producer: Producer, tensor: torch.Tensor) -> tuple[torch.Tensor, Kinds]:
         """The value of a tensor of the device, on the CPU, and what it follows from.
@@ -91,12 +102,12 @@ class KnownValues:
         Raises:
             UnknownValueError: it does not follow from what capture was given.
         """
-        wanted = _Read(producer, tensor_id(tensor))
+        wanted = Read(producer, tensor_id(tensor))
         for index in self._needed(wanted):
             self._made[index] = self._run(index)
         return self._value(wanted)
 
-    def _needed(self, wanted: _Read) -> list[int]:
+    def _needed(self, wanted: Read) -> list[int]:
         """The ops that a value follows from and that have not run, in order."""
         found: set[int] = set()
         left = [wanted.producer]
@@ -104,18 +115,18 @@ class KnownValues:
             producer = left.pop()
             if isinstance(producer, tuple) and producer[0] not in found and producer[0] not in self._made:
                 found.add(producer[0])
-                left += self._calls[producer[0]][3]
+                left += self.calls[producer[0]][3]
         return sorted(found)
 
     def _run(self, index: int) -> tuple[tuple[torch.Tensor, ...], Kinds]:
-        func, args, kwargs, _ = self._calls[index]
+        func, args, kwargs, _ = self.calls[index]
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise UnknownValueError("random numbers")
         kinds: Kinds = frozenset()
 
         def placed(leaf: Any) -> Any:
             nonlocal kinds
-            if not isinstance(leaf, _Read):
+            if not isinstance(leaf, Read):
                 return leaf
             value, of = self._value(leaf)
             kinds |= of
@@ -131,14 +142,14 @@ class KnownValues:
         call = Call(index, func, (), (), args, kwargs)
         return outputs_of(call, result), kinds
 
-    def _value(self, read: _Read) -> tuple[torch.Tensor, Kinds]:
+    def _value(self, read: Read) -> tuple[torch.Tensor, Kinds]:
         if isinstance(read.producer, tuple):
             outputs, kinds = self._made[read.producer[0]]
             return outputs[read.producer[1]], kinds
         if read.producer is None:
-            if read.ident not in self._host:
+            if read.ident not in self.host:
                 raise UnknownValueError("a tensor that nothing here made")
-            return self._host[read.ident], frozenset()
+            return self.host[read.ident], frozenset()
         if read.producer not in self._given:
             role, like = self._arguments[read.producer]
             if role == "optimizer_state" and self.states is not None:
@@ -168,7 +179,7 @@ def _kept(part: Any, producers: Iterator[Producer]) -> Any:
         producer = next(producers)
         if not is_xla(part):
             return part
-        return _Read(producer, tensor_id(part) if producer is None else 0)
+        return Read(producer, tensor_id(part) if producer is None else 0)
     if kind is tuple:
         return tuple(_kept(each, producers) for each in part)
     if kind is list:

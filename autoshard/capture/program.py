@@ -134,6 +134,8 @@ class Program:
         reads: the values that the step took to the host, in order, but for those that are the same in every step. With
             other values it may be another program: lowering looks at them again.
         inputs: names of the arguments that are inputs, in the order in which the model and then the loss take them.
+        once: why the next step is another program than this one (forward reads what it left in an attribute, say);
+            empty where it is the same. A running step (`plan.annotate()`) is traced each time, and right all the same.
     """
 
     kind: Literal["forward", "train"]
@@ -149,6 +151,7 @@ class Program:
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     reads: tuple[ValueRead, ...] = field(default=(), repr=False, compare=False)
     inputs: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    once: str = field(default="", repr=False, compare=False)
 
     @cached_property
     def unmarked(self) -> frozenset[int]:

@@ -52,7 +52,7 @@ def reads_value(name: str, where: str, of: str) -> CaptureError:
     """The error for an op that takes values to the host which follow from `of`, and not from what capture was given."""
     return CaptureError(
         f"{where} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
-        f"`if t:`){_source()}. Capture records the program without running it, and this value follows from {of}. "
+        f"`if t:`){source()}. Capture records the program without running it, and this value follows from {of}. "
         "Decide with tensors instead (torch.where, a mask), or keep this out of the training step."
     )
 
@@ -76,12 +76,12 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Calla
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
         found = ", ".join(str(t.dtype).removeprefix("torch.") for t in tensors)
         raise CaptureError(
-            f"{where()} multiplies tensors of different dtypes ({_short(name)} of {found}){_source()}, which torch "
+            f"{where()} multiplies tensors of different dtypes ({_short(name)} of {found}){source()}, which torch "
             "refuses. Give the model inputs of its parameters' dtype, or convert one of them."
         )
     if name in _TAKES_CLASSES and tensors[1].is_floating_point():
         raise CaptureError(
-            f"{where()} takes classes as whole numbers ({_short(name)}), and was given {tensors[1].dtype}{_source()}; "
+            f"{where()} takes classes as whole numbers ({_short(name)}), and was given {tensors[1].dtype}{source()}; "
             "pass the targets as torch.long"
         )
 
@@ -118,7 +118,7 @@ _WRITES_BY_INDEX = frozenset(
 
 def _shape_by_value(what: str, name: str, where: str, of: str) -> CaptureError:
     return CaptureError(
-        f"{where} {what} ({_short(name)}){_source()}. XLA needs every shape before it runs, and this one follows from "
+        f"{where} {what} ({_short(name)}){source()}. XLA needs every shape before it runs, and this one follows from "
         f"{of}. Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
     )
 
@@ -165,7 +165,7 @@ def of_host(where: str, kind: str, line: str) -> CaptureError:
 
 def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
     """The error for an op that torch_xla computes outside XLA; `line` as `line_of` gives it, or the running one."""
-    line = _source() if line is None else line
+    line = source() if line is None else line
     return CaptureError(
         f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
         f"{line}. Write it with other operations, or leave that module out of the captured program."
@@ -177,7 +177,7 @@ def ends_process(name: str, tensors: tuple[torch.Tensor, ...], how: str, where: 
     of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]" for t in tensors)
     return CaptureError(
         f"{where} uses {_short(name)}, which torch_xla cannot take: alone, on {of or 'no tensors'}, it ends the "
-        f"process ({how}){_source()}. Write it with other operations, or leave that module out of the captured program."
+        f"process ({how}){source()}. Write it with other operations, or leave that module out of the captured program."
     )
 
 
@@ -189,7 +189,7 @@ def _short(name: str) -> str:
 _NOT_THE_USERS = ("torch", "torch_xla", "autoshard")
 
 
-def _source() -> str:
+def source() -> str:
     """` at file:line`, the innermost line of the captured program that is neither torch's nor ours; else nothing."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_qualname.startswith("Tracing."):  # further out is who plans

@@ -12,19 +12,21 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from autoshard.capture import refusals, switches
 from autoshard.capture.attributes import Attributes
+from autoshard.capture.copies import Copies
 from autoshard.capture.device import is_xla, tensor_id
 from autoshard.capture.inputs import Inputs, input_names, key_name, split_inputs
 from autoshard.capture.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
 from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
+from autoshard.capture.next_step import Pass, draw_again
 from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
 from autoshard.capture.program import (
     Argument,
@@ -100,7 +102,8 @@ def trace_step(
             loss_or_output = traced.forward(inputs, loss_fn, train)
             if train:
                 traced.backward(loss_or_output, optimizer)
-            return traced.program(loss_or_output, train)
+            program = traced.program(loss_or_output, train)
+            return replace(program, once=traced.another_program(program, inputs, loss_fn))
 
 
 def check_placeable(like: torch.Tensor) -> None:
@@ -285,22 +288,13 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 if isinstance(leaf, torch.Tensor):
                     placed.append(self.placeholder(leaf).requires_grad_(leaf.requires_grad))
                     self._know(".".join([name, *(key_name(k) for k in path)]), "input", placed[-1], like=leaf)
-        in_order = iter(placed)
-
-        def swap(value: Any) -> Any:
-            return tree_map(lambda leaf: next(in_order) if isinstance(leaf, torch.Tensor) else leaf, value)
-
-        args, kwargs = swap(inputs.args), swap(dict(inputs.kwargs))
         self.labels.restart({k.name: k.tensor for k in self.known.values()})
-        with torch.set_grad_enabled(train), self._explained(inputs), self.labels:
-            output = self.model(*args, **kwargs)
-            if not train:
-                return output
-            self.paths.outside = "loss_fn"
-            if loss_fn is not None:
-                loss = loss_fn(output, *swap(inputs.loss_args), **swap(dict(inputs.loss_kwargs or {})))
-            else:
-                loss = _loss_of(output)
+        self.first = Pass(self.roots)
+        loss = self._pass(inputs, placed, loss_fn, train)
+        self.changes = self.first.ran(self.labels, self.data, self._given(loss))
+        self.read = self.data.read
+        if not train:
+            return loss
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CaptureError(
                 "a training step needs a loss: one differentiable number. "
@@ -313,6 +307,82 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 )
             )
         return loss
+
+    def _pass(self, inputs: Inputs, placed: Sequence[torch.Tensor], loss_fn: Any, train: bool) -> Any:
+        """Run the forward pass once: the loss, or the output where nothing is trained."""
+        in_order = iter(placed)
+
+        def swap(value: Any) -> Any:
+            return tree_map(lambda leaf: next(in_order) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+        args, kwargs = swap(inputs.args), swap(dict(inputs.kwargs))
+        copies = Copies(self.paths.describe)
+        with torch.set_grad_enabled(train), self._explained(inputs), copies, self.labels:
+            output = self.model(*args, **kwargs)
+            if train:
+                self.paths.outside = "loss_fn"
+                if loss_fn is None:
+                    output = _loss_of(output)
+                else:
+                    output = loss_fn(output, *swap(inputs.loss_args), **swap(dict(inputs.loss_kwargs or {})))
+            copies.check(self._given(output))
+            return output
+
+    def _given(self, output: Any) -> list[torch.Tensor]:
+        """What a pass gives: the tensors that it returned, then the buffers as they are."""
+        returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_xla(leaf)]
+        return returned + [self._current(known) for known in self.known.values() if known.role == "buffer"]
+
+    def another_program(self, program: Program, inputs: Inputs, loss_fn: Any) -> str:
+        """Why the next step is another one than what was traced, or nothing (`next_step.py`); behind lowering."""
+        updated = {program.arguments[each.updates].name for each in program.outputs if each.updates is not None}
+        known = next((known for name, known in self.known.items() if name in self.read and name in updated), None)
+        if known is not None:
+            return (
+                f"the forward pass reads the value of {known.role} {known.name} (.item(), float(), an index of one "
+                "number), and the step changes it. Compute with the tensor itself: index_copy_, torch.where, a product"
+            )
+        if not self.changes:
+            return ""
+        read = [known for known in self.known.values() if known.role != "optimizer_state"]
+        arguments = {known.name: self._anew(self._current(known)) for known in read}
+        placed = [arguments[known.name] for known in read if known.role == "input"]
+        held = [known for known in read if known.role != "input"]
+        self._put_anew({id(self._current(known)): arguments[known.name] for known in held})
+        self.data = self.labels.values = self.data.as_given()
+        self.labels.phase, self.paths.outside = "forward", "the program"
+        self.labels.restart(arguments)
+        for name, (_, tensor, _) in self.first.kept.items():
+            self.labels.name(tensor, name)
+        drawn = draw_again(self.first.drawn)
+        try:
+            output = self._pass(inputs, placed, loss_fn, program.kind == "train")
+        except CaptureError as error:
+            return f"once more, {error}"
+        finally:
+            draw_again(drawn)
+        return self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs)
+
+    def _anew(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another placeholder: what a step has written is known by more than one id."""
+        made = self.placeholder(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)
+            return made
+        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def _put_anew(self, made: Mapping[int, torch.Tensor]) -> None:
+        """Put tensors in the place of others, by their ids: in modules, and where the pass has left them."""
+        for root in self.roots.values():
+            for module in root.modules():
+                for table in (module._parameters, module._buffers):
+                    table.update({name: made.get(id(t), t) for name, t in table.items()})
+        for module, name, _, value in list(self.first.before.changes()):
+            if isinstance(value, list):
+                value[:] = [made.get(id(each), each) for each in value]
+            elif id(value) in made:
+                module.__dict__[name] = made[id(value)]
 
     def _why_none(self, loss: Any) -> str:
         """Why a loss is none that can be differentiated, where the model is why."""
@@ -331,6 +401,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         with self._explained(None), self.labels:
             loss.backward()
         self.paths.backward = False
+        self.read = self.data.read
         if optimizer is None:
             for known in [k for k in self.known.values() if k.role == "parameter" and k.tensor.grad is not None]:
                 self.results.append(Result(f"{known.name}.grad", "output", known.tensor.grad))

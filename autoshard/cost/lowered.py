@@ -320,7 +320,7 @@ class _Lowering:
     def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
         """A step that passes on what it reads: result i is operand i; operands of which no result is read are last.
 
-        Arguments and what has no array are not held back.
+        Arguments and what has no array are not held back; a barrier that holds nothing back is no step.
         """
         held: dict[int, int] = {}
         values: dict[int, Value] = {}
@@ -331,7 +331,7 @@ class _Lowering:
                     old = self.arrays[source]
                     self.arrays.append(replace(old, maker=-1, readers=[], returned=False, donated=False))
                     held[source] = len(self.arrays) - 1
-        if values:
+        if held:
             order = (*held, *(source for source in values if source not in held))
             self._step(BARRIER, op, order, tuple(held.values()), values=tuple(values[source] for source in order))
         for value, source in zip(results, reads, strict=True):

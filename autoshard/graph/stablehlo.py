@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from autoshard.capture.program import Argument, Output, Program, TensorType
+from autoshard.errors import CaptureError
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value, flow
@@ -387,13 +388,14 @@ def _leaves(value: Bound) -> tuple[Value, ...]:
 
 
 def parse_module(module: bytes) -> Any:
-    """Parse a StableHLO module (bytecode or text) in the current context; ValueError when it is none."""
+    """Parse a StableHLO module (bytecode or text) in the current context; CaptureError when it is none."""
     from jaxlib.mlir import ir
 
     try:
         return ir.Module.parse(module)
     except ir.MLIRError as error:
-        raise ValueError(f"the program's StableHLO module cannot be parsed: {error}") from error
+        said = next((line.strip() for line in str(error).splitlines() if "error:" in line), str(error).strip())
+        raise CaptureError(f"the program's StableHLO module cannot be parsed: {' '.join(said.split())}") from error
 
 
 def functions_of(module: Any) -> dict[str, Any]:

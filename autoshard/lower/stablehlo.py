@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from autoshard.capture.program import Program
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, LoweringError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.inline import inline_calls
 from autoshard.graph.ops import Graph, Value
@@ -70,6 +70,16 @@ def shardy_sharding(spec: Spec, mesh: Mesh) -> str:
     dims = [[axis for axis in axes if mesh.axis_size(axis) > 1] for axes in spec]
     text = ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims)
     return f"#sdy.sharding<@{SHARDY_MESH}, [{text}]>"
+
+
+def check_steps(program: Program) -> None:
+    """Refuse to make one function of a step that is another one the next time.
+
+    Raises:
+        LoweringError: it is (`Program.once`).
+    """
+    if program.once:
+        raise LoweringError(f"the captured step is right once, the next one is another program: {program.once}")
 
 
 def annotate(

@@ -28,7 +28,7 @@ import numpy as np
 from autoshard.errors import LoweringError
 from autoshard.lower.arrays import numpy_dtypes, to_numpy, to_torch
 from autoshard.lower.devices import device_ids
-from autoshard.lower.stablehlo import annotate
+from autoshard.lower.stablehlo import annotate, check_steps
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import ROLES, ActivationKey, Plan
 
@@ -208,6 +208,7 @@ class JaxStep:
             raise ValueError(f"precision {precision!r}: default or highest")
         plan = shardings.plan
         plan.check_program(program)
+        check_steps(program)
         _warn_of_reads(program)
         graph = captured_graph(program)
         if plan.solver is None:

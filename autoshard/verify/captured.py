@@ -50,14 +50,14 @@ class CapturedStep:
         """Compile it."""
         import jax
 
+        from autoshard.lower.stablehlo import annotate, check_steps
         from autoshard.written import captured_graph
 
+        check_steps(program)
         self.program, self._plan = program, plan
         graph = captured_graph(program)
         module, devices = program.stablehlo, jax.local_devices(backend="cpu")[:1]
         if plan is not None:
-            from autoshard.lower.stablehlo import annotate
-
             self._jax = to_jax(plan, jax.local_devices(backend="cpu")[: plan.mesh.size])
             module = annotate(program, graph, plan.annotations(graph), plan.mesh, partitions=True)
             devices = list(self._jax.mesh.devices.flatten())

@@ -111,6 +111,39 @@ def test_what_changes_with_every_step_is_refused(body: Body, message: str) -> No
         captured(body)
 
 
+def ring(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.last[m.place % 4] = x.mean((0, 1))
+    m.place.add_(1)
+    return m.linear(x) + m.last.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (ring, "buffer place"),
+        (lambda m, x: m.average(m.linear(x)), "buffer average.num_batches_tracked"),
+        (lambda m, x: m.linear(x) / float(m.linear.weight.norm()), "parameter linear.weight"),
+    ],
+)
+def test_a_read_of_what_the_step_changes_makes_it_right_once(forward: Any, said: str) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.average = nn.Linear(6, 6), nn.BatchNorm1d(4, momentum=None)
+            self.register_buffer("last", torch.zeros(4, 6))
+            self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, x)
+
+    def sgd(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    once = capture(Changing(), torch.randn(3, 4, 6), loss_fn=torch.sum, optimizer=sgd).once
+    assert f"reads the value of {said} " in once
+    assert "the step changes it" in once
+
+
 def test_values_that_are_the_same_in_every_step_are_not_noted() -> None:
     program = captured(lambda linear, x, mask: linear(x) * torch.arange(4, device=x.device).max().item())
     assert program.reads == ()

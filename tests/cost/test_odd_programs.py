@@ -55,6 +55,22 @@ def test_arrays_without_elements(device: str) -> None:
     assert not valid.collectives
 
 
+@pytest.mark.parametrize("device", ["cpu", "h100", "tpu-v5e", "tpu-v5p"])
+def test_a_barrier_of_which_nothing_that_is_computed_is_read(device: str) -> None:
+    """What is computed again behind a checkpoint inside a checkpoint may need arguments alone."""
+
+    def held(x: jax.Array) -> jax.Array:
+        y = jnp.maximum(x @ x, 0.0)
+        z, _ = lax.optimization_barrier((x, y))
+        return y + jnp.sin(z)
+
+    def bare(x: jax.Array) -> jax.Array:
+        return jnp.maximum(x @ x, 0.0) + jnp.sin(x)
+
+    with_it, without = (predicted(device, each, (64, 64), first=(("data",), ())).compiled for each in (held, bare))
+    assert [kernel.kind for kernel in with_it.kernels] == [kernel.kind for kernel in without.kernels]
+
+
 def test_long_chains_of_moves_and_of_broadcasts_between_convolutions() -> None:
     def moved(x: jax.Array, w: jax.Array) -> jax.Array:
         y = convolution(x, w)

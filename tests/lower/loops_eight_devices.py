@@ -62,6 +62,36 @@ class Fails(Net):
         return super().forward(x)
 
 
+class Remembers(Net):
+    """Reads what it left in an attribute."""
+
+    last = None
+
+    def forward(self, x):
+        h = super().forward(x) + (0 if self.last is None else self.last)
+        self.last = h.detach().mean(0)
+        return h
+
+
+class Counts(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Averages(Net):
+    """Reads how many batches its normalization has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(32, momentum=None)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
 def loop(of=Net):
     def register(function):
         LOOPS[function.__name__] = (function, of)
@@ -634,6 +664,74 @@ def errors_caught(model, to):
         sync(loss)
     assert said == ["a sample is out of range", True, True, "a sample is out of range", True, True], said
     return losses
+
+
+@loop()
+def layer_replaced(model, to):
+    optimizers, losses = [sgd(model)], []
+    for number, (x, y) in enumerate(batches(5)):
+        loss = F.mse_loss(model(to(x)), to(y))
+        loss.backward()
+        optimizers[-1].step()
+        optimizers[-1].zero_grad()
+        losses.append(loss.item())
+        sync(loss)
+        if number == 1:
+            torch.manual_seed(3)
+            model.down = torch.nn.Linear(128, 32).to(loss.device)
+            optimizers.append(sgd(model))
+    return losses
+
+
+@loop()
+def group_added(model, to):
+    optimizer = torch.optim.SGD(model.up.parameters(), lr=0.05)
+
+    def after(number):
+        if number == 1:
+            optimizer.add_param_group({"params": list(model.down.parameters()), "lr": 0.01})
+
+    return plain(model, to, optimizer=optimizer, after=after)
+
+
+@loop()
+def gradients_hooked(model, to):
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return plain(model, to)
+
+
+@loop()
+def all_saved_and_loaded(model, to):
+    optimizer, kept, losses = sgd(model), [], []
+    for number, (x, y) in enumerate(batches(5)):
+        loss = F.mse_loss(model(to(x)), to(y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        sync(loss)
+        if number == 1:
+            kept = copy.deepcopy([{k: v.cpu() for k, v in model.state_dict().items()}, optimizer.state_dict()])
+        if number == 3:
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+    return losses
+
+
+@loop(Remembers)
+def state_in_an_attribute(model, to):
+    return plain(model, to)
+
+
+@loop(Counts)
+def counter_in_an_attribute(model, to):
+    return plain(model, to)
+
+
+@loop(Averages)
+def average_of_all_batches(model, to):
+    return plain(model, to)
 
 
 def compared(name):
