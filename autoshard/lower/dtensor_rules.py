@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from autoshard.lower.dtensor_handlers import install_handlers
 from autoshard.plan import Plan
 
 _ALIASES = ("alias", "detach", "lift_fresh")
@@ -33,10 +34,9 @@ def register_missing(plan: Plan) -> list[str]:
     if not _is_known(torch.ops.aten.unbind.int):
         _own_unbind()
     _own_convolutions()
-    for end in ("", "_backward"):
-        op = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default
-        if not _is_known(op):
-            register_sharding(op)(_Attention(op))
+    _redistributing_views()
+    install_handlers()
+    register_sharding(torch.ops.aten.embedding_dense_backward.default)(_lookup_backward)
     for name in _BATCH_NORMS:
         for op in _overloads(name):
             if not _is_known(op):
@@ -133,6 +133,14 @@ def _own_unbind() -> None:
     propagator.register_op_strategy(torch.ops.aten.unbind.int, strategy, RuntimeSchemaInfo(1))
 
 
+def _redistributing_views() -> None:
+    """`_unsafe_view` may redistribute: torch 2.9 refuses to merge two split dims (batch and heads, in a matmul)."""
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops._view_ops import register_op_strategy_map
+
+    register_op_strategy_map(torch.ops.aten._unsafe_view.default, torch.Tensor.view, RuntimeSchemaInfo(1))
+
+
 def _own_convolutions() -> None:
     """Convolutions by rules of ours, forward and backward.
 
@@ -187,28 +195,18 @@ def _convolution_backward(
     return several
 
 
-class _Attention:
-    """Attention as CPUs run it, for which DTensor has no rule as it has for GPUs': batch or heads may be split."""
-
-    def __init__(self, op: Any) -> None:
-        self.results = len(op._schema.returns)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-        mask: Any = kwargs.get("attn_mask")
-
-        def placed(each: Any, dim: int | None) -> Any:
-            if not hasattr(each, "tensor_meta"):
-                return None
-            split = (
-                dim is not None and each.ndim > dim and not (each is mask and (each.ndim < 4 or each.shape[dim] == 1))
-            )
-            return Shard(dim) if split else Replicate()
-
-        given = (*args, *kwargs.values())
-        return [
-            ([Replicate() if dim is None else Shard(dim)] * self.results, [placed(each, dim) for each in given])
-            for dim in (None, 0, 1)
-        ]
+def _lookup_backward(
+    gradient: Any, indices: Any, rows: Any, padding: Any, by_frequency: bool
+) -> list[tuple[list[Any], list[Any]]]:
+    """Features may be split; and the indices, which leaves sums to be made, unless rows count their uses."""
+    others = [None] * 3
+    several = [
+        ([Replicate()], [Replicate(), Replicate(), *others]),
+        ([Shard(1)], [Shard(gradient.ndim - 1), Replicate(), *others]),
+    ]
+    if not by_frequency:
+        several += [([Partial()], [Shard(dim), Shard(dim), *others]) for dim in range(indices.ndim)]
+    return several
 
 
 class _Whole:
