@@ -26,6 +26,8 @@ def install_handlers() -> None:
     """Have DTensor call them, from now on."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.embedding.default] = _lookup
+    for op in (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default):
+        handlers[op] = _label_loss
     for end, handler in (("", _attention), ("_backward", _attention_backward)):
         handlers[getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default] = handler
 
@@ -91,6 +93,36 @@ class _Split:
             dim = placement.dim - missing if isinstance(placement, Shard) else -1
             own.append(Shard(dim) if dim >= 0 and mask.shape[dim] != 1 else Replicate())
         return _local(mask, self.mesh, own)
+
+
+_MEAN, _SUM = 1, 2
+"""`at::Reduction`."""
+
+
+def _label_loss(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The loss of labels: its mean is the sum over all processes by the sum of the weights of labels that count.
+
+    DTensor (torch 2.9) takes the mean of the processes' means, of which each may have another number of such labels.
+    """
+    scores, labels, weight, reduction, ignored = args
+    mesh = next(each.device_mesh for each in (scores, labels) if isinstance(each, DTensor))
+    scores, labels = _as_dtensor(scores, mesh), _as_dtensor(labels, mesh)
+    classes = 1 if scores.ndim > 1 else 0
+    split = [p if isinstance(p, Shard) and p.dim != classes else Replicate() for p in scores.placements]
+    of_labels = [Shard(p.dim - (p.dim > classes)) if isinstance(p, Shard) else p for p in split]
+    read = _local(scores, mesh, split), _local(labels, mesh, of_labels)
+    whole: Placements = [Replicate()] * mesh.ndim
+    weights = None if weight is None else _local(weight, mesh, whole)
+    loss, total = op(*read, weights, _SUM if reduction == _MEAN else reduction, ignored, **kwargs)
+    parts: Placements = [Partial() if isinstance(p, Shard) else p for p in split]
+    number = torch.Size(())
+    totals = _global(total, mesh, parts, number).redistribute(placements=whole)
+    if reduction == _MEAN:
+        summed = _local(_global(loss, mesh, parts, number), mesh, whole)
+        return _global(summed / totals.to_local(), mesh, whole, number), totals
+    if reduction == _SUM:
+        return _global(loss, mesh, parts, number), totals
+    return _global(loss, mesh, of_labels, labels.shape), totals
 
 
 def _lookup(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
