@@ -35,6 +35,7 @@ from autoshard.capture.optimizer import put
 from autoshard.errors import LoweringError
 from autoshard.lower import place
 from autoshard.lower.begin import create_state
+from autoshard.lower.dtensor_errors import say_where
 from autoshard.lower.dtensor_modules import Border, border_of, placed, reduced
 from autoshard.lower.dtensor_rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
@@ -314,6 +315,7 @@ class _Root:
         self.always.enter_context(implicit_replication())
         if any(isinstance(each, torch.nn.MultiheadAttention) for each in module.modules()):
             torch.backends.mha.set_fastpath_enabled(False)  # one op for all of it, which DTensor has no rule for
+        say_where(module)
         module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after)
 
