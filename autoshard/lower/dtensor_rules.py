@@ -92,7 +92,9 @@ def _register_others() -> None:
         for op in _overloads(name):
             if _has_rule(op) or not _reads_tensors(op) or not _registrable(op):
                 continue
-            written = [each for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+            written = [
+                each for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write
+            ]
             random = torch.Tag.nondeterministic_seeded in op.tags
             if random or any(each.is_out or each is not op._schema.arguments[0] for each in written):
                 continue
