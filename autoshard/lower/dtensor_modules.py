@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Placements = tuple[Placement, ...]
 
 
-class _Placed(torch.autograd.Function):
+class _Placed(torch.autograd.Function):  # type: ignore[misc]
     """A DTensor in other placements. Its gradient goes back in those that it had, sums made.
 
     `DTensor.redistribute` (torch 2.9) takes a gradient whose sum is still to be made for a whole one, where the tensor

@@ -32,9 +32,10 @@ def register_missing(plan: Plan) -> list[str]:
     replicated = []
     for name in sorted({op.name for op in plan.program.ops}):
         packet = name.removeprefix("aten.").partition(".")[0]
-        if name.startswith("aten.") and any(str(op) == name and op in _whole for op in _overloads(packet)):
-            if not any(_has_rule(other) and other not in _whole for other in _overloads(f"{packet}_")):
-                replicated.append(name)  # else it is torch_xla's word for the op that writes
+        whole = name.startswith("aten.") and any(str(op) == name and op in _whole for op in _overloads(packet))
+        writing = any(_has_rule(op) and op not in _whole for op in _overloads(f"{packet}_"))
+        if whole and not writing:  # else it is torch_xla's word for the op that writes
+            replicated.append(name)
     return replicated
 
 
