@@ -87,7 +87,7 @@ class _Guarded:
         if position in self.whole:
             return not placement.is_replicate()
         if placement.is_partial():
-            return not self.linear(schema)
+            return not self.linear(schema, axis)
         if not isinstance(placement, Shard):
             return False
         if self.plain == "mean":
@@ -97,7 +97,7 @@ class _Guarded:
             return not isinstance(dim := schema.args_schema[1], int) or dim % len(spec.shape) == placement.dim
         return False
 
-    def linear(self, schema: OpSchema) -> bool:
+    def linear(self, schema: OpSchema, axis: int) -> bool:
         """Whether a sum still to be made may reach the op."""
         if self.plain in ("alias", "detach"):
             return True
@@ -108,7 +108,9 @@ class _Guarded:
             dtype = schema.kwargs_schema.get("dtype")
             return not isinstance(dtype, torch.dtype) or dtype.is_floating_point
         if self.plain in _BOTH:
-            return all(isinstance(each, OpStrategy) for each in schema.args_schema[:2])
+            both = [each for each in schema.args_schema[:2] if isinstance(each, OpStrategy)]
+            kinds = [each.strategies[0].output_spec.placements[axis] for each in both]
+            return len(both) == 2 and not any(kind.is_shard() for kind in kinds)  # no part becomes a sum
         return self.plain in _LINEAR
 
 

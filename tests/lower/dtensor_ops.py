@@ -31,6 +31,7 @@ CASES = {
     "a number added to a sum": ((8, 4, 6), lambda x: x.sum(0) + 1.5),
     "sums and means joined": ((8, 4, 6), lambda x: torch.cat((x.sum(0), x.mean(0)), 0)),
     "a sum and a mean added": ((8, 4, 6), lambda x: x.sum(0) + x.mean(0)),
+    "a sum and a part added": ((4, 4, 6), lambda x: x.sum(0) + x[0] + x.sum(1)),
     "means of unequal parts": ((5, 3, 6), lambda x: x.mean((0, 1)) + x.mean()),
     "largest along a dim": ((8, 4, 6), lambda x: x.max(0).values + x.max(1).values.sum(0)),
     "where the largest is": ((5, 3, 6), lambda x: x + x.argmax(0) + x.argmax(1, keepdim=True)),
