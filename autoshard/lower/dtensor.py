@@ -35,7 +35,8 @@ from autoshard.capture.optimizer import put
 from autoshard.errors import LoweringError
 from autoshard.lower import place
 from autoshard.lower.begin import create_state
-from autoshard.lower.dtensor_modules import Border, border_of, reduced
+from autoshard.lower.dtensor_errors import say_where
+from autoshard.lower.dtensor_modules import Border, border_of, placed, reduced
 from autoshard.lower.dtensor_rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.mesh import Mesh, Spec, format_spec
@@ -299,7 +300,7 @@ class _Like:
     placements: Placements
 
     def __call__(self, gradient: Any) -> Any:
-        return gradient.redistribute(placements=self.placements) if isinstance(gradient, DTensor) else gradient
+        return placed(gradient, self.placements) if isinstance(gradient, DTensor) else gradient
 
 
 class _Root:
@@ -314,6 +315,7 @@ class _Root:
         self.always.enter_context(implicit_replication())
         if any(isinstance(each, torch.nn.MultiheadAttention) for each in module.modules()):
             torch.backends.mha.set_fastpath_enabled(False)  # one op for all of it, which DTensor has no rule for
+        say_where(module)
         module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after)
 
@@ -345,7 +347,7 @@ class _Root:
 def _shard(tensor: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
     """A tensor that every process has whole, as a DTensor; nothing is sent."""
     if isinstance(tensor, DTensor):
-        return tensor.redistribute(placements=wanted)
+        return placed(tensor, wanted)
     here = tensor.to(mesh.device_type)
     return DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(placements=wanted)
 

@@ -22,6 +22,29 @@ if TYPE_CHECKING:
 Placements = tuple[Placement, ...]
 
 
+class _Placed(torch.autograd.Function):  # type: ignore[misc]
+    """A DTensor in other placements. Its gradient goes back in those that it had, sums made.
+
+    `DTensor.redistribute` (torch 2.9) takes a gradient whose sum is still to be made for a whole one, where the tensor
+    was such a sum too: the parameters before it get a part of their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:
+        ctx.placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+        return tensor.redistribute(placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return placed(gradient, ctx.placements), None
+
+
+def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor in other placements, as `DTensor.redistribute` makes it, with the gradient of one process."""
+    wanted = tuple(placements)
+    return tensor if tensor.placements == wanted else _Placed.apply(tensor, wanted)  # type: ignore[no-untyped-call]
+
+
 class Border:
     """Hooks that redistribute what enters and leaves a module, and hand it its parameters as it is to read them."""
 
@@ -52,18 +75,18 @@ class Border:
                     own[name] = table, key, table[key]
         self.kept.append(own)
         for name, (table, key, tensor) in own.items():
-            table[key] = tensor.redistribute(placements=self.reads[name])
-        return self.placed(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
+            table[key] = placed(tensor, self.reads[name])
+        return self.as_planned(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Put the parameters back, and place what leaves."""
         for table, key, tensor in (self.kept.pop() if self.kept else {}).values():
             table[key] = tensor
-        placed = self.placed(self.outputs, output)
-        # The sum of a lookup in a split table can be made once only (DTensor keeps its mask until then).
-        return tree_map(reduced, placed) if isinstance(module, torch.nn.Embedding) else placed
+        made = self.as_planned(self.outputs, output)
+        # The sum of a lookup in a split table is made once, not by each of its readers.
+        return tree_map(reduced, made) if isinstance(module, torch.nn.Embedding) else made
 
-    def placed(self, values: Sequence[BorderValue], tree: Any) -> Any:
+    def as_planned(self, values: Sequence[BorderValue], tree: Any) -> Any:
         """A tree of tensors, those that are one of the values by shape and dtype placed as planned."""
         wanted = {(value.shape, value.dtype): value.spec for value in values}
 
@@ -72,7 +95,7 @@ class Border:
                 return leaf
             kind = tensor_type(leaf)
             spec = wanted.get((kind.shape, kind.dtype))
-            return leaf if spec is None else leaf.redistribute(placements=self.lowered.placements(spec))
+            return leaf if spec is None else placed(leaf, self.lowered.placements(spec))
 
         return tree_map(one, tree) if wanted else tree
 
@@ -94,15 +117,15 @@ class Attention(Border):
         whole = (Replicate(),) * len(kept)
         known: dict[int, Any] = {}  # that one tensor is query, key and value decides how they are projected
 
-        def placed(leaf: Any, wanted: Placements) -> Any:
+        def once(leaf: Any, wanted: Placements) -> Any:
             if not isinstance(leaf, DTensor):
                 return leaf
             if id(leaf) not in known:
-                known[id(leaf)] = leaf.redistribute(placements=wanted)
+                known[id(leaf)] = placed(leaf, wanted)
             return known[id(leaf)]
 
-        read = [placed(leaf, kept if i < 3 else whole) for i, leaf in enumerate(args)]
-        named = {n: placed(leaf, kept if n in ("query", "key", "value") else whole) for n, leaf in kwargs.items()}
+        read = [once(leaf, kept if i < 3 else whole) for i, leaf in enumerate(args)]
+        named = {n: once(leaf, kept if n in ("query", "key", "value") else whole) for n, leaf in kwargs.items()}
         return tuple(read), named
 
 
@@ -131,7 +154,7 @@ class Recurrent(Border):
         def local(leaf: Any, placements: Placements) -> Any:
             if not isinstance(leaf, DTensor):
                 return leaf
-            return leaf.redistribute(placements=placements).to_local(grad_placements=placements)
+            return placed(leaf, placements).to_local(grad_placements=placements)
 
         def named(name: str, value: Any) -> Any:
             wanted = along if name == "input" else _along(split, 1)
@@ -189,5 +212,5 @@ def border_of(module: torch.nn.Module) -> type[Border]:
 def reduced(leaf: Any) -> Any:
     """A result of the model without sums that are still to be made."""
     if isinstance(leaf, DTensor) and any(isinstance(each, Partial) for each in leaf.placements):
-        return leaf.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
+        return placed(leaf, [Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
     return leaf

@@ -1,4 +1,4 @@
-"""Sharding rules for ops of a plan's program that DTensor has none for: aliases as they are, others run whole.
+"""Sharding rules for ops that DTensor has none for: aliases as they are, pointwise ops split, others run whole.
 
 Registered through `torch.distributed.tensor.experimental.register_sharding`.
 """
@@ -11,48 +11,106 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
+from autoshard.lower.dtensor_guard import guard_strategies
+from autoshard.lower.dtensor_handlers import install_handlers
 from autoshard.plan import Plan
 
 _ALIASES = ("alias", "detach", "lift_fresh")
+_TABLES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
 _BATCH_NORMS = tuple(f"{name}_batch_norm{end}" for name in ("native", "cudnn", "miopen") for end in ("", "_backward"))
 """What torch runs for a batch norm; programs have it taken apart."""
 
 
 def register_missing(plan: Plan) -> list[str]:
-    """Give every op that the plan's program may run a rule; the names of those that then run whole everywhere."""
+    """Give every op that DTensor has no rule for one; the names of those of the plan's program that run whole."""
+    _register_own()
+    _register_others()
+    guard_strategies()
+    replicated = []
+    for name in sorted({op.name for op in plan.program.ops}):
+        packet = name.removeprefix("aten.").partition(".")[0]
+        whole = name.startswith("aten.") and any(str(op) == name and op in _whole for op in _overloads(packet))
+        writing = any(_has_rule(op) and op not in _whole for op in _overloads(f"{packet}_"))
+        if whole and not writing:  # else it is torch_xla's word for the op that writes
+            replicated.append(name)
+    return replicated
+
+
+_whole: set[Any] = set()
+"""Ops that got a rule to run whole."""
+
+
+def _register(op: Any, rule: Any) -> None:
+    """Have DTensor place an op's arguments by a rule of ours, whatever it had for it.
+
+    All arguments count where it looks a decision up: `register_sharding` counts the first `int` and what follows it,
+    so that two pads of one tensor, or two convolutions, would share one.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    getattr(propagator, "op_single_dim_strategy_funcs", {}).pop(op, None)
+    DTensor._op_dispatcher._custom_op_handlers.pop(op, None)
+    register_sharding(op)(rule)
+    named = [each.name for each in op._schema.arguments if each.kwarg_only and "Tensor" not in str(each.type)]
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0, named or None, needs_pytree=True)
+
+
+@cache
+def _register_own() -> None:
+    """Rules for ops whose rules in DTensor are missing or wrong."""
+    aten = torch.ops.aten
     for name in _ALIASES:
         for op in _overloads(name):
             if not _has_rule(op):
-                register_sharding(op)(_as_it_is)
+                _register(op, _as_it_is)
     # DTensor's own rule (torch 2.9) is for meshes of one dim: on others its result has one placement too few.
-    register_sharding(torch.ops.aten.constant_pad_nd.default)(_padded)
+    _register(aten.constant_pad_nd.default, _padded)
     # Torch 2.9 takes the spec of a whole tensor for that of what is selected from it, and writes that shape there.
-    register_sharding(torch.ops.aten.select.int)(_selected)
-    if not _is_known(torch.ops.aten.unbind.int):
+    _register(aten.select.int, _selected)
+    if not _is_known(aten.unbind.int):
         _own_unbind()
-    _own_convolutions()
-    for end in ("", "_backward"):
-        op = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default
-        if not _is_known(op):
-            register_sharding(op)(_Attention(op))
+    # DTensor's handler (torch 2.9 and 2.13) knows two dims of space with a bias alone, and exchanges edges with other
+    # processes wherever a convolution pads, also where the batch is split.
+    _register(aten.convolution.default, _convolution)
+    _register(aten.convolution_backward.default, _convolution_backward)
+    for op in (aten.argmax.default, aten.argmin.default):  # torch 2.14 takes parts of unequal size for equal ones
+        _register(op, _position)
+    _redistributing_views()
+    install_handlers()
+    _register(aten.embedding_dense_backward.default, _lookup_backward)
     for name in _BATCH_NORMS:
         for op in _overloads(name):
             if not _is_known(op):
-                register_sharding(op)(_Whole(op))
-    replicated = []
-    for name in sorted({op.name for op in plan.program.ops}):
-        namespace, _, rest = name.partition(".")
-        if namespace != "aten":
-            continue
-        packet = rest.partition(".")[0]
-        for op in _overloads(packet):
-            if str(op) == name and _reads_tensors(op) and not _has_rule(op) and _registrable(op):
-                register_sharding(op)(_Whole(op))
-                if not any(_has_rule(other) for other in _overloads(f"{packet}_")):  # torch_xla's word for it
-                    replicated.append(name)
-    return replicated
+                _register(op, _Whole(op))
+
+
+@cache
+def _register_others() -> None:
+    """Pointwise ops without a rule are split as their operands are; others without one run whole."""
+    for name in sorted({name.removeprefix("aten::").partition(".")[0] for name in _dispatched() if "aten::" in name}):
+        for op in _overloads(name):
+            if _has_rule(op) or not _reads_tensors(op) or not _registrable(op):
+                continue
+            written = [
+                each for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write
+            ]
+            random = torch.Tag.nondeterministic_seeded in op.tags
+            if random or any(each.is_out or each is not op._schema.arguments[0] for each in written):
+                continue
+            if _is_pointwise(op) and len(op._schema.returns) == 1:
+                _register(op, _pointwise)
+            else:  # one that writes fits a tensor that is whole already, and DTensor refuses it for others
+                _register(op, _Whole(op))
+                _whole.add(op)
+
+
+def _is_pointwise(op: Any) -> bool:
+    """Whether an op, or the one that makes a new tensor instead of writing, is tagged so."""
+    plain = op._schema.name.partition("::")[2].removesuffix("_")
+    others = (each for each in _overloads(plain) if each._overloadname == op._overloadname)
+    return any(torch.Tag.pointwise in each.tags for each in (op, *others))
 
 
 @cache
@@ -80,7 +138,11 @@ def _has_rule(op: Any) -> bool:
 
 def _is_known(op: Any) -> bool:
     propagator = DTensor._op_dispatcher.sharding_propagator
-    return any(op in getattr(propagator, table, {}) for table in ("op_strategy_funcs", "op_to_rules"))
+    return (
+        op in DTensor._op_dispatcher._custom_op_handlers
+        or op == torch.ops.aten._local_scalar_dense.default
+        or any(op in getattr(propagator, table, {}) for table in _TABLES)
+    )
 
 
 def _registrable(op: Any) -> bool:
@@ -103,6 +165,33 @@ def _padded(x: Any, pad: Any, value: Any = 0) -> list[tuple[list[Any], list[Any]
     padded = {x.ndim - 1 - i // 2 for i, width in enumerate(pad) if width}
     several = [Replicate(), *(Shard(dim) for dim in range(x.ndim) if dim not in padded)]
     return [([each], [each, None, None]) for each in several]
+
+
+def _pointwise(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Every dim of the result may be split; an operand of size 1 there is whole."""
+    given = (*args, *kwargs.values())
+    shapes = [each.shape for each in given if hasattr(each, "tensor_meta")]
+    dims = len(torch.broadcast_shapes(*shapes))
+
+    def placed(each: Any, dim: int | None) -> Any:
+        if not hasattr(each, "tensor_meta"):
+            return None
+        own = dim - dims + len(each.shape) if dim is not None else -1
+        return Shard(own) if own >= 0 and each.shape[own] != 1 else Replicate()
+
+    whole: list[tuple[list[Any], list[Any]]] = [([Replicate()], [placed(each, None) for each in given])]
+    return whole + [([Shard(dim)], [placed(each, dim) for each in given]) for dim in range(dims)]
+
+
+def _position(x: Any, dim: Any = None, keepdim: bool = False) -> list[tuple[list[Any], list[Any]]]:
+    """Of the largest or least value along a dim: the others may be split."""
+    others = [None] * 2
+    rows: list[tuple[list[Any], list[Any]]] = [([Replicate()], [Replicate(), *others])]
+    if dim is not None and x.ndim:
+        dim %= x.ndim
+        split = (each for each in range(x.ndim) if each != dim)
+        rows += [([Shard(each - (each > dim and not keepdim))], [Shard(each), *others]) for each in split]
+    return [(made, reads[: 1 + (dim is not None) + keepdim]) for made, reads in rows]
 
 
 def _selected(x: Any, dim: int, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -133,18 +222,12 @@ def _own_unbind() -> None:
     propagator.register_op_strategy(torch.ops.aten.unbind.int, strategy, RuntimeSchemaInfo(1))
 
 
-def _own_convolutions() -> None:
-    """Convolutions by rules of ours, forward and backward.
+def _redistributing_views() -> None:
+    """`_unsafe_view` may redistribute: torch 2.9 refuses to merge two split dims (batch and heads, in a matmul)."""
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops._view_ops import register_op_strategy_map
 
-    DTensor's handler (torch 2.9 and 2.13) knows two dims of space with a bias alone, and exchanges edges with other
-    processes wherever a convolution pads, also where the batch is split.
-    """
-    for op, rule in (
-        (torch.ops.aten.convolution.default, _convolution),
-        (torch.ops.aten.convolution_backward.default, _convolution_backward),
-    ):
-        DTensor._op_dispatcher._custom_op_handlers.pop(op, None)
-        register_sharding(op)(rule)
+    register_op_strategy_map(torch.ops.aten._unsafe_view.default, torch.Tensor.view, RuntimeSchemaInfo(1))
 
 
 def _convolution(x: Any, weight: Any, bias: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -187,28 +270,18 @@ def _convolution_backward(
     return several
 
 
-class _Attention:
-    """Attention as CPUs run it, for which DTensor has no rule as it has for GPUs': batch or heads may be split."""
-
-    def __init__(self, op: Any) -> None:
-        self.results = len(op._schema.returns)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-        mask: Any = kwargs.get("attn_mask")
-
-        def placed(each: Any, dim: int | None) -> Any:
-            if not hasattr(each, "tensor_meta"):
-                return None
-            split = (
-                dim is not None and each.ndim > dim and not (each is mask and (each.ndim < 4 or each.shape[dim] == 1))
-            )
-            return Shard(dim) if split else Replicate()
-
-        given = (*args, *kwargs.values())
-        return [
-            ([Replicate() if dim is None else Shard(dim)] * self.results, [placed(each, dim) for each in given])
-            for dim in (None, 0, 1)
-        ]
+def _lookup_backward(
+    gradient: Any, indices: Any, rows: Any, padding: Any, by_frequency: bool
+) -> list[tuple[list[Any], list[Any]]]:
+    """Features may be split; and the indices, which leaves sums to be made, unless rows count their uses."""
+    others = [None] * 3
+    several = [
+        ([Replicate()], [Replicate(), Replicate(), *others]),
+        ([Shard(1)], [Shard(gradient.ndim - 1), Replicate(), *others]),
+    ]
+    if not by_frequency:
+        several += [([Partial()], [Shard(dim), Shard(dim), *others]) for dim in range(indices.ndim)]
+    return several
 
 
 class _Whole:

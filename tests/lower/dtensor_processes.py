@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from autoshard.errors import LoweringError
 from autoshard.plan import Plan
+from tests.lower.dtensor_ops import differences
 from tests.lower.optimizers import masters
 
 STEPS, ROWS, VOCABULARY, TOKENS = 3, 8, 96, 16
@@ -126,8 +128,53 @@ class Packed(torch.nn.Module):
         return self.head(x + attended + x[:, 0].unsqueeze(1))
 
 
+class Masked(torch.nn.Module):
+    """Attention that reads the residual as it is, under a mask of each row's own; then sums over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.projections = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in ("q", "k", "v", "o")}) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        there = (tokens % 3 > 0) | (torch.arange(TOKENS, device=tokens.device) == 0)
+        mask = there[:, None, None, :].expand(-1, 1, TOKENS, -1)
+        for layer in self.projections:
+            q, k, v = (layer[name](x).unflatten(-1, (4, 8)).transpose(1, 2) for name in ("q", "k", "v"))
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            x = x + layer["o"](attended.transpose(1, 2).flatten(2))
+        return self.head(x / (x.square().sum(0).sqrt() + 1.0))
+
+
+class Written(torch.nn.Module):
+    """Writes into a sum whose parts lie on several processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.inner = torch.nn.ModuleDict({"scale": Scale()})
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.head(self.inner["scale"](self.embed(tokens)))
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return x + x.sum(0).add_(1.0)
+
+
 def loss_of(logits, target):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def loss_of_some(logits, target):
+    ignored = target.masked_fill(target < VOCABULARY // 2, -100)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ignored.flatten())
 
 
 def gpt2():
@@ -180,7 +227,11 @@ SCENARIOS = {
     "recurrent": (Recurrent, batch, loss_of, sgd),
     "packed": (Packed, batch, loss_of, sgd),
     "packed_whole": (Packed, batch, loss_of, sgd),
+    "masked": (Masked, batch, loss_of_some, sgd),
+    "fsdp_tp": (Net, batch, loss_of, sgd),
+    "written": (Written, batch, loss_of, sgd),
 }
+REFUSED = ("written",)
 
 
 COUNTED = ("megatron", "fsdp")
@@ -264,6 +315,7 @@ def main():
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
     )
+    ops = differences(init_device_mesh("cuda" if cuda else "cpu", (2, 2))) if not cuda else {}
     seen = {}
     for file in sorted(directory.glob("plan_*.json")):
         name = file.stem.removeprefix("plan_")
@@ -271,13 +323,17 @@ def main():
         try:
             mesh = init_device_mesh("cuda" if cuda else "cpu", plan.mesh.shape, mesh_dim_names=plan.mesh.axis_names)
             seen[name] = trained(name, plan, mesh)
+        except LoweringError as error:
+            if name not in REFUSED:
+                raise
+            seen[name] = {"refused": str(error)}
         except Exception:
             seen[name] = {"failed": traceback.format_exc()}
             if rank == 0:
                 print(seen[name]["failed"], file=sys.stderr)
             break  # the other processes wait in another collective now
     if rank == 0:
-        (directory / "seen.json").write_text(json.dumps(seen))
+        (directory / "seen.json").write_text(json.dumps({**seen, "ops": ops}))
     dist.destroy_process_group()
 
 

@@ -1,0 +1,111 @@
+"""What DTensor cannot run, said in one line that names the op and the module."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import LoweringError
+
+_KEPT = 20_000
+
+
+class RefusedOpError(LoweringError, NotImplementedError):
+    """An op that DTensor has no placements for; a `NotImplementedError` is what its dispatcher passes on as it is."""
+
+
+class Whereabouts:
+    """Which module the forward pass is in, and which one an op of the backward pass comes from.
+
+    Autograd numbers what the forward pass makes; the numbers at which modules begin and end are kept.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Of a model, from now on."""
+        self.inside: list[str] = []
+        self.numbers: list[int] = []
+        self.paths: list[str] = []
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(_Enter(self, path), prepend=True)
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, path: str) -> None:
+        """A module begins."""
+        if path == "":
+            self.inside.clear()
+        self.inside.append(path)
+        self.mark(path)
+
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """A module ends; after an error those that are left are still inside, until the model begins again."""
+        if sys.exc_info()[0] is None and self.inside:
+            self.inside.pop()
+            self.mark(self.inside[-1] if self.inside else None)
+
+    def mark(self, path: str | None) -> None:
+        """From here on, what is made is made there."""
+        self.numbers.append(torch._C._autograd._get_sequence_nr())
+        self.paths.append("after the model" if path is None else path or "the model itself")
+        del self.numbers[:-_KEPT], self.paths[:-_KEPT]
+
+    def here(self) -> str:
+        """The module of the op that runs."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self.paths[-1] if self.paths else "before the model"
+        found = bisect_right(self.numbers, node._sequence_nr()) - 1
+        made = self.paths[found] if found >= 0 else "the model"
+        return f"the backward pass of {made} ({node.name().removesuffix('0')})"
+
+
+class _Enter:
+    def __init__(self, places: Whereabouts, path: str) -> None:
+        self.places, self.path = places, path
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        self.places.enter(self.path)
+
+
+class _Refusing:
+    """DTensor's propagation of placements, whose errors become one line."""
+
+    def __init__(self, propagate: Callable[[Any], Any], places: Whereabouts) -> None:
+        self.propagate, self.places = propagate, places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.propagate, name)
+
+    def __call__(self, schema: Any) -> Any:
+        try:
+            return self.propagate(schema)
+        except RefusedOpError:
+            raise
+        except Exception as error:
+            if isinstance(error, NotImplementedError) and schema.op._can_decompose():
+                raise  # the dispatcher takes it apart
+            raise RefusedOpError(f"{self.places.here()}: DTensor cannot run {_said(schema)}: {_line(error)}") from error
+
+
+def say_where(model: torch.nn.Module) -> None:
+    """Have what DTensor refuses from now on be said of a model's modules."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    places = Whereabouts(model)
+    for name in ("propagate_op_sharding", "propagate_op_sharding_non_cached"):
+        found = getattr(propagator, name)
+        setattr(propagator, name, _Refusing(found.propagate if isinstance(found, _Refusing) else found, places))
+
+
+def _said(schema: Any) -> str:
+    read = ", ".join(f"{list(spec.shape)} placed {list(spec.placements)}" for spec in schema.args_spec)
+    return f"{schema.op} of {read}"
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
