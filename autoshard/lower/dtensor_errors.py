@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -91,6 +91,50 @@ class _Refusing:
             raise RefusedOpError(f"{self.places.here()}: DTensor cannot run {_said(schema)}: {_line(error)}") from error
 
 
+class _Writing:
+    """What an op writes into a view reaches the base, or is refused.
+
+    DTensor redistributes a tensor for a view that its parts do not have (`x[1:3]` of split rows), and what is written
+    into that is lost.
+    """
+
+    def __init__(self, places: Whereabouts) -> None:
+        self.places = places
+
+    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if (base := _lost_to(args[0])) is not None:
+            raise RefusedOpError(
+                f"{self.places.here()}: DTensor cannot run {op} on a view of {list(base.shape)} placed "
+                f"{list(base.placements)}: the view is a copy, and what is written into it would be lost. Use an op "
+                "that makes a new tensor: torch.where, index_copy, torch.cat"
+            )
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = self
+
+
+def _lost_to(written: Any) -> DTensor | None:
+    """The tensor that a view is none of any more."""
+    if not isinstance(written, DTensor) or not written._is_view() or not isinstance(base := written._base, DTensor):
+        return None
+    places = {each._local_tensor.untyped_storage().data_ptr() for each in (written, base)}
+    return base if len(places) > 1 else None
+
+
+def _writing_ops() -> Iterator[Any]:
+    """aten's ops that write into their first argument."""
+    for schema in torch._C._jit_get_all_schemas():
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        if schema.name.startswith("aten::") and schema.name.endswith("_") and first is not None and first.is_write:
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+            op = getattr(packet, schema.overload_name or "default", None)
+            if op is not None:
+                yield op
+
+
 def say_where(model: torch.nn.Module) -> None:
     """Have what DTensor refuses from now on be said of a model's modules."""
     propagator = DTensor._op_dispatcher.sharding_propagator
@@ -98,6 +142,10 @@ def say_where(model: torch.nn.Module) -> None:
     for name in ("propagate_op_sharding", "propagate_op_sharding_non_cached"):
         found = getattr(propagator, name)
         setattr(propagator, name, _Refusing(found.propagate if isinstance(found, _Refusing) else found, places))
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(
+        (op, _Writing(places)) for op in _writing_ops() if isinstance(handlers.get(op), _Writing | None)
+    )
 
 
 def _said(schema: Any) -> str:

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.functional import avg_pool2d, cross_entropy, max_pool2d, pad, scaled_dot_product_attention, softplus
 
+from autoshard.lower.dtensor_errors import RefusedOpError, say_where
 from autoshard.lower.dtensor_modules import placed
 from autoshard.lower.dtensor_rules import register_missing
 
@@ -70,4 +71,35 @@ def differences(mesh):
             of_value = float((made - wanted).abs().max() / wanted.abs().max())
             of_gradient = float((split.grad.full_tensor() - alone.grad).abs().max() / alone.grad.abs().max())
             found[f"{case}, {kind}"] = max(of_value, of_gradient)
+    return found
+
+
+WRITES = {
+    "rows": lambda x: x[1:3].add_(1.0),
+    "a column": lambda x: x[:, 1:2].fill_(5.0),
+    "the diagonal": lambda x: x.diagonal().mul_(3.0),
+    "windows": lambda x: x.unfold(0, 2, 2).mul_(2.0),
+    "a flat part": lambda x: x.view(-1)[3:9].zero_(),
+    "another's rows": lambda x: x.narrow(0, 4, 2).copy_(x.detach()[:2] * 2.0),
+    "a turned row": lambda x: x.t()[0].add_(1.0),
+    "all, seen otherwise": lambda x: x.unsqueeze(0).mul_(3.0),
+}
+
+
+def written(mesh):
+    """Write and placement -> whether the tensor has what one process writes into it, or why it is refused."""
+    say_where(torch.nn.Identity())
+    found = {}
+    for case, write in WRITES.items():
+        wanted = torch.arange(48.0).view(8, 6)
+        write(wanted)
+        for kind, placements in {**SPLIT, "whole": WHOLE}.items():
+            placements = [Shard(p.dim % 2) if isinstance(p, Shard) else p for p in placements]
+            made = distribute_tensor(torch.arange(48.0).view(8, 6), mesh, placements)
+            try:
+                with implicit_replication():
+                    write(made)
+                found[f"{case}, {kind}"] = bool(torch.equal(made.full_tensor(), wanted))
+            except RefusedOpError as error:
+                found[f"{case}, {kind}"] = str(error)
     return found

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from autoshard.errors import LoweringError
 from autoshard.plan import Plan
-from tests.lower.dtensor_ops import differences
+from tests.lower.dtensor_ops import differences, written
 from tests.lower.optimizers import masters
 
 STEPS, ROWS, VOCABULARY, TOKENS = 3, 8, 96, 16
@@ -315,7 +315,8 @@ def main():
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world
     )
-    ops = differences(init_device_mesh("cuda" if cuda else "cpu", (2, 2))) if not cuda else {}
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (2, 2))
+    ops, writes = ({}, {}) if cuda else (differences(mesh), written(mesh))
     seen = {}
     for file in sorted(directory.glob("plan_*.json")):
         name = file.stem.removeprefix("plan_")
@@ -333,7 +334,7 @@ def main():
                 print(seen[name]["failed"], file=sys.stderr)
             break  # the other processes wait in another collective now
     if rank == 0:
-        (directory / "seen.json").write_text(json.dumps({**seen, "ops": ops}))
+        (directory / "seen.json").write_text(json.dumps({**seen, "ops": ops, "writes": writes}))
     dist.destroy_process_group()
 
 

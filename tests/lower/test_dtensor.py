@@ -15,7 +15,7 @@ from autoshard.lower.dtensor import in_order, placements
 from autoshard.lower.module_values import module_values
 from autoshard.mesh import Mesh
 from tests import plans
-from tests.lower.dtensor_ops import CASES, SPLIT
+from tests.lower.dtensor_ops import CASES, SPLIT, WRITES
 from tests.lower.dtensor_processes import REFUSED, SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +102,17 @@ def test_ops_give_the_numbers_of_one_process(seen, case):
     found = {name: by for name, by in seen["ops"].items() if name.startswith(f"{case}, ")}
     assert len(found) == len(SPLIT)
     assert max(found.values()) < EQUAL, found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 4, reason="ops are compared on CPUs")
+@pytest.mark.parametrize("case", WRITES)
+def test_no_write_is_lost(seen, case):
+    """DTensor redistributes a view that its parts do not have, and what was written into that was gone."""
+    found = {name: said for name, said in seen["writes"].items() if name.startswith(f"{case}, ")}
+    assert len(found) == len(SPLIT) + 1
+    assert found.pop(f"{case}, whole") is True
+    assert all(said is True or len(said.splitlines()) == 1 for said in found.values() if said), found
+    assert False not in found.values()
 
 
 def test_what_dtensor_cannot_run_is_refused_in_one_line(seen):
