@@ -158,7 +158,7 @@ def test_a_plan_is_held_against_what_is_compiled(run):
         (0.15, None, (), 0, ""),
         (0.15, "equal", (), 0, ""),
         (0.15, "excused", (), 0, ""),
-        (0.15, "not decided", (), 3, "not verified: too many numbers are off by what one device is off by too\n"),
+        (0.15, "not decided", (), 3, "not verified: numbers are off by what one device is off by too\n"),
         (0.16, "equal", (), 1, "not verified: fidelity 16.0% is above the limit of 15.0%\n"),
         (float("inf"), None, (), 1, "not verified: collectives were predicted, but none are compiled\n"),
         (0.0, None, ("op 3",), 1, "not verified: XLA computes wrong sums under these annotations\n"),
