@@ -143,9 +143,7 @@ def say_where(model: torch.nn.Module) -> None:
         found = getattr(propagator, name)
         setattr(propagator, name, _Refusing(found.propagate if isinstance(found, _Refusing) else found, places))
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(
-        (op, _Writing(places)) for op in _writing_ops() if isinstance(handlers.get(op), _Writing | None)
-    )
+    handlers.update((op, _Writing(places)) for op in _writing_ops() if isinstance(handlers.get(op), _Writing | None))
 
 
 def _said(schema: Any) -> str:

@@ -606,12 +606,15 @@ class _Builder:
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
         times = self._times()
-        readers: dict[Value, list[int]] = {}  # when a value is read
-        for group in reversed(groups.groups):  # what a barrier passes on lies where it lay
-            passed = [] if group.lane is None else readers.get(group.outputs[0], [])
-            for value in group.inputs:
-                readers.setdefault(value, []).extend([times[group.id], *passed])
         returned = set(graph.outputs)
+        readers: dict[Value, list[int]] = {}  # when a value is read
+        passed: dict[int, list[int]] = {}  # group -> when what a barrier passes on is: it lies where it lay
+        for group in reversed(groups.groups):
+            if group.lane is not None:
+                (made,) = group.outputs
+                passed[group.id] = [*readers.get(made, []), *([end - 1] if made in returned else [])]
+            for value in group.inputs:
+                readers.setdefault(value, []).extend([times[group.id], *passed.get(group.id, [])])
         donated = {
             value
             for output, value in zip(graph.program.outputs, graph.outputs, strict=True)
@@ -647,8 +650,7 @@ class _Builder:
                 amount = self._expand(key, self._matrices[key], specs, wanted)
                 now = times[group.id]
                 start = 0 if self._gathered_first(value) else now
-                last = now if group.lane is None else max(readers[group.outputs[0]], default=now)
-                self.edge_usages.append(Usage(edge, start, last + 1, amount))
+                self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
 
     def _times(self) -> list[int]:
         """When every group runs: at its place, or, if no product follows on it, as soon as there is what it reads.

@@ -230,3 +230,18 @@ def test_what_a_checkpoint_computes_again_takes_no_more_memory(rows, width):
         whole = formulation.fixed(dict.fromkeys(formulation.argument_values, ((), ())))
         peaks.append(evaluate(formulation.problem, solve(whole.problem).choice).peak)
     assert peaks[1] <= peaks[0]
+
+
+def test_what_a_barrier_passes_on_may_be_returned():
+    """It was a KeyError under a memory limit."""
+
+    def passed(x, y):
+        made, kept = jax.lax.optimization_barrier((jnp.exp(x), y))
+        return made, kept @ x
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 2
+    mesh = Mesh((8,), ("x",), device="h100")
+    formulation = formulate(graph_of(passed, *shapes), mesh, load_device("h100"), memory=1e12)
+    ends = {usage.end for usage in formulation.problem.node_usages}
+    assert solve(formulation.problem).choice
+    assert max(ends) == len(formulation.groups.groups)
