@@ -357,7 +357,9 @@ cli.main(["solve", "problem.json"])
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_ended_ends_its_workers(how):
-    running = subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
+    code = f"{heard}\n{SLOW}"
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     worker = int(running.stdout.readline())
     running.send_signal(how)
     assert running.wait(60) == 130

@@ -204,8 +204,9 @@ def test_a_damaged_entry_is_compiled_again(fake_worker, tmp_path, name, spoil):
 
 ENDLESS = "pathlib.Path(os.environ['STARTED']).write_text(str(os.getpid())); time.sleep(600)"
 COMPILES = """
-import sys
+import signal, sys
 from autoshard.verify import compile
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 compile.WORKER = (sys.executable, "-P", "-c", sys.argv[1])
 compile.compile_module(b"a", "cpu:8", cache_dir=sys.argv[2])
 """
@@ -217,9 +218,7 @@ def test_a_worker_ends_with_who_started_it(fake_worker, tmp_path, signal_):
     started = tmp_path / "started"
     code = "import os, pathlib, time; from autoshard.workers import end_with_parent; end_with_parent();" + ENDLESS
     parent = subprocess.Popen(
-        [sys.executable, "-c", COMPILES, code, str(tmp_path)],
-        env=os.environ | {"STARTED": str(started)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        [sys.executable, "-c", COMPILES, code, str(tmp_path)], env=os.environ | {"STARTED": str(started)}
     )
     pid = int(waited_for(lambda: started.exists() and started.read_text()))
     parent.send_signal(signal_)
