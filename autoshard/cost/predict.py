@@ -173,10 +173,10 @@ def _per_op(compiled: Compiled, device: Device) -> list[tuple[int | None, float]
 def _per_group(kernels: Sequence[tuple[int | None, float]], groups: Groups) -> list[float]:
     """Seconds of the compiler's kernels, per group that their last op is in; a program may have none (`return x`)."""
     found = [0.0] * len(groups.groups)
-    group = 0  # copies that a combination of collectives needs are no op's: they count where they stand
+    group = 0  # what is no group's counts where it stands: copies of combined collectives, barriers
     for op, seconds in kernels:
         if op is not None:
-            group = groups.of.get(op, 0)
+            group = groups.of.get(op, group)
         if found:
             found[group] += seconds
     return found

@@ -44,22 +44,23 @@ class Group:
         ops: op ids, in program order.
         inputs: values read from outside, arguments included, free values left out; in order of first use.
         outputs: values that something outside reads, or that the program returns; in program order.
-        lane: of a barrier, the one operand and result that the group is about.
+        operand_number: of a barrier, the one operand and result that the group is about.
     """
 
     id: int
     ops: tuple[int, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    lane: int | None = None
+    operand_number: int | None = None
 
     def operands(self, op: Op) -> tuple[Value, ...]:
         """What the group reads of the operands of an op of it."""
-        return op.operands if self.lane is None else (op.operands[self.lane],)
+        return op.operands if self.operand_number is None else (op.operands[self.operand_number],)
 
     def results(self, op: Op) -> tuple[Value, ...]:
         """What the group makes of the results of an op of it."""
-        return tuple(Value(op.id, result) for result in (range(len(op.results)) if self.lane is None else [self.lane]))
+        made = range(len(op.results)) if self.operand_number is None else [self.operand_number]
+        return tuple(Value(op.id, result) for result in made)
 
     def made(self, graph: Graph) -> list[Value]:
         """All values that it makes, in program order."""
@@ -73,18 +74,18 @@ class Groups:
     Attributes:
         groups: in an order that respects data flow.
         of: op id -> group id; arguments, free ops and barriers have none.
-        lanes: result of a barrier -> group id; one that nothing reads has none.
+        barrier_results: result of a barrier -> group id; one that nothing reads has none.
         free: ops that depend on constants and scalars alone: every device makes the part it needs.
     """
 
     groups: tuple[Group, ...]
     of: Mapping[int, int]
-    lanes: Mapping[Value, int]
+    barrier_results: Mapping[Value, int]
     free: frozenset[int]
 
     def maker(self, value: Value) -> int | None:
         """The group that makes a value; None of an argument, a free one, or a barrier's that nothing reads."""
-        return self.lanes.get(value, self.of.get(value.op))
+        return self.barrier_results.get(value, self.of.get(value.op))
 
 
 @per_graph
@@ -130,17 +131,17 @@ def fusion_groups(graph: Graph) -> Groups:
     returned = set(graph.outputs)
     read = {value for op in graph.ops for value in op.operands} | returned
     of: dict[int, int] = {}
-    lanes: dict[Value, int] = {}
+    barrier_results: dict[Value, int] = {}
     groups: list[Group] = []
     for last in sorted(members):
         index = len(groups)
         if graph.ops[last].kind == BARRIER:
-            for lane, operand in enumerate(graph.ops[last].operands):
-                passed = Value(last, lane)
+            for number, operand in enumerate(graph.ops[last].operands):
+                passed = Value(last, number)
                 if passed in read:
-                    lanes[passed] = len(groups)
+                    barrier_results[passed] = len(groups)
                     inputs = () if operand.op in free else (operand,)
-                    groups.append(Group(len(groups), (last,), inputs, (passed,), lane))
+                    groups.append(Group(len(groups), (last,), inputs, (passed,), number))
             continue
         mine = set(members[last])
         of.update(dict.fromkeys(mine, index))
@@ -155,7 +156,7 @@ def fusion_groups(graph: Graph) -> Groups:
             results = (Value(member, result) for result in range(len(op.results)))
             outputs += [value for value in results if value in returned or value in outside]
         groups.append(Group(index, tuple(members[last]), tuple(reads), tuple(outputs)))
-    return Groups(tuple(groups), of, lanes, free)
+    return Groups(tuple(groups), of, barrier_results, free)
 
 
 INDEXED = frozenset({"gather", "dynamic_slice", "slice"})

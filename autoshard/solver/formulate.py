@@ -610,7 +610,7 @@ class _Builder:
         readers: dict[Value, list[int]] = {}  # when a value is read
         passed: dict[int, list[int]] = {}  # group -> when what a barrier passes on is: it lies where it lay
         for group in reversed(groups.groups):
-            if group.lane is not None:
+            if group.operand_number is not None:
                 (made,) = group.outputs
                 passed[group.id] = [*readers.get(made, []), *([end - 1] if made in returned else [])]
             for value in group.inputs:
@@ -624,7 +624,7 @@ class _Builder:
         for value, (node, specs) in self.made.items():
             if graph.ops[value.op].kind == "argument":
                 self._usage(node, 0, end, value, specs)
-            elif value not in donated and value not in groups.lanes:
+            elif value not in donated and value not in groups.barrier_results:
                 start = times[node - first_group]
                 last = end if value in returned else max(readers.get(value, [start])) + 1
                 self._usage(node, start, last, value, specs)

@@ -185,8 +185,8 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
     ruled = True
     for op_id in group.ops:
         op = graph.ops[op_id]
-        if group.lane is not None:
-            op = replace(op, operands=group.operands(op), results=(op.results[group.lane],))
+        if group.operand_number is not None:
+            op = replace(op, operands=group.operands(op), results=(op.results[group.operand_number],))
         rule = rule_of(op, graph)
         if rule is None:
             ruled = False

@@ -20,10 +20,10 @@ EVERYONE = (("data", "model"), ())
 TOKENS, WIDTH = 512, 64
 
 
-def gradient_of_a_table(rows: int) -> Graph:
-    """The gradient of an embedding: rows of the tokens added into zeros."""
+def added_rows(rows: int) -> str:
+    """%r: the rows %u of the tokens %i added into zeros."""
     table, tokens = f"tensor<{rows}x{WIDTH}xf32>", f"tensor<{TOKENS}x{WIDTH}xf32>"
-    text = f"""module {{ func.func public @main(%i: tensor<{TOKENS}x1xi32>, %u: {tokens}) -> {table} {{
+    return f"""
       %z = stablehlo.constant dense<0.0> : {table} loc("op0")
       %r = "stablehlo.scatter"(%z, %i, %u) <{{indices_are_sorted = false, unique_indices = false,
           scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [1], inserted_window_dims = [0],
@@ -31,7 +31,14 @@ def gradient_of_a_table(rows: int) -> Graph:
         ^bb0(%a: tensor<f32>, %b: tensor<f32>):
           %s = stablehlo.add %a, %b : tensor<f32>
           stablehlo.return %s : tensor<f32>
-      }}) : ({table}, tensor<{TOKENS}x1xi32>, {tokens}) -> {table} loc("op0")
+      }}) : ({table}, tensor<{TOKENS}x1xi32>, {tokens}) -> {table} loc("op0")"""
+
+
+def gradient_of_a_table(rows: int) -> Graph:
+    """The gradient of an embedding: rows of the tokens added into zeros."""
+    table, tokens = f"tensor<{rows}x{WIDTH}xf32>", f"tensor<{TOKENS}x{WIDTH}xf32>"
+    text = f"""module {{ func.func public @main(%i: tensor<{TOKENS}x1xi32>, %u: {tokens}) -> {table} {{
+      {added_rows(rows)}
       %m = stablehlo.custom_call @Sharding(%r) {{mhlo.sharding = "{{replicated}}"}} :
         ({table}) -> {table} loc("op0.out0")
       return %m : {table} }} }}"""
@@ -61,14 +68,7 @@ def test_what_a_gradient_is_added_to_is_gathered_with_the_table(rows, gathered):
     # gathers that term where it gathers the table. The zeros that the program scatters onto were predicted to be free.
     table, tokens = f"tensor<{rows}x{WIDTH}xf32>", f"tensor<{TOKENS}x{WIDTH}xf32>"
     text = f"""module {{ func.func public @main(%i: tensor<{TOKENS}x1xi32>, %u: {tokens}, %x: {table}) -> {table} {{
-      %z = stablehlo.constant dense<0.0> : {table} loc("op0")
-      %r = "stablehlo.scatter"(%z, %i, %u) <{{indices_are_sorted = false, unique_indices = false,
-          scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [1], inserted_window_dims = [0],
-          scatter_dims_to_operand_dims = [0], index_vector_dim = 1>}}> ({{
-        ^bb0(%a: tensor<f32>, %b: tensor<f32>):
-          %s = stablehlo.add %a, %b : tensor<f32>
-          stablehlo.return %s : tensor<f32>
-      }}) : ({table}, tensor<{TOKENS}x1xi32>, {tokens}) -> {table} loc("op0")
+      {added_rows(rows)}
       %y = stablehlo.add %x, %r : {table} loc("op1")
       %m = stablehlo.custom_call @Sharding(%y) {{mhlo.sharding = "{{replicated}}"}} :
         ({table}) -> {table} loc("op1.out0")

@@ -93,7 +93,7 @@ def test_what_a_barrier_passes_on_is_a_group_each():
     graph = graph_of(passed, array(8, 4), array(4, 4), array(2, 2))
     assert kinds(graph) == [["tanh"], ["optimization_barrier"], ["optimization_barrier"], ["exponential"]]
     groups = fusion_groups(graph)
-    assert [(group.lane, graph.type_of(group.inputs[0]).shape) for group in groups.groups[1:3]] == [
+    assert [(group.operand_number, graph.type_of(group.inputs[0]).shape) for group in groups.groups[1:3]] == [
         (0, (8, 4)),
         (1, (4, 4)),
     ]

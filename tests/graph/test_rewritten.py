@@ -192,7 +192,7 @@ def weighted_alone(gates: jax.Array, x: jax.Array, _: jax.Array) -> jax.Array:
     ],
 )
 def test_an_outer_product_is_as_its_user_is(target: str, function: Callable[..., jax.Array], specs: list[Spec]) -> None:
-    """It was predicted as its operands are split: a mixture of experts in bf16 on h100:8 55 % off, now 1."""
+    """It is broadcasts, multiplied: compilers of GPUs and TPUs pass shardings through broadcasts last."""
     try:
         report, _ = compiled_for(target, function, [f32(256, 8), f32(256, 128), f32(8, 128, 64)], specs)
     except TargetError as error:

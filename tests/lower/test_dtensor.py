@@ -107,7 +107,7 @@ def test_ops_give_the_numbers_of_one_process(seen, case):
 @pytest.mark.skipif(torch.cuda.device_count() >= 4, reason="ops are compared on CPUs")
 @pytest.mark.parametrize("case", WRITES)
 def test_no_write_is_lost(seen, case):
-    """DTensor redistributes a view that its parts do not have, and what was written into that was gone."""
+    """DTensor redistributes a tensor for a view that its parts do not have: that is a copy."""
     found = {name: said for name, said in seen["writes"].items() if name.startswith(f"{case}, ")}
     assert len(found) == len(SPLIT) + 1
     assert found.pop(f"{case}, whole") is True

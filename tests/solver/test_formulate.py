@@ -205,13 +205,13 @@ def feed_forward(x, w):
 
 
 def test_a_barriers_operands_are_split_each_by_itself():
-    """An axis that splits the weights of a checkpoint was none that could split its activations."""
+    """An axis may split the weights of a checkpoint and its activations."""
     formulation = of_layers(jax.checkpoint(feed_forward), 4096, 256)
     graph = formulation.graph
     passed = {
         value: graph.type_of(value).shape
         for group in formulation.groups.groups
-        if group.lane is not None
+        if group.operand_number is not None
         for value in group.outputs
     }
     assert set(passed.values()) == {(4096, 64), (64, 256)}
@@ -223,7 +223,7 @@ def test_a_barriers_operands_are_split_each_by_itself():
 
 @pytest.mark.parametrize(("rows", "width"), [(64, 4096), (4096, 1024)])
 def test_what_a_checkpoint_computes_again_takes_no_more_memory(rows, width):
-    """The weights that it passes on were held twice, and its activations until the optimizer's end."""
+    """The weights that it passes on are held once, and its activations until the gradients are made of them."""
     peaks = []
     for layer in (feed_forward, jax.checkpoint(feed_forward)):
         formulation = of_layers(layer, rows, width, memory=1e12)
@@ -233,8 +233,6 @@ def test_what_a_checkpoint_computes_again_takes_no_more_memory(rows, width):
 
 
 def test_what_a_barrier_passes_on_may_be_returned():
-    """It was a KeyError under a memory limit."""
-
     def passed(x, y):
         made, kept = jax.lax.optimization_barrier((jnp.exp(x), y))
         return made, kept @ x
