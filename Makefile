@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml $(LOCK) $(CORE_LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "autoshard needs Python 3.11 or later, $(PYTHON) is older; pass PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCK:%=--constraint %) uv setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade $(LOCK:%=--constraint %) uv setuptools
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(LOCK:%=--constraint %) \
 		--no-build-isolation --editable '.[dev]'
 	$(BIN)/uv pip install --quiet --compile-bytecode --no-deps --reinstall-package torchax --python $(BIN)/python \
@@ -78,7 +78,7 @@ CORE_TESTS ?= tests/core tests/capture/test_sources.py tests/capture/test_stable
 $(CORE_STAMP): pyproject.toml $(CORE_LOCK)
 	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or later: no python3 on the path" >&2; exit 1; }
 	test -x $(CORE)/bin/python || $(PYTHON) -m venv $(CORE)
-	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check $(CORE_LOCK:%=--constraint %) \
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(CORE_LOCK:%=--constraint %) \
 		setuptools '$(CORE_TORCH)'
 	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check $(CORE_LOCK:%=--constraint %) \
 		--no-build-isolation --editable '.[torchax,hf,test]'
