@@ -14,12 +14,12 @@ from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
 from autoshard.written import captured_graph, predict_annotations, written_plan
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.meshes import Watch
     from autoshard.plan import Keep, Plan
+    from autoshard.program import Program
     from autoshard.solver.carry import Carried
     from autoshard.solver.problem import Problem
 

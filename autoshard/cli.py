@@ -27,7 +27,6 @@ import click
 import autoshard
 from autoshard import files
 from autoshard.api import collector_paused, device_for, meshes_for, plan_program
-from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_compare import compare, explain
 from autoshard.cli_lower import lower
 from autoshard.cli_options import (
@@ -54,6 +53,7 @@ from autoshard.cli_source import (
 )
 from autoshard.errors import AutoshardError, FileError
 from autoshard.plan import Plan
+from autoshard.sources import is_stablehlo
 from autoshard.terminal import say
 
 BAD_INPUT, OFF, NOT_DECIDED, BUG, INTERRUPTED = 2, 1, 3, 70, 130

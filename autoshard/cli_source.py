@@ -11,15 +11,15 @@ import click
 
 import autoshard
 from autoshard.capture.frontends import FRONTENDS
-from autoshard.capture.sources import is_stablehlo
 from autoshard.cli_progress import Stages
 from autoshard.plan import Plan
+from autoshard.sources import is_stablehlo
 from autoshard.terminal import say
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
-    from autoshard.capture.sources import Source
     from autoshard.plan import Plan
+    from autoshard.program import Program
+    from autoshard.sources import Source
 
 _SOURCE_OPTIONS = (
     click.argument("source"),
@@ -90,7 +90,7 @@ def loaded(
     """What SOURCE names: the model and its sample inputs."""
     stages.begin("import")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
-    from autoshard.capture.sources import load_source
+    from autoshard.sources import load_source
 
     stages.begin("source")
     return load_source(source, batch=batch, seq=seq, settings=fields, train=train)

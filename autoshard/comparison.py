@@ -21,8 +21,8 @@ from autoshard.report import columns, duration, size
 from autoshard.written import captured_graph, written_plan
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
     from autoshard.graph.ops import Graph
+    from autoshard.program import Program
     from autoshard.verify.targets import Target
 
 AUTO = "auto"

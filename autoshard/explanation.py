@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autoshard.api import collector_paused
-from autoshard.capture.program import TensorType
 from autoshard.decision import Decision, Progress, decide, formulated, within_limit
 from autoshard.hints import value_named
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import NoPlanError, Plan, PlanError
+from autoshard.program import TensorType
 from autoshard.report import columns, duration, layout, size
 from autoshard.written import captured_graph, predict_annotations
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
+    from autoshard.program import Program
     from autoshard.solver.formulate import Formulation
 
 _EQUAL = 1e-6

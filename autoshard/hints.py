@@ -17,8 +17,8 @@ from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plan import Keep
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
     from autoshard.graph.ops import Graph, Value
+    from autoshard.program import Program
 
 
 def check_keep(keep: str) -> None:

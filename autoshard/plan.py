@@ -29,12 +29,12 @@ from autoshard.plan_figures import ReplicatedOp as ReplicatedOp
 from autoshard.plan_figures import SolverInfo as SolverInfo
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Argument, AtenOp, Program, TensorType, ValueRead
     from autoshard.explanation import Explanation
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
     from autoshard.lower.dtensor import DTensorPlan
     from autoshard.lower.to_jax import JaxShardings
+    from autoshard.program import Argument, AtenOp, Program, TensorType, ValueRead
 
 Producer = tuple[int, int] | str | None
 """What an op reads: `(k, j)` for output j of aten op k, the name of an argument, or None for a host constant."""

@@ -19,10 +19,10 @@ from typing import Any
 
 import autoshard
 from autoshard import files, kept, plan_json
-from autoshard.capture.program import Program
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, PlanError
+from autoshard.program import Program
 
 _SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
 """Packages whose versions may change what is planned, beside autoshard and those that captured the program."""

@@ -10,7 +10,7 @@ from autoshard.capture.frontends import PYTORCH
 from autoshard.plan import ROLES, OpSignature, Plan, format_type, signature
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
+    from autoshard.program import Program
 
 
 def same_step(plan: Plan, program: Program) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 import autoshard
 from autoshard import json_text
-from autoshard.capture.program import ValueRead
 from autoshard.json_text import shortened
 from autoshard.mesh import Mesh, Spec, as_spec
 from autoshard.plan import (
@@ -38,6 +37,7 @@ from autoshard.plan import (
     SolverInfo,
     TensorPlan,
 )
+from autoshard.program import ValueRead
 
 FORMAT = "autoshard.plan"
 VERSION = 1

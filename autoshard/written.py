@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
     from autoshard.cost.collectives import Collective
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.plan import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.program import Program
 
 
 def captured_graph(program: Program) -> Graph:

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from autoshard.capture.inputs import split_inputs
-from autoshard.capture.sources import Source
+from autoshard.sources import Source
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 

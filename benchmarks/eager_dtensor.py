@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 import autoshard
-from autoshard.capture.program import Program
 from autoshard.errors import LoweringError
 from autoshard.lower.dtensor import DTensorPlan
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
+from autoshard.program import Program
 from autoshard.verify.eager import Comparison, Numbers
 from benchmarks import eager_cases, eager_steps
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import autoshard
-from autoshard.capture.program import Program
-from autoshard.capture.sources import Source
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
+from autoshard.program import Program
+from autoshard.sources import Source
 from autoshard.verify.batches import random_batch
 from autoshard.verify.eager import Comparison, EagerSteps, numbers_of
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autoshard.capture.program import Program
-from autoshard.capture.sources import Source, load_source
+from autoshard.program import Program
+from autoshard.sources import Source, load_source
 
 
 def hf(model_type: str, batch: int = 8, seq: int | None = 512, **settings: object) -> Source:

@@ -2,8 +2,8 @@
 
 Every sample that torch's own tests have of an op (`pip install expecttest`) is captured, with a backward pass where
 there is one, twice: on inputs, and on results of nodes that have several (`max`). No op is known to be safe meanwhile,
-so each is tried in a fork (`capture/probe.py`). An overload is safe if none of its trials on tensors with elements
-ended the process. Rows are kept, and a run goes on where another stopped.
+so each is tried in a fork (`capture/probe.py`). An overload is safe if none of its trials on
+tensors with elements ended the process. Rows are kept, and a run goes on where another stopped.
 
     python benchmarks/safe_ops.py rows.jsonl [--write]
 """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.capture.sources import Source
+from autoshard.sources import Source
 from benchmarks.zoo_hf import classes, floats, sgd, tokens
 
 BATCH, SEQ, WIDTH = 8, 16, 64

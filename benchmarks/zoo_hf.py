@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.sources import Source
+from autoshard.sources import Source
 
 BATCH = 8
 SEQ = 16

@@ -19,7 +19,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import autoshard
 from autoshard import plots
-from autoshard.capture.sources import load_source
+from autoshard.sources import load_source
 from autoshard.report import search_lines
 
 SMALL = bool(os.environ.get("AUTOSHARD_NOTEBOOKS_SMALL"))  # as continuous integration runs it

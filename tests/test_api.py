@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.capture.program import Program
 from autoshard.decision import plan_graph, within_limit
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.meshes import candidate_meshes, factorisations
 from autoshard.plan import NoPlanError
+from autoshard.program import Program
 from autoshard.solver import guard
 from autoshard.solver.evaluate import evaluate as evaluate_choice
 from autoshard.solver.formulate import formulate

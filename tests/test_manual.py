@@ -7,10 +7,10 @@ import torch
 
 import autoshard
 from autoshard import manual
-from autoshard.capture.sources import load_source
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
+from autoshard.sources import load_source
 from autoshard.written import captured_graph, predict_annotations
 
 pytest.importorskip("transformers")

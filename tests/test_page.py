@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autoshard.capture.program import TensorType
 from autoshard.explanation import Alternative, Explanation
 from autoshard.mesh import Mesh
 from autoshard.page import Drawings, page, tree, undivided
 from autoshard.plan import CollectiveTotal, ModuleCost, Options, RefineCandidate, Refinement
+from autoshard.program import TensorType
 from autoshard.report import size
 from tests import plans
 

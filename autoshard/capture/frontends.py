@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.errors import CaptureError
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
+    from autoshard.program import Program
 
 FRONTENDS = ("auto", "torch_xla", "torchax")
 PYTORCH = frozenset({"torch_xla", "torchax"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.capture.program import TensorType
+from autoshard.program import TensorType
 
 _HOST_PROGRAM_SHAPE = 4  # HloModuleProto.host_program_shape: ProgramShapeProto
 _COMPUTATIONS = 3  # HloModuleProto.computations: HloComputationProto

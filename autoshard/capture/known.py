@@ -21,8 +21,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.capture.device import is_xla, names_it, tensor_id
-from autoshard.capture.program import ArgumentRole
 from autoshard.capture.sequence import Call, Producer, outputs_of
+from autoshard.program import ArgumentRole
 
 CPU = torch.device("cpu")
 LONGEST = 16

@@ -22,12 +22,12 @@ from autoshard.capture.device import is_xla
 from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inplace_shapes import quick_inplace_shapes
 from autoshard.capture.modules import ModulePaths
-from autoshard.capture.program import WRITTEN_LAST, Argument, Program, TensorType
 from autoshard.capture.python_frames import no_python_frames
 from autoshard.capture.sequence import Call, draws
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
 from autoshard.capture.unread import with_arguments
 from autoshard.errors import CaptureError
+from autoshard.program import WRITTEN_LAST, Argument, Program, TensorType
 
 UNMARKABLE = frozenset({"aten.view_as_real_copy.default"})
 """torch_xla gives the result a layout of fewer dims than it has, and XLA refuses to copy it."""

@@ -32,7 +32,6 @@ from autoshard.capture.placeholders import (
     UnlowerableError,
     inner,
 )
-from autoshard.capture.program import Argument, Program, TensorType
 from autoshard.capture.sequence import Call, tensors_in
 from autoshard.capture.torchax_library import check_versions, jax_function_of
 from autoshard.capture.tracing import (
@@ -46,6 +45,7 @@ from autoshard.capture.tracing import (
     trace_step,
 )
 from autoshard.errors import CaptureError
+from autoshard.program import Argument, Program, TensorType
 
 FRONTEND = "torchax"
 

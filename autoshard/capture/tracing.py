@@ -28,7 +28,9 @@ from autoshard.capture.known import SHAPING, Kinds, KnownValues, UnknownValueErr
 from autoshard.capture.modules import ModulePaths, tensor_parallel_plan
 from autoshard.capture.next_step import Pass, draw_again
 from autoshard.capture.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
-from autoshard.capture.program import (
+from autoshard.capture.sequence import ALIASES, TRANSFERS, AtenSequence, Call, Producer, name_of, on_cpu, tensors_in
+from autoshard.errors import CaptureError
+from autoshard.program import (
     Argument,
     ArgumentRole,
     AtenOp,
@@ -38,8 +40,6 @@ from autoshard.capture.program import (
     TensorType,
     ValueRead,
 )
-from autoshard.capture.sequence import ALIASES, TRANSFERS, AtenSequence, Call, Producer, name_of, on_cpu, tensors_in
-from autoshard.errors import CaptureError
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",

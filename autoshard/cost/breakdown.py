@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoshard.capture.program import Argument
 from autoshard.cost.collectives import Collective
 from autoshard.cost.predict import Prediction
 from autoshard.graph.ops import Graph
+from autoshard.program import Argument
 
 
 @dataclass

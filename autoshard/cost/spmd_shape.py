@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoshard.capture.program import TensorType
 from autoshard.cost.spmd_halo import Exchange, Window, exchange, exchange_all, halos
 from autoshard.cost.spmd_reshard import Step
 from autoshard.graph.ops import Op
 from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
+from autoshard.program import TensorType
 
 if TYPE_CHECKING:
     from autoshard.cost.spmd import Partitioner

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import networkx as nx
 
-from autoshard.capture.program import Program, TensorType
+from autoshard.program import Program, TensorType
 
 
 class Value(NamedTuple):

@@ -23,7 +23,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.memo import Latest
@@ -34,6 +33,7 @@ from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.top_k import top_k_sorts
 from autoshard.graph.transfer import FORWARD_LEVEL, PASS_THROUGH, Transfers
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import TensorType
 
 _FROM_FIRST = frozenset({"power", "reverse", "slice", "pad", "shift_left", "shift_right_arithmetic"})
 """Kinds whose sharding follows their first operand alone, at the first level (`PickRepresentativeOperand`)."""

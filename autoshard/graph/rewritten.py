@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.capture.program import TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op, Value, flow
 from autoshard.graph.simplify import fold
+from autoshard.program import TensorType
 
 Shape = tuple[int, ...]
 

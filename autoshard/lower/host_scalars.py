@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.capture.optimizer import STEADY_STEP, changed, fill_state, state_leaves
-from autoshard.capture.program import Program
 from autoshard.errors import LoweringError
 from autoshard.lower.begin import create_state
+from autoshard.program import Program
 
 
 class HostScalars:

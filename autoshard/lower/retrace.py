@@ -9,7 +9,6 @@ import torch
 
 from autoshard.capture.device import is_xla
 from autoshard.capture.modules import ModulePaths
-from autoshard.capture.program import Program
 from autoshard.capture.sequence import WRITES_BACK, Call
 from autoshard.capture.torch_xla import XlaLabels, trace
 from autoshard.lower import runtime
@@ -17,6 +16,7 @@ from autoshard.lower.schedule import Schedule
 from autoshard.lower.stablehlo import set_boundary
 from autoshard.lower.step import StepWriter
 from autoshard.plan import Plan
+from autoshard.program import Program
 
 
 def annotated_program(

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autoshard.capture.program import ValueRead
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
+from autoshard.program import ValueRead
 
 PINNED = frozenset({"f16", "bf16", "f32", "f64"})
 """Element types of the values that are annotated. Bool and integer values never are: unannotated they cost nothing, and

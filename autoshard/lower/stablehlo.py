@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from autoshard.capture.program import Program
 from autoshard.errors import AutoshardError, LoweringError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.inline import inline_calls
@@ -25,6 +24,7 @@ from autoshard.graph.stablehlo import (
     parse_module,
 )
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
+from autoshard.program import Program
 
 
 class AnnotationError(AutoshardError, ValueError):

@@ -33,9 +33,9 @@ from autoshard.mesh import Mesh, Spec
 from autoshard.plan import ROLES, ActivationKey, Plan
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Argument, Program
     from autoshard.graph.ops import Graph
     from autoshard.lower.host_scalars import HostScalars
+    from autoshard.program import Argument, Program
 
 Partitioner = Literal["shardy", "gspmd"]
 Precision = Literal["default", "highest"]

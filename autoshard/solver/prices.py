@@ -13,7 +13,6 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.capture.program import TensorType
 from autoshard.cost.backend import backend_of
 from autoshard.cost.collectives import Collective, coefficients
 from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops, roofline_seconds
@@ -25,6 +24,7 @@ from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import DimFactors, Graph, Op, Value
 from autoshard.mesh import Mesh, Spec, replicated
+from autoshard.program import TensorType
 from autoshard.solver.strategies import Specs, Strategies, plain, spec_of
 
 Matrix = npt.NDArray[np.float64]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.capture.program import TensorType
 from autoshard.cost.compute import dtype_bytes
 from autoshard.cost.device import Device
 from autoshard.cost.reshard import reshard_matrix
@@ -25,6 +24,7 @@ from autoshard.graph.groups import Group
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import equal_values
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import TensorType
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.formulate import FLOATS, Formulation
 from autoshard.solver.problem import Array, Problem, Solution, Status

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
-from autoshard.capture.sources import Source
+from autoshard.sources import Source
 from autoshard.verify.run import RunError
 
 SEED = 20

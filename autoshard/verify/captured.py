@@ -26,9 +26,9 @@ from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax
 if TYPE_CHECKING:
     import torch
 
-    from autoshard.capture.program import Program, TensorType
     from autoshard.mesh import Spec
     from autoshard.plan import Plan
+    from autoshard.program import Program, TensorType
 
 Kind = Literal["parameter", "buffer", "optimizer_state"]
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]

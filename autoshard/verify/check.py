@@ -19,13 +19,13 @@ from autoshard.verify.targets import Target, TargetError, on_target, parse_targe
 from autoshard.verify.work import compiled_work
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
-    from autoshard.capture.sources import Source
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.mesh import Mesh
     from autoshard.plan import Plan
+    from autoshard.program import Program
+    from autoshard.sources import Source
     from autoshard.verify.run import RunReport
 
 
@@ -176,7 +176,7 @@ def verify_plan(
         PlanMismatchError: the source is another program than the plan's.
         TargetError, CompileError: the target's compiler is missing, or refuses the program.
     """
-    from autoshard.capture.program import Program
+    from autoshard.program import Program
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
@@ -204,8 +204,8 @@ def verify_plan(
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
     from autoshard import api
-    from autoshard.capture.program import Program
     from autoshard.lower.stablehlo import annotate
+    from autoshard.program import Program
     from autoshard.written import captured_graph
 
     if not isinstance(source, Program):

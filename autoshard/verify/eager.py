@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from autoshard.capture.inputs import input_names, key_name, split_inputs
 from autoshard.capture.optimizer import make_optimizer
-from autoshard.capture.program import Program
-from autoshard.capture.sources import Source
 from autoshard.lower.arrays import to_torch
 from autoshard.plan import Plan
+from autoshard.program import Program
+from autoshard.sources import Source
 from autoshard.verify.captured import CapturedStep, held_tensors
 from autoshard.verify.rounding import NEIGHBOURS, NOISE, LastBits, apart, wide
 from autoshard.verify.run import TOLERANCE

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from autoshard.capture.optimizer import STEADY_STEP
-from autoshard.capture.program import AtenOp, Program
-from autoshard.capture.sources import Source
 from autoshard.errors import LoweringError
+from autoshard.program import AtenOp, Program
+from autoshard.sources import Source
 from autoshard.verify.batches import random_batch
 from autoshard.verify.eager import Comparison, EagerSteps, named
 from autoshard.verify.run import CAUSES, MOST, ROUNDING, TOLERANCE

@@ -42,8 +42,8 @@ from autoshard.errors import AutoshardError
 from autoshard.plan import OpSignature, Plan
 
 if TYPE_CHECKING:
-    from autoshard.capture.program import Program
-    from autoshard.capture.sources import Source
+    from autoshard.program import Program
+    from autoshard.sources import Source
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.capture import switches
 from autoshard.capture.optimizer import make_optimizer
-from autoshard.capture.program import Program
-from autoshard.capture.sources import Source, load_source
 from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.errors import AutoshardError
 from autoshard.lower.place import free_of_weak_references
 from autoshard.plan import Plan
+from autoshard.program import Program
+from autoshard.sources import Source, load_source
 from autoshard.verify import rounding
 from autoshard.verify.batches import SEED, random_batch, with_weights
 from autoshard.verify.eager import eager_step, named_leaves

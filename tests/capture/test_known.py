@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.capture.program import Program
 from autoshard.capture.torch_xla import capture
 from autoshard.errors import CaptureError
+from autoshard.program import Program
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]])
 Body = Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.program import Program
 from autoshard.errors import CaptureError
 from autoshard.lower import arrays, to_jax
+from autoshard.program import Program
 
 FRONTENDS = ("torch_xla", "torchax")
 Write = Callable[["Net", torch.Tensor, torch.Tensor], Any]

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import pytest
 
-from autoshard.capture.program import AtenOp, TensorType
 from autoshard.cost.collectives import coefficients
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
@@ -18,6 +17,7 @@ from autoshard.graph.propagate import propagate
 from autoshard.graph.stablehlo import build_graph
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.program import AtenOp, TensorType
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import parse_target

@@ -11,12 +11,12 @@ import re
 
 import pytest
 
-from autoshard.capture.program import Argument, AtenOp, Output, Program, TensorType
 from autoshard.cost.predict import Prediction
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import Argument, AtenOp, Output, Program, TensorType
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.work import compiled_work
 from tests.graph.helpers import program_from_text

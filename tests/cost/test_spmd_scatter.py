@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.capture.program import AtenOp, TensorType
 from autoshard.cost.spmd import partition
 from autoshard.cost.spmd_scatter import Cuts
 from autoshard.graph.annotations import Annotations
@@ -18,6 +17,7 @@ from autoshard.graph.propagate import propagate
 from autoshard.graph.tiling import Subaxes
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import AtenOp, TensorType
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import TargetError, parse_target

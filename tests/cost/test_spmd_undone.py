@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.capture.program import AtenOp, TensorType
 from autoshard.cost.spmd import partition
 from autoshard.cost.spmd_undone import undone
 from autoshard.graph.annotations import Annotations
@@ -12,6 +11,7 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import propagate
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import AtenOp, TensorType
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import parse_target

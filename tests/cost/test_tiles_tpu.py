@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from autoshard.capture.program import AtenOp, TensorType
 from autoshard.cost.spmd import partition
 from autoshard.cost.tiles_tpu import (
     Scattered,
@@ -21,6 +20,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh
+from autoshard.program import AtenOp, TensorType
 from tests.graph.helpers import graph_from_text
 
 MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")

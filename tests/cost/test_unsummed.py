@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.capture.program import AtenOp, TensorType
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import AtenOp, TensorType
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from tests.graph.helpers import graph_from_text

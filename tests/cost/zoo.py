@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from autoshard.capture.program import Argument, AtenOp, Output, Program, TensorType
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import Argument, AtenOp, Output, Program, TensorType
 
 Shape = tuple[int, ...]
 """Of f32, or with a dtype as its last element: `(16, 1, "i32")`."""

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoshard.capture.program import Argument, ArgumentRole, AtenOp, Output, Program
 from autoshard.graph.ops import Graph, Op
 from autoshard.graph.stablehlo import build_graph
+from autoshard.program import Argument, ArgumentRole, AtenOp, Output, Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

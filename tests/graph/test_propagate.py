@@ -2,7 +2,6 @@
 
 import pytest
 
-from autoshard.capture.program import Argument, Output
 from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
@@ -10,6 +9,7 @@ from autoshard.graph.propagate import propagate
 from autoshard.graph.simplify import fold
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.program import Argument, Output
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module
 from tests.cost.zoo import program

@@ -10,7 +10,7 @@ CODE = """
 import torch
 from torch import nn
 from autoshard.api import plan_program
-from autoshard.capture.sources import Source
+from autoshard.sources import Source
 from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.mesh import Mesh
 from autoshard.verify import run_worker

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from autoshard.capture.sources import Source
 from autoshard.mesh import Mesh
+from autoshard.sources import Source
 
 MESH = Mesh((2, 4), ("data", "model"))
 VOCABULARY, WIDTH = 10_240, 16

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard.capture.program import Argument, AtenOp, Output, Program
 from autoshard.cost.device import Target, load_device
 from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
@@ -28,6 +27,7 @@ from autoshard.graph.propagate import propagate
 from autoshard.graph.stablehlo import build_graph
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, format_spec
+from autoshard.program import Argument, AtenOp, Output, Program
 from autoshard.solver.formulate import Formulation, _Builder
 from autoshard.solver.problem import Problem
 from autoshard.solver.strategies import Partial, Strategies, plain

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.capture.program import TensorType
+from autoshard.program import TensorType
 
 Shape = tuple[int, ...]
 Builder = Callable[["Body", "Draw"], None]

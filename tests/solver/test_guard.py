@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from autoshard.capture.program import AtenOp
 from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
@@ -13,6 +12,7 @@ from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_s
 from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
+from autoshard.program import AtenOp
 from autoshard.solver.formulate import formulate
 from autoshard.solver.guard import (
     UncompilableError,

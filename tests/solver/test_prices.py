@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.capture.program import AtenOp
 from autoshard.cost.collectives import coefficients
 from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.program import AtenOp
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.formulate import formulate
 from autoshard.solver.guard import guarded

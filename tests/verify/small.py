@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autoshard.capture.program import Argument, AtenOp, Output, Program, TensorType
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh
+from autoshard.program import Argument, AtenOp, Output, Program, TensorType
 
 MESH = Mesh((2, 4), ("data", "model"))
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from autoshard import manual
-from autoshard.capture.sources import Source
 from autoshard.capture.torch_xla import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.sources import Source
 from autoshard.verify.check import verify_plan
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module

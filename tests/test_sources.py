@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoshard.capture.sources import load_source
 from autoshard.errors import SourceError
+from autoshard.sources import load_source
 
 FILE = """
 import torch
