@@ -59,7 +59,7 @@ def lower(
     with Stages() as stages, collector_paused():
         program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
         found.check_program(program)
-        from autoshard.lower.stablehlo import annotate, check_steps
+        from autoshard.stablehlo.annotate import annotate, check_steps
 
         check_steps(program)
         stages.begin("lower")

@@ -328,7 +328,7 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
 
 def _compiled(row: Row, graph: Graph, mesh: Mesh, target_text: str, say: Progress) -> Row:
     """The row with what the target's compiler makes of its plan."""
-    from autoshard.lower.stablehlo import annotate
+    from autoshard.stablehlo.annotate import annotate
     from autoshard.verify.check import compare_compiled
     from autoshard.verify.compile import CompileError
     from autoshard.verify.targets import parse_target

@@ -95,8 +95,8 @@ def spec_of(text: str, rank: int, mesh: Mesh, name: str) -> Spec:
     Raises:
         ValueError: there is none; says what to do.
     """
-    from autoshard.lower.stablehlo import gspmd_sharding
     from autoshard.solver.strategies import argument_specs
+    from autoshard.stablehlo.annotate import gspmd_sharding
 
     wanted = _tiles(text)
     if wanted is not None:

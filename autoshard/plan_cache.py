@@ -96,7 +96,7 @@ def _source_digest() -> str:
 
 def _module_digest(module: bytes) -> str:
     """Of a StableHLO module without its locations and the numbers in its names, which count up in a process."""
-    from autoshard.graph.stablehlo import mlir_context, parse_module
+    from autoshard.stablehlo.reader import mlir_context, parse_module
 
     with mlir_context():
         text = parse_module(module).operation.get_asm(enable_debug_info=False)

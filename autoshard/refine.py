@@ -100,7 +100,7 @@ def refined(
     Raises:
         CompileError: the target's compiler compiles none of the candidates.
     """
-    from autoshard.lower.stablehlo import annotate
+    from autoshard.stablehlo.annotate import annotate
     from autoshard.verify.check import compare_compiled
     from autoshard.verify.compile import CompileError
     from autoshard.written import predict_annotations, written_plan

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def captured_graph(program: Program) -> Graph:
     """The op graph of a captured program."""
-    from autoshard.graph.stablehlo import build_graph
+    from autoshard.stablehlo.reader import build_graph
 
     return build_graph(program)
 

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import api
 from autoshard.graph.ops import Graph
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from autoshard.written import captured_graph

@@ -113,8 +113,8 @@ class Good:
         from jaxlib.mlir import ir
 
         import autoshard
-        from autoshard.graph.stablehlo import mlir_context, parse_module
         from autoshard.solver import iopddl
+        from autoshard.stablehlo.reader import mlir_context, parse_module
         from tests.solver.random_problems import random_problem
 
         def exported(x: Any, w: Any) -> Any:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoshard.graph import rules
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.rules_base import CUSTOM_CALL_RULES, RULES, RuleFunction
-from autoshard.graph.stablehlo import kind_of
+from autoshard.stablehlo.reader import kind_of
 from tests.rules.harness import BUILDERS
 from tests.rules.snippets import WITHOUT
 

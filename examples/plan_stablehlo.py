@@ -23,7 +23,7 @@ import numpy as np
 
 import autoshard
 from autoshard.capture.stablehlo_file import read_program
-from autoshard.lower.stablehlo import annotate
+from autoshard.stablehlo.annotate import annotate
 from autoshard.written import captured_graph
 
 

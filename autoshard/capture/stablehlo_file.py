@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import json_text
-from autoshard.capture.untrusted import BYTECODE, PORTABLE, refuse
 from autoshard.errors import SourceError
-from autoshard.graph.inline import check_calls, inline_calls
-from autoshard.graph.stablehlo import SHARDING_ATTRIBUTES, entry_block, functions_of, mlir_context
-from autoshard.graph.stablehlo_attrs import SPLIT_BY_HAND
 from autoshard.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
+from autoshard.stablehlo.attributes import SPLIT_BY_HAND
+from autoshard.stablehlo.inline import check_calls, inline_calls
+from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES, entry_block, functions_of, mlir_context
+from autoshard.stablehlo.untrusted import BYTECODE, PORTABLE, refuse
 
 FRONTEND = "stablehlo"
 _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_map
 
 from autoshard.capture import probe, refusals, switches
 from autoshard.capture.device import is_xla
-from autoshard.capture.hlo_proto import signature, with_ids_from_one, without_stacks
 from autoshard.capture.inplace_shapes import quick_inplace_shapes
 from autoshard.capture.modules import ModulePaths
 from autoshard.capture.python_frames import no_python_frames
 from autoshard.capture.sequence import Call, draws
 from autoshard.capture.tracing import DTYPES, Labels, Lowered, Result, Tracing, check_placeable, tensor_type, trace_step
-from autoshard.capture.unread import with_arguments
 from autoshard.errors import CaptureError
 from autoshard.program import WRITTEN_LAST, Argument, Program, TensorType
+from autoshard.stablehlo.hlo_proto import signature, with_ids_from_one, without_stacks
+from autoshard.stablehlo.unread import with_arguments
 
 UNMARKABLE = frozenset({"aten.view_as_real_copy.default"})
 """torch_xla gives the result a layout of fewer dims than it has, and XLA refuses to copy it."""

@@ -255,7 +255,7 @@ class _Module:
         """MLIR bytecode."""
         import io
 
-        from autoshard.graph.stablehlo import entry_block, functions_of, mlir_context
+        from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context
 
         with mlir_context(), jax_types():
             module = _parsed(self._text())
@@ -446,7 +446,7 @@ def _inline(module: Any) -> None:
     """Inline the ops' functions, each op under the label of the call that it came from."""
     from jaxlib.mlir import ir
 
-    from autoshard.graph.inline import inline_calls
+    from autoshard.stablehlo.inline import inline_calls
 
     def of(op: Any, caller: Any) -> Any:
         return caller if caller is not None else (op.location if op.name == "func.call" else None)

@@ -36,7 +36,7 @@ class ConvolutionPartitioner(DotPartitioner):
         hides: Hides | None = None,
         alone: tuple[bool, ...] = (False, False),
     ) -> None:
-        """For a convolution with these attributes (see `graph/stablehlo_attrs.py`), whose whole result is `out`."""
+        """For a convolution with these attributes (see `stablehlo/attributes.py`), whose whole result is `out`."""
         super().__init__(dims, subaxes, hides, alone)
         self.whole = dims
         self.attrs = attrs

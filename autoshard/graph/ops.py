@@ -28,7 +28,7 @@ class Op:
             `dot` arrives as `dot_general`; `custom_call` as `custom_call` with `attrs["target"]`.
         operands: the values it reads.
         results: types of the values it makes.
-        attrs: the attributes that its rule needs, as plain Python values (see `graph/stablehlo.py` for each kind's).
+        attrs: the attributes that its rule needs, as plain Python values (see `stablehlo/reader.py` for each kind's).
         aten: index of the aten op that it came from, or None.
         module: module path of that aten op, `""` where unknown.
     """

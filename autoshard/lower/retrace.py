@@ -13,10 +13,10 @@ from autoshard.capture.sequence import WRITES_BACK, Call
 from autoshard.capture.torch_xla import XlaLabels, trace
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule
-from autoshard.lower.stablehlo import set_boundary
 from autoshard.lower.step import StepWriter
 from autoshard.plan import Plan
 from autoshard.program import Program
+from autoshard.stablehlo.annotate import set_boundary
 
 
 def annotated_program(

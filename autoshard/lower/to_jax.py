@@ -28,9 +28,9 @@ import numpy as np
 from autoshard.errors import LoweringError
 from autoshard.lower.arrays import numpy_dtypes, to_numpy, to_torch
 from autoshard.lower.devices import device_ids
-from autoshard.lower.stablehlo import annotate, check_steps
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import ROLES, ActivationKey, Plan
+from autoshard.stablehlo.annotate import annotate, check_steps
 
 if TYPE_CHECKING:
     from autoshard.graph.ops import Graph
@@ -474,7 +474,7 @@ def _exported_call(module: bytes, program: Program, devices: int, precision: Pre
     from jax._src.lib import _jax
     from jax._src.lib.mlir.dialects import hlo
 
-    from autoshard.graph.stablehlo import mlir_context, parse_module
+    from autoshard.stablehlo.reader import mlir_context, parse_module
 
     with mlir_context():
         parsed = parse_module(module)

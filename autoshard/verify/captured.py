@@ -50,7 +50,7 @@ class CapturedStep:
         """Compile it."""
         import jax
 
-        from autoshard.lower.stablehlo import annotate, check_steps
+        from autoshard.stablehlo.annotate import annotate, check_steps
         from autoshard.written import captured_graph
 
         check_steps(program)
@@ -162,7 +162,7 @@ def _compiled(module: bytes, devices: list[Any], results: int) -> Any:
     from jax._src.lib import _jax
     from jax._src.lib import xla_client as xc
 
-    from autoshard.graph.stablehlo import mlir_context, parse_module
+    from autoshard.stablehlo.reader import mlir_context, parse_module
 
     options = xc.CompileOptions()
     build = options.executable_build_options

@@ -118,8 +118,8 @@ def compare_compiled(
     module: bytes,
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
-    from autoshard.lower.stablehlo import donated
     from autoshard.solver.guard import wrong_sums
+    from autoshard.stablehlo.annotate import donated
     from autoshard.written import predict_annotations
 
     targeted = on_target(mesh, target)
@@ -204,8 +204,8 @@ def verify_plan(
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
     from autoshard import api
-    from autoshard.lower.stablehlo import annotate
     from autoshard.program import Program
+    from autoshard.stablehlo.annotate import annotate
     from autoshard.written import captured_graph
 
     if not isinstance(source, Program):

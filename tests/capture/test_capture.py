@@ -15,9 +15,9 @@ from torch import nn
 import autoshard
 from autoshard.capture.torch_xla import XlaLabels, capture
 from autoshard.graph.ops import Graph
-from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh
 from autoshard.program import Program
+from autoshard.stablehlo.reader import build_graph
 from tests.capture.models import Mlp, locations, mean_square, sample
 
 PARAMETERS = ["first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight", "second.bias"]

@@ -10,10 +10,10 @@ import pytest
 import autoshard
 from autoshard.capture.stablehlo_file import module_path, path_name, read_program
 from autoshard.errors import SourceError
-from autoshard.graph.stablehlo import mlir_context, parse_module
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.sources import is_stablehlo
+from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import mlir_context, parse_module
 from autoshard.written import captured_graph
 
 MESH = Mesh((2, 2))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import VerifyReport, compare_compiled
 from autoshard.verify.compile import Compiled
 from autoshard.verify.targets import parse_target

@@ -14,10 +14,10 @@ from autoshard.cost.spmd_conv import on_elements
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import propagate
-from autoshard.graph.stablehlo import build_graph
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.program import AtenOp, TensorType
+from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import parse_target

@@ -13,8 +13,8 @@ from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import parse_target
 from autoshard.verify.work import compiled_work

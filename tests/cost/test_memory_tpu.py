@@ -14,9 +14,9 @@ import pytest
 from autoshard.cost.predict import Prediction
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import Argument, AtenOp, Output, Program, TensorType
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.work import compiled_work
 from tests.graph.helpers import program_from_text
@@ -87,7 +87,7 @@ def network(rows: int, width: int) -> Graph:
 
 def both(graph: Graph, annotations: Annotations, device: str, target: str) -> tuple[Prediction, Compiled]:
     """What is predicted and what is compiled."""
-    from autoshard.lower.stablehlo import annotate, donated
+    from autoshard.stablehlo.annotate import annotate, donated
     from autoshard.written import predict_annotations
 
     mesh = dataclasses.replace(MESH, device=device, placement=())

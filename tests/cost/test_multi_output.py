@@ -14,8 +14,8 @@ from autoshard.cost.kernels import Kernel
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import TargetError, parse_target
 from tests.graph.helpers import graph_of

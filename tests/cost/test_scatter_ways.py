@@ -8,9 +8,9 @@ from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import propagate
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.program import AtenOp, TensorType
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from tests.graph.helpers import graph_from_text

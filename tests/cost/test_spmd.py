@@ -13,8 +13,8 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.propagate import Shardings, propagate
 from autoshard.graph.tiling import Subaxes
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, replicated
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.fidelity import fidelity

@@ -8,7 +8,7 @@ from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
-from autoshard.lower.stablehlo import annotate
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.fidelity import fidelity

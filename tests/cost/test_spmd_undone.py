@@ -9,9 +9,9 @@ from autoshard.cost.spmd_undone import undone
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import propagate
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import AtenOp, TensorType
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import parse_target

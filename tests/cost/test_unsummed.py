@@ -7,9 +7,9 @@ import pytest
 from autoshard.cost.compute import CONTRACTIONS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import AtenOp, TensorType
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from tests.graph.helpers import graph_from_text

@@ -7,9 +7,9 @@ from typing import Any
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import Argument, AtenOp, Output, Program, TensorType
+from autoshard.stablehlo.reader import build_graph
 
 Shape = tuple[int, ...]
 """Of f32, or with a dtype as its last element: `(16, 1, "i32")`."""

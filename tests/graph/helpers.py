@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.graph.ops import Graph, Op
-from autoshard.graph.stablehlo import build_graph
 from autoshard.program import Argument, ArgumentRole, AtenOp, Output, Program
+from autoshard.stablehlo.reader import build_graph
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -7,9 +7,9 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.graph.propagate import propagate
 from autoshard.graph.simplify import fold
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.program import Argument, Output
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module
 from tests.cost.zoo import program
@@ -102,7 +102,7 @@ def test_a_result_that_updates_an_argument_has_its_sharding():
     arguments = (*made.arguments[:3], Argument("state", "buffer", state.type))
     from dataclasses import replace
 
-    from autoshard.graph.stablehlo import build_graph
+    from autoshard.stablehlo.reader import build_graph
 
     graph = build_graph(replace(made, arguments=arguments, outputs=outputs))
     found = propagate(graph, Annotations({Value(3): (("data",), ("model",))}), MESH).specs

@@ -4,8 +4,8 @@ import random
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.stablehlo import build_graph
 from autoshard.plan import plan_of
+from autoshard.stablehlo.reader import build_graph
 
 
 def alternating(program, mesh, seed=0, pins=0.5, copies=0.2, hops=0.5):

@@ -8,7 +8,7 @@ import torch_xla
 from autoshard.hints import _tiles
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule
-from autoshard.lower.stablehlo import gspmd_sharding
+from autoshard.stablehlo.annotate import gspmd_sharding
 
 _CUSTOM_CALL = re.compile(r'custom_call_target="Sharding".*?sharding=(\{[^}]*\})')
 

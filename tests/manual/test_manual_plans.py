@@ -16,9 +16,9 @@ import autoshard
 from autoshard import manual
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Value
-from autoshard.lower.stablehlo import annotate
 from autoshard.manual.transformers_tp import _WEIGHT_DIM, UnknownStyleWarning
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from autoshard.written import captured_graph

@@ -7,9 +7,7 @@ import pytest
 from autoshard.cost.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.stablehlo import build_graph
 from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
-from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.program import AtenOp
@@ -24,6 +22,8 @@ from autoshard.solver.guard import (
     spread_indices,
 )
 from autoshard.solver.strategies import plain
+from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.compile import CompileError, compile_module
 from autoshard.written import written_plan
 from tests.cost.zoo import WINDOWS, program

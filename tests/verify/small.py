@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.stablehlo import build_graph
 from autoshard.mesh import Mesh
 from autoshard.program import Argument, AtenOp, Output, Program, TensorType
+from autoshard.stablehlo.reader import build_graph
 
 MESH = Mesh((2, 4), ("data", "model"))
 

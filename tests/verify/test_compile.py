@@ -17,8 +17,8 @@ from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.files import cache_dir
 from autoshard.graph.annotations import Annotations
-from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate, donated
 from autoshard.verify import compile as compiling
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import CompileError, compile_module

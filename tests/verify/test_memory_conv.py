@@ -10,9 +10,9 @@ from autoshard.cost.device import load_device
 from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.stablehlo import build_graph
-from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate, donated
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.targets import parse_target
 from autoshard.verify.work import compiled_work

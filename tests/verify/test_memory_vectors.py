@@ -6,9 +6,9 @@ from autoshard.cost.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.stablehlo import build_graph
-from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate, donated
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.compile import compile_module
 from tests.graph.helpers import program_from_text
 

@@ -12,8 +12,8 @@ import torch
 
 from autoshard import cli
 from autoshard.capture import torch_xla as front_end
-from autoshard.graph.stablehlo import mlir_context, parse_module
 from autoshard.sources import Source
+from autoshard.stablehlo.reader import mlir_context, parse_module
 from autoshard.verify import run_worker
 from autoshard.verify.batches import random_batch
 from autoshard.verify.judged import Causes, of_captured

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from autoshard.graph.annotations import Annotations
-from autoshard.lower.stablehlo import annotate, donated
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate, donated
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import WORKER
 from autoshard.verify.hlo_text import parse_hlo

@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from autoshard.graph.stablehlo import entry_block, functions_of, mlir_context, parse_module
 from autoshard.program import TensorType
+from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context, parse_module
 
 
 def with_arguments(stablehlo: bytes, types: Sequence[TensorType]) -> bytes:

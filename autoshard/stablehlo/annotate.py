@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 from autoshard.errors import AutoshardError, LoweringError
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.inline import inline_calls
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.stablehlo import (
+from autoshard.mesh import Mesh, Spec, format_spec, replicated
+from autoshard.program import Program
+from autoshard.stablehlo.inline import inline_calls
+from autoshard.stablehlo.reader import (
     SHARDING_ATTRIBUTES,
     aten_of,
     entry_block,
@@ -23,8 +25,6 @@ from autoshard.graph.stablehlo import (
     mlir_context,
     parse_module,
 )
-from autoshard.mesh import Mesh, Spec, format_spec, replicated
-from autoshard.program import Program
 
 
 class AnnotationError(AutoshardError, ValueError):

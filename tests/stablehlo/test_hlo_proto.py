@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-hlo_proto = importlib.import_module("autoshard.capture.hlo_proto")
+hlo_proto = importlib.import_module("autoshard.stablehlo.hlo_proto")
 
 
 def module_bytes(sums: int) -> bytes:

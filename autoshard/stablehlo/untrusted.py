@@ -1,7 +1,7 @@
 """StableHLO modules that anyone may have written, held against what MLIR's readers end the process on.
 
 Text is looked at: it must be UTF-8, also where it is escaped, and not nested so deeply that a reader runs out of stack.
-Bytecode is first read by a process of its own (`python -m autoshard.capture.untrusted`), with limits on its time
+Bytecode is first read by a process of its own (`python -m autoshard.stablehlo.untrusted`), with limits on its time
 and memory; what MLIR then prints of it is looked at in the same way.
 """
 
@@ -91,7 +91,7 @@ def _read_apart(content: bytes) -> None:
     """Have another process read bytecode."""
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", "autoshard.capture.untrusted"]
+    command = [sys.executable, "-P", "-m", "autoshard.stablehlo.untrusted"]
     done = subprocess.run(command, capture_output=True, input=content, env=os.environ | {"PYTHONPATH": path})
     if done.returncode == 0:
         return
@@ -111,7 +111,7 @@ def _main() -> None:
     from jaxlib._jax import mlir
     from jaxlib.mlir import ir
 
-    from autoshard.graph.stablehlo_context import mlir_context
+    from autoshard.stablehlo.context import mlir_context
 
     with mlir_context():
         try:

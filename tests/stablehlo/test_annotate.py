@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from autoshard.capture.torch_xla import capture
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.stablehlo import build_graph, mlir_context, parse_module
-from autoshard.lower.stablehlo import AnnotationError, annotate, donated, gspmd_sharding
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import AnnotationError, annotate, donated, gspmd_sharding
+from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
 from tests.verify.small import MESH, W, X, program
 
 SPLIT_ROWS = "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"

@@ -20,9 +20,9 @@ from autoshard.errors import CaptureError
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value, flow
-from autoshard.graph.stablehlo_attrs import plain_dot, read_attrs, trip_count
-from autoshard.graph.stablehlo_context import mlir_context as mlir_context
 from autoshard.program import Argument, Output, Program, TensorType
+from autoshard.stablehlo.attributes import plain_dot, read_attrs, trip_count
+from autoshard.stablehlo.context import mlir_context as mlir_context
 
 # An SSA value is one tensor, or a tuple of such.
 Bound: TypeAlias = "Value | tuple[Bound, ...]"

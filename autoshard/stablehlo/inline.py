@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from autoshard.graph.stablehlo import entry_block, functions_of
+from autoshard.stablehlo.reader import entry_block, functions_of
 
 _C = TypeVar("_C")
 

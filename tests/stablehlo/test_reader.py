@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from autoshard.graph.ops import Value
-from autoshard.graph.stablehlo import build_graph
 from autoshard.program import AtenOp, Program, TensorType
+from autoshard.stablehlo.reader import build_graph
 from tests.graph.helpers import graph_from_text, graph_of, only, program_from_text
 
 jax = pytest.importorskip("jax")
@@ -324,7 +324,7 @@ def test_the_importer_leaves_jax_and_torch_alone() -> None:
     import sys
 
     code = (
-        "import sys; from autoshard.graph.stablehlo import build_graph; from autoshard.program import Program;"
+        "import sys; from autoshard.stablehlo.reader import build_graph; from autoshard.program import Program;"
         "text = b'func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }';"
         "build_graph(Program('train', 'torch_xla', {}, (), text, (), (), ()));"
         "print([name for name in ('jax', 'torch') if name in sys.modules])"

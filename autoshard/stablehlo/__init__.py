@@ -1,0 +1,1 @@
+"""StableHLO modules in and out: MLIR to graphs, annotated modules, HLO protos."""
