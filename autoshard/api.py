@@ -317,11 +317,11 @@ def evaluate(program: Program, plan: Plan) -> Prediction:
 def register_rule(
     target: str, dims: str | None = None, *, whole: str = "", sums: str = "", partitioned: bool = True
 ) -> Any:
-    """Say how a custom call with this target may be split; see `autoshard.graph.rules_custom.register_rule`.
+    """Say how a custom call with this target may be split; see `autoshard.graph.rules.custom.register_rule`.
 
     >>> autoshard.register_rule("my_attention", "b h q d, b h k d, b h k d -> b h q d", whole="q k d")
     """
-    from autoshard.graph import rules_custom
+    from autoshard.graph.rules import custom as rules_custom
 
     return rules_custom.register_rule(target, dims, whole=whole, sums=sums, partitioned=partitioned)
 

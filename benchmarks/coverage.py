@@ -97,7 +97,7 @@ def plan_and_run(name: str, folder: Path) -> None:
     from autoshard.api import collector_paused, plan_program
     from autoshard.capture.torch_xla import capture
     from autoshard.errors import AutoshardError
-    from autoshard.graph.rules_base import GATHERED
+    from autoshard.graph.rules.base import GATHERED
     from autoshard.mesh import Mesh
     from autoshard.verify import run_worker
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autoshard.graph import rules
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.rules_base import CUSTOM_CALL_RULES, RULES, RuleFunction
+from autoshard.graph.rules import table as rules
+from autoshard.graph.rules.base import CUSTOM_CALL_RULES, RULES, RuleFunction
 from autoshard.stablehlo.reader import kind_of
 from tests.rules.harness import BUILDERS
 from tests.rules.snippets import WITHOUT
@@ -153,7 +153,7 @@ Dims of one name are split together; `whole` may not be split, `sums` leaves ter
 `*` is a tensor that is read or made whole. XLA splits a custom call only where the runtime has a partitioner for its
 target (jax's `custom_partitioning`); for one that has none pass `partitioned=False`: it is gathered, and named in the
 plan with its cost. `register_rule(target)` without dims decorates a function of the shapes and attributes
-(`autoshard/graph/rules_base.py`).
+(`autoshard/graph/rules/base.py`).
 """
 
 

@@ -21,7 +21,7 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings, propagate
 from autoshard.graph.recomputed import recomputed_ops
 from autoshard.graph.rewritten import rewritten
-from autoshard.graph.rules import rule_for
+from autoshard.graph.rules.table import rule_for
 from autoshard.graph.simplify import simplified
 from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cost.spmd_reshard import Step
 from autoshard.graph.ops import DimFactors, Op
-from autoshard.graph.rules import rule_for
+from autoshard.graph.rules.table import rule_for
 from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 

@@ -18,7 +18,7 @@ from autoshard.cost.spmd_reshard import Step
 from autoshard.cost.spmd_scatter import is_summed
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
-from autoshard.graph.rules_index import REDUCERS
+from autoshard.graph.rules.index import REDUCERS
 from autoshard.graph.tiling import Tiling
 from autoshard.graph.transfer import bytes_of
 

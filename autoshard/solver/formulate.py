@@ -28,7 +28,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.propagate import Shardings
-from autoshard.graph.rules import rule_for
+from autoshard.graph.rules.table import rule_for
 from autoshard.graph.simplify import simplified
 from autoshard.graph.tiling import Subaxes
 from autoshard.mesh import Mesh, Spec, spec_axes

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard.graph.ops import Graph, Op, Rule
-from autoshard.graph.rules import has_rule, rule_for
-from autoshard.graph.rules_base import Factors
-from autoshard.graph.rules_custom import forget_rule
+from autoshard.graph.rules.base import Factors
+from autoshard.graph.rules.custom import forget_rule
+from autoshard.graph.rules.table import has_rule, rule_for
 from tests.graph.helpers import graph_from_text, graph_of, only
 from tests.graph.reference import COMBINE, IDENTITY, Shard, evaluate, whole
 

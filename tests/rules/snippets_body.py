@@ -1,4 +1,4 @@
-"""Cases of `graph/rules_body.py`: loops that carry tensors through products, sums and slices, and branches."""
+"""Cases of `graph/rules/body.py`: loops that carry tensors through products, sums and slices, and branches."""
 
 from __future__ import annotations
 

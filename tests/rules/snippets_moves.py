@@ -1,4 +1,4 @@
-"""Cases of `graph/rules_shape.py`, `graph/rules_index.py` and `graph/rules_window.py`."""
+"""Cases of `graph/rules/shape.py`, `graph/rules/index.py` and `graph/rules/window.py`."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
 
 import pytest
 
-from autoshard.graph import rules  # noqa: F401  registers every rule
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.rules_base import CUSTOM_CALL_RULES, RULES
+from autoshard.graph.rules import table as rules  # noqa: F401  registers every rule
+from autoshard.graph.rules.base import CUSTOM_CALL_RULES, RULES
 from tests.rules.harness import BUILDERS, MESHES, TORCH, Case, batch_of, check, run
 from tests.rules.snippets import WITHOUT
 from tests.rules.torch_forms import FUNCTIONS

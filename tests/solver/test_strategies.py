@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.rules import rule_for
+from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.solver.strategies import (
     Partial,

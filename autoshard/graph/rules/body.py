@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from autoshard.graph.body import Body
 from autoshard.graph.groups import free_ops
 from autoshard.graph.ops import DimFactors, FactorKind, Graph, Op, Rule, Value
-from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, rule
+from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, rule
 
 STUCK = "its body lets nothing be split that it is handed"
 
@@ -65,7 +65,7 @@ class _Bodies:
             self._add(body.graph)
 
     def _add(self, graph: Graph) -> None:
-        from autoshard.graph.rules import rule_for
+        from autoshard.graph.rules.table import rule_for
 
         free = free_ops(graph)
         known: dict[Value, DimFactors] = {}

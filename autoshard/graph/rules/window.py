@@ -8,7 +8,7 @@ dim (a cumulative sum, the weight gradient of a convolution) needs all of them: 
 from __future__ import annotations
 
 from autoshard.graph.ops import FactorKind, Rule
-from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, gathered, rule
+from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, gathered, rule
 
 
 def window_kind(extent: int, window: int, dilation: int, plain: bool) -> FactorKind:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.graph.ops import Rule
-from autoshard.graph.rules_base import (
+from autoshard.graph.rules.base import (
     CUSTOM_CALL_RULES,
     Dim,
     Factors,
@@ -34,7 +34,7 @@ def register_rule(
     of one name are split together. `...` are any leading dims, `*` is a tensor of any rank that is read or made whole.
 
     Without `dims` this is a decorator of a function from `Signature` to `Rule`, or to None for a form of the op that it
-    cannot describe (see `autoshard/graph/rules_base.py`).
+    cannot describe (see `autoshard/graph/rules/base.py`).
 
     Args:
         target: the call's target; a rule that it had is replaced.

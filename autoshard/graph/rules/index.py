@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 from autoshard.graph.ops import FactorKind, Rule
-from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, rule
+from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, rule
 
 REDUCERS = ("add", "mul", "min", "max", "and", "or")
 """Regions of a scatter whose partial results can be combined."""

@@ -15,9 +15,13 @@ The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it ha
 
 from __future__ import annotations
 
-from autoshard.graph import rules_body, rules_custom, rules_index, rules_shape, rules_window
 from autoshard.graph.ops import Graph, Op, Rule
-from autoshard.graph.rules_base import (
+from autoshard.graph.rules import body as rules_body
+from autoshard.graph.rules import custom as rules_custom
+from autoshard.graph.rules import index as rules_index
+from autoshard.graph.rules import shape as rules_shape
+from autoshard.graph.rules import window as rules_window
+from autoshard.graph.rules.base import (
     CUSTOM_CALL_RULES,
     RULES,
     Dim,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from autoshard.graph.ops import Rule
-from autoshard.graph.rules_base import Dim, Factors, Shape, Signature, rule
+from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, rule
 
 
 @rule("broadcast_in_dim")

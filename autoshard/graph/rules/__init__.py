@@ -1,0 +1,1 @@
+"""How each op kind may be split: one factor rule per kind."""
