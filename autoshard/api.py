@@ -365,7 +365,7 @@ def _hint(name: str, hint: Hint) -> Spec:
 
 def memory_limit(memory: float | Literal["device"] | None, mesh: Mesh) -> int | None:
     """Bytes per device that a step on `mesh` may use; None is no limit."""
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
 
     if memory == DEVICE_MEMORY:
         return load_device(mesh.device).memory_bytes

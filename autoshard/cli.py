@@ -439,7 +439,7 @@ def calibrate(
     as_json: bool,
 ) -> None:
     """Measure this machine and write it as a device kind, for `plan --device DEVICE.TOML`."""
-    from autoshard.cost import calibrate as fitting
+    from autoshard.cost.machine import calibrate as fitting
 
     if base is not None:
         known_device(base)

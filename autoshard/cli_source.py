@@ -42,7 +42,7 @@ PLAN_FILE = click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(pat
 
 def known_device(kind: str) -> None:
     """Refuse a device kind that there is not, before anything heavy is imported."""
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
 
     load_device(kind)
 

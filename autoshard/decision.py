@@ -185,7 +185,7 @@ def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], 
     they count twice: as compiled for v5e, ResNet's plans with gathers took 0.30 and 0.18 ms more against prediction
     than those without (on 4x4 and 2x4), where 0.23 and 0.47 ms of such copies were predicted.
     """
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
     from autoshard.cost.strips_tpu import early_seconds
     from autoshard.plan import NoPlanError
 
@@ -219,7 +219,7 @@ def formulated(
     Args:
         gathers: whether anything may be gathered.
     """
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
     from autoshard.hints import split
     from autoshard.solver.formulate import formulate
 
@@ -245,7 +245,7 @@ def decide(
     others: Sequence[Carried] = (),
 ) -> Decision:
     """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
     from autoshard.plan import NoPlanError
     from autoshard.solver.carry import carried_from, choices_from
     from autoshard.solver.evaluate import evaluate as evaluate_choice

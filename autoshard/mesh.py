@@ -78,7 +78,7 @@ class Mesh:
     Attributes:
         shape: devices along each axis; one, two or three axes.
         axis_names: one distinct name per axis.
-        device: a device kind of `cost/devices.toml`, such as `tpu-v5e`, or one with the topology that the
+        device: a device kind of `cost/machine/devices.toml`, such as `tpu-v5e`, or one with the topology that the
             devices stand in: `tpu-v5e:4x4:2slices` (chips per torus dim, slices), `h100:2x8` (hosts x GPUs per host).
         placement: per axis the link it lies on, a link name of that device kind (`ici`, `nvlink`, `dcn`…), or two, as
             in `nvlink+ib`, for an axis that fills the rest of the first and goes on over the second; empty means that

@@ -113,8 +113,8 @@ def _same(mesh: Mesh, other: Mesh) -> bool:
 
     On a torus, and across hosts or slices, the order says where an axis lies.
     """
-    from autoshard.cost.device import load_device
-    from autoshard.cost.layout import layout
+    from autoshard.cost.machine.device import load_device
+    from autoshard.cost.machine.layout import layout
 
     if sorted(mesh.shape) != sorted(other.shape) or mesh.device != other.device or mesh.placement or other.placement:
         return False
@@ -128,8 +128,8 @@ def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | Non
 
     A device kind with a topology (`h100:2x8`) says itself how many there are; shapes that do not lie on it are out.
     """
-    from autoshard.cost.device import DeviceError, load_device
-    from autoshard.cost.layout import check_layout
+    from autoshard.cost.machine.device import DeviceError, load_device
+    from autoshard.cost.machine.layout import check_layout
 
     if mesh is not None:
         if devices is not None:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from autoshard import __version__
-from autoshard.cost.compute import dtype_bytes
+from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.drawing import holders, tiles
 from autoshard.explanation import Explanation
 from autoshard.mesh import Mesh, Spec, spec_axes

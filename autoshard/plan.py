@@ -423,7 +423,7 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def _links(mesh: Mesh) -> list[str]:
-    from autoshard.cost.device import DeviceError, default_placement
+    from autoshard.cost.machine.device import DeviceError, default_placement
 
     try:
         placement = default_placement(mesh)

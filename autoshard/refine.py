@@ -224,7 +224,7 @@ def _decisions(graph: Graph) -> dict[str, set[Value]]:
 
 def _overlapped(graph: Graph, plan: Plan) -> Formulation:
     """The problem in which part of every collective's bytes are on their way beside compute."""
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
     from autoshard.hints import split
     from autoshard.solver.formulate import formulate
 

@@ -35,7 +35,7 @@ _ROUNDING = 1e-6
 
 def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
     """The plans by hand that hold the hints, best estimated first (`manual/rank.py`); without those XLA gets wrong."""
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
     from autoshard.hints import value_named
     from autoshard.manual import PLANS
     from autoshard.manual.rank import ranked

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.cost.collectives import Collective
+    from autoshard.cost.machine.collectives import Collective
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
@@ -25,7 +25,7 @@ def captured_graph(program: Program) -> Graph:
 
 def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:
     """The cost model's figures for a graph with these annotations; the rest follows from propagation."""
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
     from autoshard.cost.predict import predict
 
     return predict(graph, annotations, mesh, load_device(mesh.device))

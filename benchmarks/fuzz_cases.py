@@ -243,7 +243,7 @@ def _valid(rng: random.Random) -> bytes:
 
 @cache
 def _devices_good() -> list[Any]:
-    document = tomllib.loads((ROOT / "autoshard/cost/devices.toml").read_text())
+    document = tomllib.loads((ROOT / "autoshard/cost/machine/devices.toml").read_text())
     return [{name: table} for name, table in document.items()]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from compiled import measured_plan
 from models import MODELS, built, hf, program
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.decision import plan_graph, within_limit
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from autoshard.cost.device import Target
+from autoshard.cost.machine.device import Target
 from autoshard.cost.reshard import reshard, specs_over
 from autoshard.mesh import Mesh, Spec, format_spec, parse_spec
 from autoshard.verify.compile import compile_module

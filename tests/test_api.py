@@ -266,6 +266,6 @@ def test_importing_autoshard_imports_nothing_heavy():
 
 
 def _device():
-    from autoshard.cost.device import load_device
+    from autoshard.cost.machine.device import load_device
 
     return load_device(MESH.device)

@@ -7,7 +7,7 @@ import pytest
 
 import autoshard
 from autoshard import rivals, written
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.manual import PLANS
 from autoshard.manual.rank import estimate, ranked
 from autoshard.mesh import Mesh

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
-from autoshard.cost.device import Device
 from autoshard.cost.heap import best_fit, packed
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.machine.device import Device
 from autoshard.cost.schedule import (
     Dependencies,
     Liveness,

@@ -18,10 +18,10 @@ from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.backend import Backend
-from autoshard.cost.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
+from autoshard.cost.machine.compute import dtype_bytes, roofline_seconds
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter, scattered_onto
 from autoshard.cost.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros

@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from autoshard.cost.ahead_tpu import fetched_ahead
 from autoshard.cost.backend import Backend, Placement
-from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import allocated_early
 from autoshard.cost.fusion_tpu import MOVES, TpuFusion, convolves, reads_from_memory
 from autoshard.cost.gathers_tpu import JOINED, gathered_in_pieces, scattered_in_turns
@@ -26,6 +25,7 @@ from autoshard.cost.indices_tpu import flattened_indices
 from autoshard.cost.kernels import Fusion, Kernel
 from autoshard.cost.loops_tpu import as_loops, with_bodies
 from autoshard.cost.lowered import ROUNDING, Array, Lowered, Step
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.memory_order import FromResults, counted_peak
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.order_tpu import behind_collectives, made_again, one_core_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoshard.cost.collectives import Collective
+from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.predict import Prediction
 from autoshard.graph.ops import Graph
 from autoshard.program import Argument

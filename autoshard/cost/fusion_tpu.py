@@ -10,11 +10,11 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import ring
 from autoshard.cost.kernels import LOOPS, Fusion, rank
 from autoshard.cost.loops_tpu import RING
 from autoshard.cost.lowered import SLICE, Lowered, Step
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.rewrite_tpu import convolved
 from autoshard.cost.strip_widths_tpu import annotated_view, enlarges
 from autoshard.cost.strips_tpu import halo_passes

@@ -26,8 +26,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoshard.cost.collectives import CollectiveKind
-from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import (
     Devices,
     Shape,
@@ -41,6 +39,8 @@ from autoshard.cost.device_tiles import (
     tiles,
     ungrouped,
 )
+from autoshard.cost.machine.collectives import CollectiveKind
+from autoshard.cost.machine.device import Target
 
 Pairs = list[tuple[int, int]]
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.latency import overlapped
 from autoshard.cost.lowered import COLLECTIVES, Array, Lowered
+from autoshard.cost.machine.device import Device
 from autoshard.cost.place_tpu import SHARE
 from autoshard.cost.schedule import Dependencies
 from autoshard.graph.groups import BARRIER, ELEMENTWISE

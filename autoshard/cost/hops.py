@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoshard.cost.collectives import Collective
-from autoshard.cost.device import Device
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.device import Device
 from autoshard.cost.reshard import Array, Fit, affine, affine_table, fit_of, reshard, specs_over
 from autoshard.mesh import Mesh, Spec
 

@@ -17,10 +17,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import adds_up
-from autoshard.cost.device import Device
 from autoshard.cost.lowered import Lowered, Step
+from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.machine.device import Device
 from autoshard.cost.place_tpu import multiplies_matrices
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.tpu_layout import for_convolution

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
 from autoshard.cost.spmd import Move, OpRun, Partitioned
 from autoshard.cost.spmd_attention import Attention
 from autoshard.graph.contraction import Matrices, matrices

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial
 
 from autoshard.cost.backend import Placement
-from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import ALLOCATED
-from autoshard.cost.device import Device
 from autoshard.cost.gathers_tpu import JOINED, joined_bytes, turned_bytes
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.machine.device import Device
 from autoshard.cost.on_chip import Life, off_chip
 from autoshard.cost.schedule import Liveness
 from autoshard.cost.sparse_copies_tpu import COPIED

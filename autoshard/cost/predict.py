@@ -7,10 +7,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.backend import Compiled, backend_of
-from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
-from autoshard.cost.device import Device, Target
 from autoshard.cost.lowered import lower
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
+from autoshard.cost.machine.device import Device, Target
 from autoshard.cost.spmd import Partitioned, partition
 from autoshard.cost.spmd_undone import undone
 from autoshard.cost.timing import collective_seconds, kernel_seconds

@@ -21,10 +21,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.collectives import Collective, coefficients
-from autoshard.cost.device import Device, Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import CrashError, axis_names, reshard_tiles
+from autoshard.cost.machine.collectives import Collective, coefficients
+from autoshard.cost.machine.device import Device, Target
 from autoshard.cost.step_tables import CRASH, Step, step_table
 from autoshard.mesh import Mesh, Spec
 

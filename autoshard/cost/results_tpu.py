@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from autoshard.cost.compute import CONTRACTIONS
 from autoshard.cost.conv_loops_tpu import ring
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.loops_tpu import is_loop
 from autoshard.cost.lowered import Lowered, Step
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.graph.groups import ELEMENTWISE
 

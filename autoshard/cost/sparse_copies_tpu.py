@@ -24,9 +24,9 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import COLLECTIVES, Lowered
+from autoshard.cost.machine.device import Device
 from autoshard.cost.schedule import Dependencies, dependencies
 from autoshard.cost.tpu_layout import LANES
 

@@ -15,10 +15,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost import spmd_body, spmd_expanded, spmd_reorder, spmd_rounded, spmd_shape, tiles_tpu
-from autoshard.cost.collectives import Collective
-from autoshard.cost.device import Target
 from autoshard.cost.gspmd_reshard import Cut
-from autoshard.cost.layout import sums_whole
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.layout import sums_whole
 from autoshard.cost.spmd_attention import Attention, attentions, unread
 from autoshard.cost.spmd_chained import chained_scatters
 from autoshard.cost.spmd_contraction import contraction, is_transposed, may_loop

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.spmd_looped import Ring
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.simplify import fold

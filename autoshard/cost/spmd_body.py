@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import op_flops
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.compute import op_flops
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.body import Body
 from autoshard.graph.ops import Op, Value

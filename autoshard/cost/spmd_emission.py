@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.cost.collectives import Collective
+from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.spmd_reshard import Step
 from autoshard.graph.tiling import Tiling
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.graph.ops import Op, Value
 from autoshard.graph.tiling import Tiling
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.cost.collectives import CollectiveKind
-from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import Tiles, tiles, tiles_of
 from autoshard.cost.gspmd_reshard import CrashError, Emitted, axis_names, reshard_tiles
+from autoshard.cost.machine.collectives import CollectiveKind
+from autoshard.cost.machine.device import Target
 from autoshard.cost.tiles_tpu import gathers_as_sum
 from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.graph.transfer import bytes_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.spmd_reshard import Step
 from autoshard.cost.spmd_scatter import MOVES
 from autoshard.graph.ops import Op, Value

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoshard.cost import tiles_tpu
-from autoshard.cost.device import Target
 from autoshard.cost.device_tiles import tiles_of
 from autoshard.cost.gspmd_reshard import Cut, first_cut
+from autoshard.cost.machine.device import Target
 from autoshard.cost.spmd_looped import Ring
 from autoshard.graph.groups import ELEMENTWISE, unscaled
 from autoshard.graph.ops import Op, Value
 from autoshard.graph.tiling import Subaxes, Tiling
 
 if TYPE_CHECKING:
-    from autoshard.cost.collectives import Collective
+    from autoshard.cost.machine.collectives import Collective
     from autoshard.cost.spmd import OpRun, Partitioner
 
 Dim = tuple[int, ...]

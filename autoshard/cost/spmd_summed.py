@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autoshard.cost.collectives import Collective
+from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.spmd_chained import is_annotated
 from autoshard.cost.spmd_contraction import is_transposed
 from autoshard.graph.groups import unscaled

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoshard.cost.device import Target
+from autoshard.cost.machine.device import Target
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import Shardings
 from autoshard.graph.tiling import Tiling

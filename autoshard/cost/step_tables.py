@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard import files, kept
-from autoshard.cost.collectives import CollectiveKind
+from autoshard.cost.machine.collectives import CollectiveKind
 from autoshard.errors import FileError
 
 CRASH: Literal["crash"] = "crash"

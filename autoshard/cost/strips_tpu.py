@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from autoshard.cost.conv_loops_tpu import passes
-from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import COLLECTIVES, Array, Lowered, Step
+from autoshard.cost.machine.device import Device
 from autoshard.cost.multi_output import merged_outputs
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.rewrite_tpu import KEEPS_DIMS

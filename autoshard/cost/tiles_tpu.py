@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autoshard.cost.device import load_device
-from autoshard.cost.layout import layout
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.layout import layout
 from autoshard.mesh import Mesh
 
 Shape = tuple[int, ...]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.cost.backend import Compiled
-from autoshard.cost.collectives import Collective, coefficients
-from autoshard.cost.compute import roofline_seconds
-from autoshard.cost.device import Device
 from autoshard.cost.lowered import COLLECTIVES
+from autoshard.cost.machine.collectives import Collective, coefficients
+from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.cost.machine.device import Device
 from autoshard.mesh import Mesh
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autoshard.cost.backend import Compiled, backend_of
-from autoshard.cost.collectives import Collective
-from autoshard.cost.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
-from autoshard.cost.device import Device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Lowered, Step, lower
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
+from autoshard.cost.machine.device import Device
 from autoshard.cost.rewrite import Rewriter
 from autoshard.cost.spmd import OpRun, Partitioned
 from autoshard.cost.traffic import PARTIAL

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.cost.device import DeviceError, load_device, split_topology
-from autoshard.cost.layout import device_order
+from autoshard.cost.machine.device import DeviceError, load_device, split_topology
+from autoshard.cost.machine.layout import device_order
 from autoshard.mesh import Mesh
 
 
@@ -16,7 +16,7 @@ def device_ids(mesh: Mesh, attributes: Sequence[Mapping[str, Any]]) -> tuple[int
 
     A TPU runtime numbers its devices in an order of its own (x fastest), so that neighbours of a mesh axis need not be
     neighbours on the torus. By their coordinates they are put where the plan was priced, and compiled for when it was
-    verified: `cost/layout.py`.
+    verified: `cost/machine/layout.py`.
 
     Args:
         attributes: per device as torch_xla says them: `name` (`TPU:3`), and on TPU `coords`, `core_on_chip`,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.propagate import Shardings, propagate

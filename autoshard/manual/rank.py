@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
-from autoshard.cost.collectives import CollectiveKind, seconds
-from autoshard.cost.compute import dtype_bytes
-from autoshard.cost.device import Device
+from autoshard.cost.machine.collectives import CollectiveKind, seconds
+from autoshard.cost.machine.compute import dtype_bytes
+from autoshard.cost.machine.device import Device
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.compute import CONTRACTIONS, dtype_bytes
-from autoshard.cost.device import Device
 from autoshard.cost.hops import hops_between, path_matrix
+from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes
+from autoshard.cost.machine.device import Device
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.cost.spmd import Partitioner
 from autoshard.cost.spmd_scatter import MOVES

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.spmd import partition
 from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh

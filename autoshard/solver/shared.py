@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.cost.compute import dtype_bytes
-from autoshard.cost.device import Device
+from autoshard.cost.machine.compute import dtype_bytes
+from autoshard.cost.machine.device import Device
 from autoshard.cost.reshard import reshard_matrix
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group

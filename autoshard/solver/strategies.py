@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.collectives import Collective, CollectiveKind
-from autoshard.cost.compute import dtype_bytes
-from autoshard.cost.device import load_device
-from autoshard.cost.layout import sums_whole
+from autoshard.cost.machine.collectives import Collective, CollectiveKind
+from autoshard.cost.machine.compute import dtype_bytes
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.layout import sums_whole
 from autoshard.cost.tiles_tpu import scatter_buffer, scatter_unit
 from autoshard.cost.tiles_tpu import scattered as tiles_scattered
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled

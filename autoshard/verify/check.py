@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cost.device import builtin_kinds, load_device
-from autoshard.cost.layout import device_order, machine
+from autoshard.cost.machine.device import builtin_kinds, load_device
+from autoshard.cost.machine.layout import device_order, machine
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.fidelity import Fidelity, fidelity

@@ -113,7 +113,7 @@ def compile_module(
         target: a Target or its text.
         donate: argument index -> index of the result that takes over its buffer.
         order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
-            `cost/layout.py`); default partition i on device i.
+            `cost/machine/layout.py`); default partition i on device i.
         cache_dir: where compiled programs are kept; default `files.cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard.cost.collectives import Collective
+from autoshard.cost.machine.collectives import Collective
 from autoshard.verify.collectives import CompiledCollective
 
 Key = tuple[str, tuple[str, ...]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.cost.device import Device, load_device
+from autoshard.cost.machine.device import Device, load_device
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import CompiledCollective, compiled_collectives
 from autoshard.verify.compile import Compiled

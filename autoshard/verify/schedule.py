@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from autoshard.cost.collectives import CollectiveKind, seconds
-from autoshard.cost.compute import roofline_seconds
-from autoshard.cost.device import Device
+from autoshard.cost.machine.collectives import CollectiveKind, seconds
+from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.cost.machine.device import Device
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import CompiledCollective, Reader
 from autoshard.verify.hlo_text import Module

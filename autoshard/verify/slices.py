@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoshard.cost.device import load_device
-from autoshard.cost.layout import device_order
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.layout import device_order
 from autoshard.mesh import Mesh
 from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes, pair_axes
 

@@ -10,8 +10,8 @@ from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
 
-from autoshard.cost.device import ALIASES, TOPOLOGIES, DeviceError, builtin_kinds, load_device, split_topology
-from autoshard.cost.layout import check_layout
+from autoshard.cost.machine.device import ALIASES, TOPOLOGIES, DeviceError, builtin_kinds, load_device, split_topology
+from autoshard.cost.machine.layout import check_layout
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 
@@ -34,7 +34,7 @@ class Target:
     Attributes:
         text: what the user wrote, canonical: `tpu-v5e:2x4`.
         family: whose partitioner and backend.
-        device: a device kind of `cost/devices.toml`, such as `tpu-v5e` or `h100`.
+        device: a device kind of `cost/machine/devices.toml`, such as `tpu-v5e` or `h100`.
         num_devices: devices as XLA counts them, over all slices or hosts.
         topology: chips per torus dim of one slice (TPU), or (hosts, GPUs per host); empty for the CPU.
         slices: TPU slices joined by the data-centre network.

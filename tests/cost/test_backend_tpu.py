@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from autoshard.cost import order_tpu
 from autoshard.cost.backend_tpu import TpuBackend
-from autoshard.cost.compute import CONTRACTIONS
-from autoshard.cost.device import load_device
 from autoshard.cost.fusion_tpu import TpuFusion
 from autoshard.cost.heap import packed
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered, Step
+from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.on_chip import Buffered, Life, off_chip
 from autoshard.cost.place_tpu import SLICES, TUPLE_BYTES, Placing, _and_gain
 from autoshard.cost.rewrite import scattered_onto

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from autoshard.cost.collectives import coefficients
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.collectives import coefficients
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.cost.spmd import partition
 from autoshard.cost.spmd_conv import on_elements

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cost.compute import roofline_seconds
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.timing import kernel_seconds
 from tests.cost.few_ops import compiled_for, f32, ids
 

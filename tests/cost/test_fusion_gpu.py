@@ -1,6 +1,6 @@
 """What XLA's GPU compiler fuses."""
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction, predict
 from autoshard.cost.spmd_kernel import Gathering
 from autoshard.graph.annotations import Annotations

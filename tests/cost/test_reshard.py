@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.collectives import seconds
-from autoshard.cost.device import Target, load_device
 from autoshard.cost.hops import hops_between, path_matrix, reshard_path
+from autoshard.cost.machine.collectives import seconds
+from autoshard.cost.machine.device import Target, load_device
 from autoshard.cost.reshard import fit_of, reshard, reshard_matrix, reshard_steps, specs_over
 from autoshard.mesh import Mesh, Spec, as_spec
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.machine.compute import CONTRACTIONS
 from tests.cost.few_ops import compiled_for, f32
 
 pytest.importorskip("libtpu")

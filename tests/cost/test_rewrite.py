@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoshard.cost.backend_gpu import GpuBackend
-from autoshard.cost.device import load_device
 from autoshard.cost.lowered import Lowered, lower
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.rewrite import folded_transposes
 from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from autoshard.cost.device import load_device
 from autoshard.cost.kernels import Kernel
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.schedule import dependencies
 from autoshard.cost.sparse_copies_tpu import COPIED, _Backwards
 from tests.cost.few_ops import compiled_for, f32, ids

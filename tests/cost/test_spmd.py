@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.cost.spmd import Partitioner, partition
 from autoshard.cost.spmd_halo import Window, exchange

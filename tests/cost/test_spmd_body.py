@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoshard.cost.compute import body_work, op_flops
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.compute import body_work, op_flops
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import reshard
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.step_tables import Step, step_table
 from autoshard.mesh import Mesh
 

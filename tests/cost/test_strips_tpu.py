@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cost.device import load_device
 from autoshard.cost.kernels import Kernel
 from autoshard.cost.lowered import Array, Lowered
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction
 from autoshard.cost.strips_tpu import (
     AROUND,

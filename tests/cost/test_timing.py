@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cost.collectives import coefficients, seconds
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.collectives import coefficients, seconds
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value

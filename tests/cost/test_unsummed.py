@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cost.compute import CONTRACTIONS
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec

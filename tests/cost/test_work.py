@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost.backend import backend_of
-from autoshard.cost.device import load_device
 from autoshard.cost.lowered import lower
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.spmd import partition
 from autoshard.cost.traffic import touched
 from autoshard.cost.work import group_works, larger, replicated_program

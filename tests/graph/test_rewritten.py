@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value

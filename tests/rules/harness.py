@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost.device import Target, load_device
+from autoshard.cost.machine.device import Target, load_device
 from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import autoshard
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.reshard import reshard_steps
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.solver.formulate import formulate, one_copy

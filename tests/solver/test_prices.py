@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.cost.collectives import coefficients
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.collectives import coefficients
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph, Value

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.decision import plan_graph
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.files import cache_dir
 from autoshard.graph.annotations import Annotations

@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from autoshard.cost.collectives import Collective, seconds
-from autoshard.cost.compute import roofline_seconds
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.collectives import Collective, seconds
+from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.cost.machine.device import load_device
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import CompiledCollective
 from autoshard.verify.fidelity import fidelity

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction, predict
 from autoshard.cost.split_k import Product, split_k
 from autoshard.graph.annotations import Annotations

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value

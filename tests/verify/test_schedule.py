@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.collectives import seconds
-from autoshard.cost.compute import roofline_seconds
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.collectives import seconds
+from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.cost.machine.device import load_device
 from autoshard.mesh import Mesh
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.hlo_text import parse_hlo

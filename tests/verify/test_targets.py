@@ -1,6 +1,6 @@
 import pytest
 
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.device import load_device
 from autoshard.mesh import Mesh
 from autoshard.verify import targets
 from autoshard.verify.check import default_target

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import cli
-from autoshard.cost import calibrate as fitting
-from autoshard.cost import measure
-from autoshard.cost.calibrate import CalibrationError, calibrate, to_toml
-from autoshard.cost.collectives import seconds
-from autoshard.cost.device import Device, Link, load_device
-from autoshard.cost.measure import KINDS, Budget, points, timed
+from autoshard.cost.machine import calibrate as fitting
+from autoshard.cost.machine import measure
+from autoshard.cost.machine.calibrate import CalibrationError, calibrate, to_toml
+from autoshard.cost.machine.collectives import seconds
+from autoshard.cost.machine.device import Device, Link, load_device
+from autoshard.cost.machine.measure import KINDS, Budget, points, timed
 from autoshard.mesh import Mesh
 
 FACTS = {"backend": "jax", "version": "0.10.2", "device": "NVIDIA H200", "platform": "gpu", "devices": 8}
@@ -224,7 +224,7 @@ class Fake:
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoshard.cost.measure.FULL", QUICKEST)
+    monkeypatch.setattr("autoshard.cost.machine.measure.FULL", QUICKEST)
     backend = Fake("cpu", 8)
     found = list(points(backend, quick=False))
     skipped = [point for point in found if "skipped" in point]
@@ -290,8 +290,8 @@ def test_a_slow_batch_does_not_count() -> None:
 
 REAL = """
 import json, sys
-from autoshard.cost.measure import KINDS, Budget, timed
-from autoshard.cost.measure_jax import JaxBackend
+from autoshard.cost.machine.measure import KINDS, Budget, timed
+from autoshard.cost.machine.measure_jax import JaxBackend
 backend = JaxBackend("cpu", 2)
 runs = [backend.matmul(dtype, 16) for dtype in ("f32", "bf16", "f16", "f64", "i8")]
 runs += [backend.memory("copy", 4096), backend.memory("add", 4096), backend.launch(3)]
@@ -309,7 +309,7 @@ def test_two_virtual_cpu_devices_are_measured() -> None:
 
 
 def _environment() -> dict[str, str]:
-    home = str(Path(fitting.__file__).resolve().parents[2])
+    home = str(Path(fitting.__file__).resolve().parents[3])
     return os.environ | {"PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
 
 

@@ -1,4 +1,4 @@
-"""The measuring worker: `python -m autoshard.cost.measure REQUEST.json`, one JSON line per point on standard output.
+"""The measuring worker: `python -m autoshard.cost.machine.measure REQUEST.json`, a JSON line per point on its output.
 
 It is a process of its own because a backend reads its environment (how many virtual CPU devices, which platform)
 before its first import. What is measured, per device and with all devices busy at the same time:
@@ -179,13 +179,13 @@ def _torch_sees_cuda() -> bool:
 
 
 def _jax(platform: str | None, devices: int | None) -> Backend:
-    from autoshard.cost.measure_jax import JaxBackend
+    from autoshard.cost.machine.measure_jax import JaxBackend
 
     return JaxBackend(platform, devices)
 
 
 def _torch(platform: str | None) -> Backend:
-    from autoshard.cost.measure_torch import TorchBackend
+    from autoshard.cost.machine.measure_torch import TorchBackend
 
     return TorchBackend(platform)
 

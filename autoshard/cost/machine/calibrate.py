@@ -28,9 +28,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from autoshard import files, workers
-from autoshard.cost.collectives import CollectiveKind, coefficients
-from autoshard.cost.device import Device, DeviceError, Link, Target, load_device
-from autoshard.cost.layout import standard_shape
+from autoshard.cost.machine.collectives import CollectiveKind, coefficients
+from autoshard.cost.machine.device import Device, DeviceError, Link, Target, load_device
+from autoshard.cost.machine.layout import standard_shape
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 
@@ -40,7 +40,7 @@ LEAST_POINTS = 3
 _HUBER = 1.5
 _ROUNDS = 20
 
-WORKER = (sys.executable, "-P", "-m", "autoshard.cost.measure")
+WORKER = (sys.executable, "-P", "-m", "autoshard.cost.machine.measure")
 """The command that measures what the request file, its last argument, asks for."""
 
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autoshard.cost.device import Device, Link
-from autoshard.cost.layout import Dim, layout, links_used
+from autoshard.cost.machine.device import Device, Link
+from autoshard.cost.machine.layout import Dim, layout, links_used
 from autoshard.mesh import Mesh
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.device import DeviceError, load_device
-from autoshard.cost.layout import device_order, layout, machine, standard_shape, sums_whole
+from autoshard.cost.machine.device import DeviceError, load_device
+from autoshard.cost.machine.layout import device_order, layout, machine, standard_shape, sums_whole
 from autoshard.mesh import Mesh
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.collectives import Collective, CollectiveKind, coefficients, seconds, total_seconds
-from autoshard.cost.device import Device, load_device
-from autoshard.cost.layout import links_used
+from autoshard.cost.machine.collectives import Collective, CollectiveKind, coefficients, seconds, total_seconds
+from autoshard.cost.machine.device import Device, load_device
+from autoshard.cost.machine.layout import links_used
 from autoshard.mesh import Mesh
 
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)

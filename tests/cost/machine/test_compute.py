@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.compute import dtype_bytes, op_bytes, op_flops, roofline_seconds
-from autoshard.cost.device import load_device
+from autoshard.cost.machine.compute import dtype_bytes, op_bytes, op_flops, roofline_seconds
+from autoshard.cost.machine.device import load_device
 from tests.graph.helpers import graph_of, only
 
 pytest.importorskip("jax")

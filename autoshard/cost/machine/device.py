@@ -312,7 +312,7 @@ def fits(size: float, room: float) -> float:
 
 @lru_cache(maxsize=1)
 def _built_in() -> Mapping[str, Device]:
-    text = resources.files("autoshard.cost").joinpath("devices.toml").read_text(encoding="utf-8")
+    text = resources.files("autoshard.cost.machine").joinpath("devices.toml").read_text(encoding="utf-8")
     return _parse(text, "devices.toml")
 
 

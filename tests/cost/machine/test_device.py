@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.device import DeviceError, default_placement, load_device, target_of
+from autoshard.cost.machine.device import DeviceError, default_placement, load_device, target_of
 from autoshard.mesh import Mesh
 
 KINDS = ["tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "cpu"]
@@ -142,7 +142,7 @@ def test_a_given_placement_is_kept_and_checked() -> None:
 
 
 def test_the_file_is_installed_with_the_package() -> None:
-    assert resources.files("autoshard.cost").joinpath("devices.toml").is_file()
+    assert resources.files("autoshard.cost.machine").joinpath("devices.toml").is_file()
 
 
 def test_which_torus_dims_wrap_around() -> None:

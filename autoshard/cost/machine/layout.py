@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations, product
 
-from autoshard.cost.device import Device, DeviceError, Link, default_placement, fits, island_size, load_device
+from autoshard.cost.machine.device import Device, DeviceError, Link, default_placement, fits, island_size, load_device
 from autoshard.mesh import Mesh
 
 Part = tuple[str, int]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.device import Device
+from autoshard.cost.machine.device import Device
 from autoshard.graph.body import Body
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, fusion_groups
 from autoshard.graph.ops import Graph, Op
