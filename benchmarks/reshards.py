@@ -1,4 +1,4 @@
-"""What each compiler's partitioner emits to change a value's sharding, held against `autoshard.cost.reshard`.
+"""What each compiler's partitioner emits to change a value's sharding, held against `reshard/price.py`.
 
     python benchmarks/reshards.py --target cpu --mesh 2x4 --mesh 2x2x2 --out out/reshards.jsonl
     python benchmarks/reshards.py --target tpu --mesh 2x4 --uneven --out out/reshards.jsonl
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from autoshard.cost.machine.device import Target
-from autoshard.cost.reshard import reshard, specs_over
+from autoshard.cost.partitioner.reshard.price import reshard, specs_over
 from autoshard.mesh import Mesh, Spec, format_spec, parse_spec
 from autoshard.verify.compile import compile_module
 from autoshard.verify.hlo_text import group_axes, pair_axes, parse_hlo, replica_groups, source_target_pairs

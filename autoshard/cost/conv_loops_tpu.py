@@ -1,6 +1,6 @@
 """Convolutions that a TPU runs as loops, parts of a gathered kernel going round a ring meanwhile.
 
-A loop (windowed einsum, `cost/spmd_conv.py`) reads images that are in memory and leaves its result there: nothing
+A loop (windowed einsum, `cost/partitioner/ops/conv.py`) reads images that are in memory and leaves its result there: nothing
 elementwise runs in it. Where the parts are of the features that are summed over (the gradient of an input, a transposed
 convolution), every round adds to one result. The buffer for that needs nothing, so the latency hiding scheduler, which
 goes from the end of the program backwards, allocates it only where it has nothing else to run: beside the permutes

@@ -14,15 +14,15 @@ from functools import cached_property
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
-from autoshard.cost.spmd import Move, OpRun, Partitioned
-from autoshard.cost.spmd_attention import Attention
+from autoshard.cost.partitioner.ops.attention import Attention
+from autoshard.cost.partitioner.partition import Move, OpRun, Partitioned
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.cost.partitioner.propagate import Shardings
+from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.contraction import Matrices, matrices
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Shardings
-from autoshard.graph.simplify import fold
-from autoshard.graph.tiling import Tiling
 
 VIEWS = frozenset({"reshape", BARRIER})
 """Kinds whose results are their operands' arrays under another type."""
@@ -35,7 +35,7 @@ ROUNDING = "rounding"
 
 ATTENTION = "attention"
 """A softmax and the product with what it weighs, in one kernel, with that of queries and keys or not: of three operands
-or of two (`cost/spmd_attention.py`)."""
+or of two (`cost/partitioner/ops/attention.py`)."""
 
 WITH_LOGITS = 2
 """Operands of such a kernel that reads logits, and values; others read queries and keys instead of logits."""

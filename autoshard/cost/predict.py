@@ -11,20 +11,20 @@ from autoshard.cost.lowered import lower
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, Target
-from autoshard.cost.spmd import Partitioned, partition
-from autoshard.cost.spmd_undone import undone
+from autoshard.cost.partitioner.ops.undone import undone
+from autoshard.cost.partitioner.partition import Partitioned, partition
+from autoshard.cost.partitioner.passes.merge import equal_ops, merged
+from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
+from autoshard.cost.partitioner.passes.rewritten import rewritten
+from autoshard.cost.partitioner.passes.simplify import simplified
+from autoshard.cost.partitioner.propagate import Shardings, propagate
+from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.transfer import bytes_of
 from autoshard.cost.timing import collective_seconds, kernel_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
-from autoshard.graph.merge import equal_ops, merged
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Shardings, propagate
-from autoshard.graph.recomputed import recomputed_ops
-from autoshard.graph.rewritten import rewritten
 from autoshard.graph.rules.table import rule_for
-from autoshard.graph.simplify import simplified
-from autoshard.graph.tiling import Tiling
-from autoshard.graph.transfer import bytes_of
 from autoshard.mesh import Mesh, Spec
 
 _GRADIENT_KINDS = ("all-reduce", "reduce-scatter")

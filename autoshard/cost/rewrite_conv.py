@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from autoshard.cost.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.rewrite import Rewriter, transposed
 from autoshard.graph.ops import Op
-from autoshard.graph.simplify import fold
 
 INDEX_BYTES = 4
 """Of an index: s32."""

@@ -17,13 +17,13 @@ from autoshard.cost.lowered import (
     Step,
     updates_of,
 )
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.cost.partitioner.tpu import minor_dims
 from autoshard.cost.rewrite import Rewriter, by_rows, writes_onto_constant
 from autoshard.cost.strip_widths_tpu import SPLITS
-from autoshard.cost.tiles_tpu import minor_dims
 from autoshard.cost.tpu_layout import LANES, ROWS, for_convolution, row_major, tiled
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.simplify import fold
 
 Dims = tuple[int, int]
 

@@ -20,13 +20,13 @@ from autoshard.cost.lowered import Lowered, Step, lower
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
 from autoshard.cost.machine.device import Device
+from autoshard.cost.partitioner.partition import OpRun, Partitioned
+from autoshard.cost.partitioner.propagate import Shardings
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.cost.rewrite import Rewriter
-from autoshard.cost.spmd import OpRun, Partitioned
 from autoshard.cost.traffic import PARTIAL
 from autoshard.graph.groups import BARRIER, Groups
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import Shardings
-from autoshard.graph.tiling import Subaxes, Tiling
 from autoshard.mesh import Mesh
 
 Weights = Mapping[Value, float]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.partitioner.propagate import Shardings, propagate
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import Shardings, propagate
 from autoshard.mesh import Mesh
 
 
@@ -22,7 +22,7 @@ def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
 
     Pins are put back where propagation first goes astray until nothing does, then left out again, in halves down to
     single ones, as long as that changes nothing: none of those kept for propagation's sake is needless. What
-    propagation does is modelled (`graph/propagate.py`): compile to be sure.
+    propagation does is modelled (`cost/partitioner/propagate.py`): compile to be sure.
     """
     target = load_device(mesh.device).target
     wanted = propagate(graph, annotations, mesh, target)

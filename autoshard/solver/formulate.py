@@ -17,20 +17,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.hops import hops_between, path_matrix
 from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes
 from autoshard.cost.machine.device import Device
-from autoshard.cost.reshard import reshard_matrix
-from autoshard.cost.spmd import Partitioner
-from autoshard.cost.spmd_scatter import MOVES
+from autoshard.cost.partitioner.ops.scatter import MOVES
+from autoshard.cost.partitioner.partition import Partitioner
+from autoshard.cost.partitioner.passes.simplify import simplified
+from autoshard.cost.partitioner.propagate import Shardings
+from autoshard.cost.partitioner.reshard.hops import hops_between, path_matrix
+from autoshard.cost.partitioner.reshard.price import reshard_matrix
+from autoshard.cost.partitioner.tiling import Subaxes
 from autoshard.cost.strips_tpu import batch_dims, copied_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import Shardings
 from autoshard.graph.rules.table import rule_for
-from autoshard.graph.simplify import simplified
-from autoshard.graph.tiling import Subaxes
 from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.solver.prices import Prices
 from autoshard.solver.problem import Problem, Usage

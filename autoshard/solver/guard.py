@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.spmd import partition
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh, Spec, format_spec
 
 _ROUNDS = 4

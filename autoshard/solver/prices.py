@@ -17,7 +17,7 @@ from autoshard.cost.backend import backend_of
 from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device
-from autoshard.cost.reshard import fit_of, reshard_matrix, reshard_steps
+from autoshard.cost.partitioner.reshard.price import fit_of, reshard_matrix, reshard_steps
 from autoshard.cost.tpu_layout import row_major
 from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups

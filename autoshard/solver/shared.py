@@ -18,11 +18,11 @@ import numpy as np
 
 from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.cost.machine.device import Device
-from autoshard.cost.reshard import reshard_matrix
+from autoshard.cost.partitioner.propagate import equal_values
+from autoshard.cost.partitioner.reshard.price import reshard_matrix
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import equal_values
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
 from autoshard.solver.evaluate import evaluate

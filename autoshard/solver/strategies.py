@@ -23,8 +23,8 @@ from autoshard.cost.machine.collectives import Collective, CollectiveKind
 from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import sums_whole
-from autoshard.cost.tiles_tpu import scatter_buffer, scatter_unit
-from autoshard.cost.tiles_tpu import scattered as tiles_scattered
+from autoshard.cost.partitioner.tpu import scatter_buffer, scatter_unit
+from autoshard.cost.partitioner.tpu import scattered as tiles_scattered
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import Mesh, Spec, replicated, spec_axes

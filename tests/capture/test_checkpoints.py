@@ -15,8 +15,8 @@ from torch.utils import checkpoint as library
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoshard
+from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.recomputed import recomputed_ops
 from autoshard.mesh import Mesh
 from autoshard.written import captured_graph
 

@@ -8,12 +8,12 @@ import pytest
 
 from autoshard.cost.machine.collectives import coefficients
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.partitioner.ops.conv import on_elements
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.cost.predict import predict
-from autoshard.cost.spmd import partition
-from autoshard.cost.spmd_conv import on_elements
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh
 from autoshard.program import AtenOp, TensorType
 from autoshard.stablehlo.annotate import annotate

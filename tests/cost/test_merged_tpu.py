@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autoshard.cost.partitioner.passes.merge import equal_ops, merged
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.merge import equal_ops, merged
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import AtenOp, TensorType

@@ -7,11 +7,11 @@ import pytest
 from autoshard.cost.backend_gpu import GpuBackend
 from autoshard.cost.lowered import Lowered, lower
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.cost.rewrite import folded_transposes
-from autoshard.cost.spmd import partition
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh
 from tests.graph.helpers import graph_from_text
 

@@ -9,13 +9,13 @@ import pytest
 from autoshard.cost.backend import backend_of
 from autoshard.cost.lowered import lower
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.spmd import partition
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.cost.traffic import touched
 from autoshard.cost.work import group_works, larger, replicated_program
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Value
-from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh
 from tests.cost.zoo import program
 from tests.graph.helpers import graph_from_text

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.memo import Latest, per_graph
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh
 from autoshard.stablehlo.reader import build_graph
 from tests.graph.helpers import program_from_text

@@ -7,9 +7,9 @@ import torch
 
 from autoshard.api import plan_program
 from autoshard.capture.torch_xla import capture
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.graph.propagate import propagate
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
 from autoshard.solver.random_plans import random_annotations

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cost.machine.device import Target, load_device
-from autoshard.cost.spmd import partition
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.graph.propagate import propagate
 from autoshard.mesh import Mesh, format_spec
 from autoshard.program import Argument, AtenOp, Output, Program
 from autoshard.solver.formulate import Formulation, _Builder

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.reshard import reshard_steps
+from autoshard.cost.partitioner.reshard.price import reshard_steps
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.solver.evaluate import evaluate

@@ -2,7 +2,8 @@
 
 The factors of all ops of a body are unified along its values, as those of a fusion group are, and what a loop hands to
 its next iteration with what it was handed. So a loop has one sharding for each value that it carries, from first to
-last iteration, and every op inside runs as that says; what is summed inside is the price (`cost/spmd_body.py`).
+last iteration, and every op inside runs as that says; what is summed inside is the price
+(`cost/partitioner/ops/body.py`).
 """
 
 from __future__ import annotations

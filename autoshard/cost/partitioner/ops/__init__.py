@@ -1,0 +1,1 @@
+"""How the partitioner splits each kind of op."""

@@ -1,0 +1,335 @@
+"""What GSPMD emits for a convolution, given the shardings of its operands and its result.
+
+A convolution is partitioned as a contraction (`spmd_dot.py`): batch and features are its free and contracted dims. What
+that does not cover is here, after `PartitionConv` and `convolution_handler.cc` of XLA (xla/service/spmd/): spatial dims
+that are split, whose edges neighbours exchange, and convolutions in groups of features or of the batch. Each is tried
+before the contraction is, in every group of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from autoshard.cost.partitioner.ops.dot import Create, Dim, DotPartitioner, Halo, Shape, Side
+from autoshard.cost.partitioner.ops.halo import Exchange, Moved, Window, exchange, exchange_all, halos
+from autoshard.cost.partitioner.ops.looped import Hides
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.graph.contraction import Dims
+
+Outcome = tuple[Shape | None]
+"""A result's local shape, in a tuple of one; None in it where every device computes everything."""
+
+
+class ConvolutionPartitioner(DotPartitioner):
+    """Plans one convolution."""
+
+    def __init__(
+        self,
+        dims: Dims,
+        subaxes: Subaxes,
+        attrs: Mapping[str, Any],
+        out: Shape,
+        hides: Hides | None = None,
+        alone: tuple[bool, ...] = (False, False),
+    ) -> None:
+        """For a convolution with these attributes (see `stablehlo/attributes.py`), whose whole result is `out`."""
+        super().__init__(dims, subaxes, hides, alone)
+        self.whole = dims
+        self.attrs = attrs
+        self.out = out
+        self.sliding = {o: out[o] for _, _, o, _ in dims.spatial}
+        self.groups = max(attrs["feature_groups"], attrs["batch_groups"])
+
+    def whole_macs(self, lhs: Shape, rhs: Shape, out: Shape) -> int:
+        """Multiply-adds of the whole convolution, each tap counted at each position."""
+        contracted = math.prod(rhs[b] for _, b in self.dims.contract)
+        return math.prod(out) * contracted * math.prod(rhs[b] for _, b, _, _ in self.dims.spatial)
+
+    def _try(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+    ) -> Shape | None:
+        found = self._convolve(lhs, rhs, shape, out, devices, outer, create, strict)
+        if found is not None:
+            return found[0]
+        return super()._try(lhs, rhs, shape, out, devices, outer, create, strict)
+
+    def _default(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
+    ) -> Shape | None:
+        """Every device computes everything, and keeps its part: measured wherever a kernel slides over the input,
+        unless the dims of one side split the result over all devices.
+        """
+        d, count = self.dims, self.subaxes.ways(devices)
+        free = ((b[2] for b in d.batch), (m[1] for m in d.left), (n[1] for n in d.right))
+        whole = any(self.ways(out, dims) == count for dims in free)
+        if self.groups == 1 and (whole or not d.spatial):
+            return super()._default(lhs, rhs, shape, out, devices, outer, create)
+        lhs, rhs = (self._moved(side, _whole(side.tiling), outer) for side in (lhs, rhs))
+        return self._reshard_result(shape, _whole(out), out, outer, self.make(lhs, rhs, create))
+
+    def _expected_other(self, place: int, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
+        """An operand that fits no group is gathered whole; without spatial dims, as in any contraction."""
+        if self.dims.spatial:
+            return _whole(other.tiling)
+        return super()._expected_other(place, other, out, side, devices)
+
+    def _convolve(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+    ) -> Outcome | None:
+        """`PartitionConv`; None where the convolution is left to the contraction."""
+        d = self.dims
+        slides = any(lhs.tiling[a] or rhs.tiling[b] or out[o] for a, b, o, _ in d.spatial)
+        batched = any(lhs.tiling[a] or rhs.tiling[b] or out[o] for a, b, o in d.batch)
+        summed = any(lhs.tiling[a] for a, _ in d.contract) and any(rhs.tiling[b] for _, b in d.contract)
+        if not (slides and not batched and not summed) and self.groups == 1:
+            return None
+        features = self.attrs["rhs"][1]
+        if self.attrs["feature_groups"] > 1 and self.subaxes.shard(rhs.shape, rhs.tiling)[features] > 1:
+            return (None,)  # groups of several input features
+        made = self._grouped(lhs, rhs, shape, out, devices, outer, create) if self.groups > 1 else None
+        if made is None and any(lhs.tiling) and any(rhs.tiling):
+            made = self._both_split(lhs, rhs, shape, out, devices, outer, create)
+        if made is None and any(out):
+            made = self._as_result(lhs, rhs, shape, out, outer, create)
+        if made is None and self.groups > 1:
+            made = self._within_groups(lhs, rhs, shape, out, devices, outer, create, strict)
+            if made is None and not strict:
+                made = self._group_axes_only(lhs, rhs, shape, out, outer, create)
+            return (made,)
+        return None if made is None else (made,)
+
+    def computed(self, macs: int, lhs: Side, rhs: Side) -> int:
+        """The taps that lie on elements of the input: XLA's costs count no padding and no holes between elements."""
+        attrs = self.attrs
+        for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
+            window = (attrs["stride"][i], attrs["padding"][i][0], attrs["lhs_dilation"][i], attrs["rhs_dilation"][i])
+            share = on_elements(lhs.shape[a], rhs.shape[b], self.out[o], *window)
+            macs = macs * share.numerator // share.denominator
+        return macs
+
+    # ---- spatial dims ------------------------------------------------------------------------------------------
+
+    def _as_result(self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create) -> Shape | None:
+        """`PartitionConvolutionTiledOutput`: the input split as the result is, with halos; the kernel whole."""
+        attrs = self.attrs
+        if out[attrs["out"][1]]:
+            return None
+        if attrs["feature_groups"] > 1 and (lhs.tiling[attrs["lhs"][1]] or rhs.tiling[attrs["rhs"][0]]):
+            return None
+        if attrs["batch_groups"] > 1 and (lhs.tiling[attrs["lhs"][0]] or rhs.tiling[attrs["rhs"][0]]):
+            return None
+        want: list[Dim] = [()] * len(lhs.tiling)
+        for mine, into in zip(attrs["lhs"], attrs["out"], strict=True):
+            want[mine] = out[into]
+        asked = tuple(want)
+        found: list[tuple[int, Exchange | None]] = []
+        windows = []
+        for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
+            window = Window(
+                lhs.shape[a],
+                self.out[o],
+                -attrs["padding"][i][0],
+                attrs["stride"][i],
+                rhs.shape[b],
+                attrs["rhs_dilation"][i],
+                attrs["lhs_dilation"][i],
+            )
+            if asked[a] and not window.trivial:
+                windows.append((a, window))
+                found.append((a, exchange(window, self.subaxes.ways(asked[a]))))
+        lhs = self._moved(lhs, asked, outer)
+        rhs = self._moved(rhs, _whole(rhs.tiling), outer)
+        done = exchange_all(self.subaxes.shard(lhs.shape, asked), found)
+        if done is None:
+            # Gathered along those dims; every device then pads and slices what it has.
+            slid = {a for a, _ in windows}
+            self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), outer)
+        else:
+            self._halos(lhs, done[1], ("window", outer, asked, tuple(windows)))
+        return self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, out))
+
+    def _both_split(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
+    ) -> Shape | None:
+        """`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`: partial results of aligned parts, summed.
+
+        This is what a weight gradient becomes whose images are split in space.
+        """
+        attrs = self.attrs
+        pairs = list(zip(attrs["lhs"], (attrs["rhs"][0], attrs["rhs"][1], *attrs["rhs"][2:]), strict=True))
+        pull = math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width
+        follow, lead = (lhs, rhs) if pull else (rhs, lhs)
+        want: list[Dim] = [()] * len(follow.tiling)
+        for a, b in pairs:
+            want[a if pull else b] = lead.tiling[b if pull else a]
+        asked = tuple(want)
+        lhs_tiling = asked if pull else lhs.tiling
+        rhs_tiling = rhs.tiling if pull else asked
+        if lhs_tiling[attrs["lhs"][0]] or rhs_tiling[attrs["rhs"][0]]:
+            return None
+        grouped = attrs["feature_groups"] > 1
+        if grouped and (lhs_tiling[attrs["lhs"][1]] or rhs_tiling[attrs["rhs"][0]]):
+            return None
+        found = []
+        for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
+            if attrs["lhs_dilation"][i] != 1:
+                return None
+            count = self.subaxes.ways(lhs_tiling[a])
+            if count > 1:
+                found.append((a, self._kernel_halos(i, lhs.shape[a], rhs.shape[b], self.out[o], count)))
+        done = exchange_all(self.subaxes.shard(lhs.shape, lhs_tiling), found)
+        if done is None:
+            return None
+        lhs = self._moved(lhs, lhs_tiling, outer)
+        rhs = self._moved(rhs, rhs_tiling, outer)
+        self._halos(lhs, done[1], ("kernel", outer, lhs_tiling, rhs.shape, rhs_tiling))
+        made = self._make_local(lhs, rhs, create, self.out)
+        # XLA sums over all devices of the group, those that hold the same part among them.
+        self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(devices)
+        self._sum((devices,), made, out, outer)
+        return self._sliced(shape, out)
+
+    def _kernel_halos(self, i: int, size: int, taps: int, count: int, shards: int) -> Exchange | None:
+        """Halos of the input where each shard has a part of the taps, and every position of the result."""
+        attrs = self.attrs
+        dilation, low, stride = attrs["rhs_dilation"][i], attrs["padding"][i][0], attrs["stride"][i]
+        shard, part = -(-size // shards), -(-taps // shards)
+        step = shard - part * dilation
+        left = [step * s + low for s in range(shards)]
+        right = [-step * s - step + 1 - dilation + stride * (count - 1) - low for s in range(shards)]
+        return halos(size, shard, stride * (count - 1) + (part - 1) * dilation + 1, left, right)
+
+    def _halos(self, lhs: Side, moved: tuple[Moved, ...], key: Hashable) -> None:
+        if moved:
+            self.result.steps.append(Halo(0, lhs.tiling, moved, key))
+
+    # ---- groups ------------------------------------------------------------------------------------------------
+
+    def _group_dims(self) -> tuple[int, int, int]:
+        """The dims of lhs, rhs and result along which the groups lie."""
+        attrs = self.attrs
+        return (attrs["lhs"][1 if attrs["feature_groups"] > 1 else 0], attrs["rhs"][0], attrs["out"][1])
+
+    def _aligned_by_groups(self, place: int, tiling: Tiling, other: int) -> Tiling:
+        """Operand or result `place`'s tiling as side `other` (0, 1, 2) would have it: features map to groups."""
+        attrs = self.attrs
+        feature = attrs["feature_groups"] > 1
+        sides = (
+            (attrs["lhs"][1], attrs["lhs"][0]) if feature else (attrs["lhs"][0], attrs["lhs"][1]),
+            (attrs["rhs"][0], attrs["rhs"][1]),
+            (attrs["out"][1], attrs["out"][0]),
+        )
+        found: list[Dim] = [()] * len(tiling)
+        mine = (*sides[place], *(attrs["lhs"], attrs["rhs"], attrs["out"])[place][2:])
+        theirs = (*sides[other], *(attrs["lhs"], attrs["rhs"], attrs["out"])[other][2:])
+        for a, b in zip(mine, theirs, strict=True):
+            found[b] = tiling[a]
+        return tuple(found)
+
+    def _grouped(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
+    ) -> Shape | None:
+        """Groups over all devices: `PartitionConvolutionWithFeatureGroupCount` and `…BatchGroupCount`."""
+        count = self.subaxes.ways(devices)
+        if self.groups % count:
+            return None
+        a, b, _ = self._group_dims()
+        if self.attrs["batch_groups"] > 1 and not lhs.shape[a] == rhs.shape[b] == self.groups:
+            return None
+        if self.subaxes.ways(lhs.tiling[a]) == count:
+            rhs = self._moved(rhs, self._aligned_by_groups(0, lhs.tiling, 1), outer)
+        elif self.subaxes.ways(rhs.tiling[b]) == count:
+            lhs = self._moved(lhs, self._aligned_by_groups(1, rhs.tiling, 0), outer)
+        else:
+            return None
+        made_as = self._aligned_by_groups(0, lhs.tiling, 2)
+        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
+        return self._reshard_result(shape, made_as, out, outer, made)
+
+    def _within_groups(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
+    ) -> Shape | None:
+        """Groups over some of the devices, as if they were a batch dim; the rest within each part."""
+        a, b, o = self._group_dims()
+        ways = self.subaxes.ways
+        if ways(out[o]) == 1 or ways(out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
+            return None
+        if lhs.shape[a] != rhs.shape[b] and (not any(lhs.tiling) or self.groups % ways(lhs.tiling[a])):
+            return None
+        before = self.dims
+        contract = before.contract if self.attrs["batch_groups"] > 1 else ()
+        self.dims = Dims((*before.batch, (a, b, o)), contract, (), (), before.spatial)
+        made = self._group_batch(lhs, rhs, shape, out, devices, outer, create, strict)
+        self.dims = before
+        return made
+
+    def _group_axes_only(
+        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create
+    ) -> Shape | None:
+        """`PartitionConvOnBatchOrFeatureGroupedDims`: split along the groups alone, gathered along all else."""
+        a, b, o = self._group_dims()
+        ways = [self.subaxes.ways(tiling[dim]) for tiling, dim in ((lhs.tiling, a), (rhs.tiling, b), (out, o))]
+        if max(ways) == 1 or self.groups % max(ways):
+            return None
+        axes = (lhs.tiling[a], rhs.tiling[b], out[o])[ways.index(max(ways))]
+        lhs = self._moved(lhs, _only(lhs.tiling, a, axes), outer)
+        rhs = self._moved(rhs, _only(rhs.tiling, b, axes), outer)
+        made_as = _only(out, o, axes)
+        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
+        return self._reshard_result(shape, made_as, out, outer, made)
+
+    # ---- leaves ------------------------------------------------------------------------------------------------
+
+    def _make_local(self, lhs: Side, rhs: Side, create: Create, local: Shape) -> Shape:
+        """The local convolution, whose result has the spatial extents of `local`."""
+        before = dict(self.sliding)
+        self.sliding = {o: local[o] for o in before}
+        made = self.make(lhs, rhs, create)
+        self.sliding = before
+        return made
+
+    def leaf(self, left: Shape, right: Shape) -> Shape:
+        """The local convolution; returns its result's shape."""
+        d = self.whole
+        out = [1] * len(self.out)
+        for a, b, o in d.batch:
+            out[o] = min(left[a], right[b])
+        for a, o in d.left:
+            out[o] = left[a]
+        for b, o in d.right:
+            out[o] = right[b]
+        for o, extent in self.sliding.items():
+            out[o] = extent
+        if self.attrs["batch_groups"] > 1:
+            batch, into = self.attrs["lhs"][0], self.attrs["out"][0]
+            out[into] = max(1, left[batch] * self.out[into] // max(1, self.out[into] * self.attrs["batch_groups"]))
+        taps = math.prod(right[b] for _, b, _, _ in d.spatial)
+        self.result.macs += math.prod(out) * math.prod(right[b] for _, b in d.contract) * taps
+        return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def on_elements(size: int, taps: int, count: int, stride: int, low: int, base: int, dilation: int) -> Fraction:
+    """Of all taps of one window dim at all positions, how many lie on an element of the input.
+
+    Args:
+        size, count: extents of the input and of the result.
+        stride, low, base, dilation: of the window, its padding below, the input's dilation and the kernel's.
+    """
+    found = 0
+    for tap in range(taps):
+        at = range(tap * dilation - low, tap * dilation - low + count * stride, stride)
+        found += sum(0 <= place < size * base and place % base == 0 for place in at)
+    return Fraction(found, taps * count) if taps * count else Fraction(1)
+
+
+def _whole(tiling: Tiling) -> Tiling:
+    return ((),) * len(tiling)
+
+
+def _only(tiling: Tiling, dim: int, axes: Dim) -> Tiling:
+    return tuple(axes if at == dim else () for at in range(len(tiling)))

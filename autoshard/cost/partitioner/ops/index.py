@@ -1,0 +1,449 @@
+"""What GSPMD emits for gather and scatter, given the shardings of operand, indices and result or updates.
+
+This follows `PartitionGather` and `PartitionScatter` of XLA (xla/service/spmd/gather_scatter_handler.cc): devices are
+grouped, one way after another, by dims that operand and window share, by indexed dims of the operand (each device looks
+up what it holds, and the parts are summed; a scatter drops what it does not hold), or by dims of the indices. XLA takes
+batch dims first wherever it can (explicit ones, and those that an iota indexes), then the way with the least memory,
+then the one with the least communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from autoshard.cost.partitioner.ops.scatter import is_summed
+from autoshard.cost.partitioner.reshard.emitted import Step
+from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.graph.indexing import index_dims
+from autoshard.graph.ops import Op
+from autoshard.graph.rules.index import REDUCERS
+
+if TYPE_CHECKING:
+    from autoshard.cost.partitioner.emission import Emission
+    from autoshard.cost.partitioner.partition import Partitioner
+
+Dim = tuple[int, ...]
+Shape = tuple[int, ...]
+Move = tuple[int, tuple[Dim, Tiling, Tiling], tuple[Step, ...]]
+
+
+@dataclass(frozen=True)
+class _Array:
+    place: int
+    shape: Shape
+    tiling: Tiling
+    dtype: str
+
+
+@dataclass
+class _Outcome:
+    """Steps so far.
+
+    Attributes:
+        moves: reshards of operands; see `Emission`.
+        own: other collectives.
+        memory: bytes per device that the local gather or scatter touches.
+        local: elements of the window that one device makes or applies.
+        summed: if the last step of `own` sums, the axes over which, and whether they all split one dim.
+    """
+
+    moves: list[Move]
+    own: list[Step]
+    memory: int = 0
+    local: int = 0
+    summed: tuple[Dim, bool] | None = None
+
+    def cost(self, group: Callable[[tuple[str, ...]], int]) -> tuple[int, int]:
+        """What XLA compares ways by: the most that one op touches, then the bytes that all collectives send.
+
+        `EvaluatePartitionCost` of spmd_partitioner_util.h: operands and result, for an all-reduce its operand alone; an
+        all-reduce sends its operand twice, an all-gather or all-to-all all but one device's part.
+
+        Args:
+            group: axis names of a collective -> devices in one of its groups.
+        """
+        memory, sent = self.memory, 0
+        for kind, axes, size in (*(step for move in self.moves for step in move[2]), *self.own):
+            devices = group(axes)
+            if kind in ("all-reduce", "reduce-scatter"):
+                memory, sent = max(memory, size), sent + 2 * size
+            elif kind == "all-gather":
+                memory, sent = max(memory, size + size // devices), sent + size - size // devices
+            else:
+                moved = size - size // devices if kind == "all-to-all" else size
+                memory, sent = max(memory, 2 * size), sent + moved
+        return memory, sent
+
+
+class IndexPartitioner:
+    """Plans one gather or scatter; `emit` is the entry."""
+
+    def __init__(self, owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> None:
+        """For one op, whose operands are found under `reads` and whose result is wanted under `result`."""
+        self.owner = owner
+        self.subaxes = owner.subaxes
+        self.resharder = owner.resharder
+        self.op = op
+        self.reads = reads
+        self.result = result
+        self.is_gather = op.kind == "gather"
+        types = [owner.graph.type_of(value) for value in op.operands]
+        if owner.target == "tpu" and bytes_of(types[1].dtype) == 8:
+            types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
+        self.types = types
+        window = op.results[0].shape if self.is_gather else types[2].shape
+        dims = index_dims(op.kind, op.attrs, types[0].shape, types[1].shape, window)
+        self.passthrough, self.trivial, self.batch, self.index = dims.passthrough, dims.trivial, dims.batch, dims.index
+        self.devices = tuple(range(len(self.subaxes.sizes)))
+
+    def emit(self) -> Emission:
+        """The emission of the op."""
+        from autoshard.cost.partitioner.emission import Emission
+
+        operand = _Array(0, self.types[0].shape, self.reads[0], self.types[0].dtype)
+        indices = _Array(1, self.types[1].shape, self.reads[1], self.types[1].dtype)
+        result = self.op.results[0]
+        if self.is_gather:
+            window = _Array(2, result.shape, self.result, result.dtype)
+        else:
+            window = _Array(2, self.types[2].shape, self.reads[2], self.types[2].dtype)
+        outcome = self._partition(operand, indices, window, self.devices, (), recursive=True)
+        if not self.is_gather:
+            self._given(outcome, operand, self.final, self.result, ())
+        whole = math.prod(window.shape)
+        share = outcome.local / whole if whole else 1.0
+        axes, ordered = outcome.summed or ((), True)
+        order = axes if ordered else tuple(sorted(axes))
+        return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads, order=order)
+
+    # ---- the ways ----------------------------------------------------------------------------------------------
+
+    def _partition(
+        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
+    ) -> _Outcome:
+        if recursive:
+            found = self._by_batch(operand, indices, window, devices, outer, True)
+            if found is not None:
+                return found
+            ranked = []
+            for number, way in enumerate((self._by_window, self._by_trivial, self._by_index)):
+                found = way(operand, indices, window, devices, outer, False)
+                if found is not None:
+                    ranked.append(((found.cost(self.resharder.devices), number), way))
+            for _, way in sorted(ranked, key=lambda item: item[0]):
+                found = way(operand, indices, window, devices, outer, True)
+                if found is not None:
+                    return found
+        outcome = _Outcome([], [])
+        operand = self._moved(outcome, operand, self._nothing(operand), outer)
+        indices = self._moved(outcome, indices, self._nothing(indices), outer)
+        self.final: Tiling = operand.tiling
+        if not self.is_gather:
+            window = self._moved(outcome, window, self._nothing(window), outer)
+        outcome.memory = sum(math.prod(each.shape) * bytes_of(each.dtype) for each in (operand, indices, window))
+        outcome.local = math.prod(window.shape)
+        return outcome
+
+    def _by_batch(
+        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
+    ) -> _Outcome | None:
+        """Dims that operand, indices and window share."""
+        aligned = self._aligned(operand, indices, devices)
+        if aligned is None:
+            return None
+        operand_as, indices_as = aligned
+        carried: list[Dim] = [()] * len(window.tiling)
+        for i, w in (*self.index, *((i, w) for _, i, w in self.batch)):
+            carried[w] = indices_as[i]
+        through: list[Dim] = [()] * len(window.tiling)
+        for a, w in self.passthrough:
+            through[w] = operand_as[a]
+        window_as = self.subaxes.merge(tuple(carried), tuple(through), 1) or tuple(carried)
+        group = tuple(axis for _, i, _ in self.batch for axis in indices_as[i])
+        return self._grouped(
+            operand, indices, window, operand_as, indices_as, window_as, group, devices, outer, recursive, ()
+        )
+
+    def _aligned(self, operand: _Array, indices: _Array, devices: Dim) -> tuple[Tiling, Tiling] | None:
+        """Operand and indices with their shared dims split alike (`GatherScatterOperandsShardedAcrossParallelDims`).
+
+        The one that splits them less takes over the other's way if it has idle devices for it, the operand where both
+        split them as much.
+        """
+        ways = self.subaxes.ways
+        on_operand, on_indices = tuple(a for a, _, _ in self.batch), tuple(i for _, i, _ in self.batch)
+        of_operand = math.prod(ways(operand.tiling[a]) for a in on_operand)
+        of_indices = math.prod(ways(indices.tiling[i]) for i in on_indices)
+        if of_operand == of_indices == 1:
+            return None
+        if not any(indices.tiling):
+            return operand.tiling, self._taken(indices.tiling, on_indices, operand.tiling, on_operand, devices)
+        if any(operand.tiling) and of_operand != of_indices:
+            more, less = (indices, operand) if of_indices > of_operand else (operand, indices)
+            idle = ways(devices) // self.subaxes.tiles(less.tiling)
+            for a, i, _ in self.batch:
+                many, few = (ways(each.tiling[a if each is operand else i]) for each in (more, less))
+                if many % few or idle % (many // few):
+                    return None
+                idle //= many // few
+        if of_operand > of_indices:
+            taken = self._taken(indices.tiling, on_indices, operand.tiling, on_operand, devices)
+            return operand.tiling, taken
+        return self._taken(operand.tiling, on_operand, indices.tiling, on_indices, devices), indices.tiling
+
+    def _taken(
+        self, tiling: Tiling, dims: tuple[int, ...], like: Tiling, like_dims: tuple[int, ...], devices: Dim
+    ) -> Tiling:
+        """`tiling` with `dims` split as `like` splits `like_dims`; what else those axes split gives way."""
+        wanted = list(tiling)
+        for dim, other in zip(dims, like_dims, strict=True):
+            wanted[dim] = like[other]
+        group = tuple(axis for dim in like_dims for axis in like[dim])
+        return self._cleared(tuple(wanted), set(dims), group, devices)
+
+    def _by_window(
+        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
+    ) -> _Outcome | None:
+        """Dims of the operand that the window has whole."""
+        group = tuple(axis for a, _ in self.passthrough for axis in operand.tiling[a])
+        if not group:
+            return None
+        asked: list[Dim] = [()] * len(window.tiling)
+        for a, w in self.passthrough:
+            asked[w] = operand.tiling[a]
+        carried = self.subaxes.merge(window.tiling, tuple(asked), 1) or tuple(asked)
+        return self._grouped(
+            operand,
+            indices,
+            window,
+            operand.tiling,
+            self._off(indices.tiling, group, self._index_order(), devices),
+            carried,
+            group,
+            devices,
+            outer,
+            recursive,
+            (),
+        )
+
+    def _by_trivial(
+        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
+    ) -> _Outcome | None:
+        """Indexed dims of the operand: each device takes the indices that fall on its part."""
+        per_dim = tuple(operand.tiling[dim] for dim in self.trivial if operand.tiling[dim])
+        group = tuple(axis for axes in per_dim for axis in axes)
+        if not group:
+            return None
+        wanted_indices = self._off(indices.tiling, group, self._index_order(), devices)
+        wanted_window = self._off(window.tiling, group, self._window_order(window), devices)
+        if any(wanted_indices) and not any(wanted_window):
+            asked: list[Dim] = [()] * len(window.tiling)
+            for i, w in self.index:
+                asked[w] = indices.tiling[i]
+            wanted_window = self._off(tuple(asked), group, self._window_order(window), devices)
+        elif any(wanted_window) and not any(wanted_indices):
+            asked = [()] * len(indices.tiling)
+            for i, w in self.index:
+                asked[i] = window.tiling[w]
+            wanted_indices = self._off(tuple(asked), group, self._index_order(), devices)
+        sums = per_dim if self.is_gather else ()
+        return self._grouped(
+            operand,
+            indices,
+            window,
+            operand.tiling,
+            wanted_indices,
+            wanted_window,
+            group,
+            devices,
+            outer,
+            recursive,
+            sums,
+        )
+
+    def _by_index(
+        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
+    ) -> _Outcome | None:
+        """Dims of the indices: a scatter then sums what the groups made, if its region has an identity."""
+        if not self.is_gather and self.op.attrs["reducer"] not in REDUCERS:
+            return None
+        asked: list[Dim] = [()] * len(indices.tiling)
+        for i, w in self.index:
+            asked[i] = window.tiling[w]
+        before = self.subaxes.tiles(indices.tiling)
+        better = self.subaxes.merge(tuple(asked), indices.tiling, before + 1) or indices.tiling
+        per_dim = tuple(better[i] for i, _ in self.index if better[i])
+        group = tuple(axis for axes in per_dim for axis in axes)
+        if not group:
+            return None
+        carried: list[Dim] = [()] * len(window.tiling)
+        for i, w in self.index:
+            carried[w] = better[i]
+        through = self.subaxes.merge(window.tiling, tuple(carried), 1) or tuple(carried)
+        order = (*self.trivial, *(a for a, _ in self.passthrough))
+        return self._grouped(
+            operand,
+            indices,
+            window,
+            self._off(operand.tiling, group, order, devices),
+            better,
+            through,
+            group,
+            devices,
+            outer,
+            recursive,
+            () if self.is_gather else per_dim,
+        )
+
+    def _grouped(
+        self,
+        operand: _Array,
+        indices: _Array,
+        window: _Array,
+        operand_as: Tiling,
+        indices_as: Tiling,
+        window_as: Tiling,
+        group: Dim,
+        devices: Dim,
+        outer: Dim,
+        recursive: bool,
+        sums: tuple[Dim, ...],
+    ) -> _Outcome:
+        """One way: reshard, partition within the groups, sum, and give the result its sharding."""
+        outcome = _Outcome([], [])
+        operand = self._moved(outcome, operand, operand_as, outer)
+        indices = self._moved(outcome, indices, indices_as, outer)
+        if self.is_gather:
+            inside = _Array(2, window.shape, window_as, window.dtype)
+        else:
+            inside = self._moved(outcome, window, window_as, outer)
+        left = tuple(axis for axis in devices if axis not in group)
+        held = self._within(operand, group)
+        inner = self._partition(
+            held,
+            self._within(indices, group),
+            self._within(inside, group),
+            left,
+            outer + group,
+            recursive,
+        )
+        outcome.moves += inner.moves
+        outcome.own += inner.own
+        outcome.memory = inner.memory
+        outcome.local = inner.local
+        target = window if self.is_gather else operand
+        made_as = window_as if self.is_gather else operand_as
+        size = self._bytes(target.shape, made_as, target.dtype)
+        outcome.summed = inner.summed
+        if not self.is_gather:  # what the groups made is as they hold the operand
+            self._given(outcome, held, self.final, held.tiling, outer + group)
+        if sums:
+            outcome.own.extend(self.owner.sums(sums[::-1], size, None))
+            together = self.owner.target != "cpu"
+            last = tuple(axis for dim in sums[::-1] for axis in dim) if together else sums[0]
+            outcome.summed = last, len(sums) == 1
+        if self.is_gather:
+            self._given(outcome, window, made_as, window.tiling, outer)
+        self.final = operand_as
+        return outcome
+
+    def _given(self, outcome: _Outcome, array: _Array, before: Tiling, after: Tiling, outer: Dim) -> None:
+        """Reshard what was made; a sum that is sliced at once is a reduce-scatter."""
+        if before == after:
+            return
+        cut = self.owner.cuts.cut(array.shape, before, after, outer)
+        if outcome.summed is not None:
+            axes, ordered = outcome.summed
+            size, gathers = outcome.own[-1][2], self.is_gather
+            scattered = self.owner.scattered(
+                axes, size, cut, ordered, gathers, gathers and is_summed(self.owner, self.op)
+            )
+            outcome.own[-1:] = scattered or (outcome.own[-1],)
+        steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
+        if steps:
+            outcome.own.extend(steps)
+            outcome.summed = None
+
+    # ---- helpers -----------------------------------------------------------------------------------------------
+
+    def _moved(self, outcome: _Outcome, array: _Array, want: Tiling, outer: Dim) -> _Array:
+        if want == array.tiling:
+            return array
+        steps = self.resharder.reshard(array.shape, array.dtype, array.tiling, want, outer)
+        end = self.resharder.destination(array.shape, array.dtype, array.tiling, want, outer)
+        outcome.moves.append((array.place, (outer, array.tiling, end), steps))
+        return _Array(array.place, array.shape, want, array.dtype)
+
+    def _within(self, array: _Array, group: Dim) -> _Array:
+        inside = set(group)
+        ways = self.subaxes.ways
+        shape = tuple(
+            -(-size // ways(tuple(axis for axis in axes if axis in inside)))
+            for size, axes in zip(array.shape, array.tiling, strict=True)
+        )
+        rest = tuple(tuple(axis for axis in axes if axis not in inside) for axes in array.tiling)
+        return _Array(array.place, shape, rest, array.dtype)
+
+    def _off(self, tiling: Tiling, group: Dim, order: Sequence[int], devices: Dim) -> Tiling:
+        """`tiling` without the group's axes (`GroupShardingOnReplicatedDim`): it keeps what idle devices can hold."""
+        if not any(tiling):
+            return tiling
+        ways = self.subaxes.ways
+        used = {axis for dim in tiling for axis in dim}
+        idle = ways(tuple(axis for axis in devices if axis not in used))
+        needed = ways(group)
+        kept = list(tiling)
+        for dim in order:
+            if idle % needed == 0:
+                break
+            while kept[dim] and idle % needed:
+                *rest, last = kept[dim]
+                kept[dim] = tuple(rest)
+                idle *= self.subaxes.sizes[last]
+        if idle % needed:
+            return ((),) * len(tiling)
+        return self._cleared(tuple(kept), set(), group, devices)
+
+    def _cleared(self, tiling: Tiling, keep: set[int], group: Dim, devices: Dim | None = None) -> Tiling:
+        """The dims that are not in `keep` off the group's axes: each gives way to a spare one of its size."""
+        inside = set(group)
+        used = {axis for dim in tiling for axis in dim}
+        spare = [axis for axis in (devices or self.devices) if axis not in used and axis not in inside]
+        result = []
+        for dim, axes in enumerate(tiling):
+            if dim in keep:
+                result.append(axes)
+                continue
+            moved = []
+            for axis in axes:
+                if axis not in inside:
+                    moved.append(axis)
+                    continue
+                match = next((s for s in spare if self.subaxes.sizes[s] == self.subaxes.sizes[axis]), None)
+                if match is not None:
+                    spare.remove(match)
+                    moved.append(match)
+            result.append(tuple(moved))
+        return tuple(result)
+
+    def _index_order(self) -> list[int]:
+        vector = self.op.attrs["index_vector_dim"]
+        rank = len(self.types[1].shape)
+        batched = [i for _, i, _ in self.batch]
+        first = [vector] if vector < rank else []
+        return first + [dim for dim in range(rank) if dim != vector and dim not in batched] + batched
+
+    def _window_order(self, window: _Array) -> list[int]:
+        through = [w for _, w in self.passthrough]
+        return [dim for dim in range(len(window.shape)) if dim not in through] + through
+
+    @staticmethod
+    def _nothing(array: _Array) -> Tiling:
+        return ((),) * len(array.shape)
+
+    def _bytes(self, shape: Shape, tiling: Tiling, dtype: str) -> int:
+        return math.prod(self.subaxes.shard(shape, tiling)) * bytes_of(dtype)

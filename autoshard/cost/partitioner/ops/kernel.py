@@ -1,0 +1,113 @@
+"""How a TPU's compiler reads the kernels of convolutions, before the partitioner looks at them.
+
+A kernel's transpose and the reversal of its taps become dimension numbers and window attributes of the convolution
+that reads it (`AlgebraicSimplifier`): a forward convolution and the gradient of its input read one value, gathered
+once for both. Where each goes round the ring instead (`spmd_looped.py`) the first permute of both is one.
+
+That a value is gathered for several contractions keeps them from going round the ring, if they ask for one sharding of
+it: not so where one of two is made as its weight is split, the other as what both read (a gated layer whose weights
+alone are split). `GetShardingFromUser` (xla/service/sharding_propagation.cc) does not know what a convolution that
+slides over its input asks for, so those never count.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.graph.ops import Op, Value
+
+if TYPE_CHECKING:
+    from autoshard.cost.partitioner.partition import Partitioner
+
+Dim = tuple[int, ...]
+
+AGGRESSIVE = 3
+"""The level of propagation at which readers are asked."""
+
+
+def source_of(owner: Partitioner, op: Op, place: int) -> tuple[Value, Dim, int]:
+    """What a convolution reads as operand `place`: the value, which of its dims each dim is, and the op that reads it.
+
+    Annotated values are read as they are, and so is what is reversed along a dim that is split. While a plan is sought,
+    shardings are not known yet: every transpose and reversal is taken to be folded in.
+    """
+    value, reader = op.operands[place], op.id
+    dims = tuple(range(len(owner.graph.type_of(value).shape)))
+    if owner.target != "tpu" or op.kind != "convolution":
+        return value, dims, reader
+    while owner.shardings.copy_read(reader, value) is None:
+        maker = owner.graph.ops[value.op]
+        if maker.kind not in ("transpose", "reverse"):
+            break
+        before = maker.operands[0]
+        order = tuple(maker.attrs["permutation"]) if maker.kind == "transpose" else tuple(range(len(dims)))
+        split = owner.shardings.made.get(value)
+        if split is not None:
+            found = owner.shardings.read(maker.id, before)
+            if split != tuple(found[dim] for dim in order):
+                break
+            if maker.kind == "reverse" and any(split[dim] for dim in maker.attrs["dims"]):
+                break
+        value, reader, dims = before, maker.id, tuple(order[dim] for dim in dims)
+    return value, dims, reader
+
+
+def turned(tiling: Tiling, dims: Dim) -> Tiling:
+    """A tiling of what a convolution reads, as one of the value that `source_of` names."""
+    return tuple(tiling[dims.index(dim)] for dim in range(len(dims)))
+
+
+class Gathering:
+    """Which contractions ask for a value in a sharding that the partitioner knows."""
+
+    def __init__(self, owner: Partitioner) -> None:
+        """For the program that `owner` partitions."""
+        self.owner = owner
+        self.readers: dict[Value, list[tuple[Op, int]]] = {}
+        for op in owner.graph.ops:
+            if op.kind in CONTRACTIONS and not self.slides(op):
+                for place in range(len(op.operands)):
+                    self.readers.setdefault(source_of(owner, op, place)[0], []).append((op, place))
+        self.asking: dict[Value, dict[Tiling | None, set[int]]] = {}  # value -> sharding -> ops that ask for it
+
+    def slides(self, op: Op) -> bool:
+        """Whether a kernel of more than one tap slides over an input."""
+        return op.kind == "convolution" and bool(self.owner.transfers.contraction(op).spatial)
+
+    def alone(self, op: Op) -> tuple[bool, ...]:
+        """Per operand whether it may go round the ring, because it is gathered for no other contraction."""
+        if self.slides(op):
+            return (True,) * len(op.operands)
+        return tuple(not self._shared(op, place) for place in range(len(op.operands)))
+
+    def _shared(self, op: Op, place: int) -> bool:
+        """Whether another contraction that reads the same asks for the same sharding, and not the one it finds.
+
+        `check_users_sharding` (xla/service/spmd/dot_handler.cc).
+        """
+        value, _, reads = source_of(self.owner, op, place)
+        if all(reader.id == op.id for reader, _ in self.readers[value]):
+            return False
+        asked = self._asked(op, place)
+        if asked is None:
+            return True
+        if value not in self.asking:
+            self.asking[value] = {}
+            for reader, at in self.readers[value]:
+                self.asking[value].setdefault(self._asked(reader, at), set()).add(reader.id)
+        known = self.asking[value]
+        if known.get(None, set()) - {op.id}:
+            return True
+        return bool(known[asked] - {op.id}) and asked != self.owner.shardings.read(reads, value)
+
+    def _asked(self, op: Op, place: int) -> Tiling | None:
+        """The sharding that a contraction asks of the value that it reads; None while a plan is sought."""
+        shardings = self.owner.shardings
+        made = shardings.made.get(Value(op.id))
+        if made is None or any(value not in shardings.made for value in op.operands):
+            return None
+        reads = [shardings.read(op.id, value) for value in op.operands]
+        asked = self.owner.transfers.backward(op, place, made, reads, AGGRESSIVE)
+        return None if asked is None else turned(asked, source_of(self.owner, op, place)[1])

@@ -1,0 +1,65 @@
+"""Gathers that compilers undo: what is put together and then cut again as it was is never put together.
+
+On TPU and GPU (`AllGatherDynamicSliceSimplifier`; measured with libtpu 0.0.51 and jax 0.10.2, the CPU's compiler keeps
+them): a value that its op makes in parts, that an annotation wants whole, and of which all readers want these parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autoshard.cost.machine.device import Target
+from autoshard.cost.partitioner.propagate import Shardings
+from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.graph.ops import Graph, Value
+
+if TYPE_CHECKING:
+    from autoshard.cost.partitioner.partition import Partitioner
+
+
+def undone(graph: Graph, shardings: Shardings, target: Target) -> Shardings:
+    """`shardings`, with values and copies that are gathered only to be cut again left in their parts."""
+    from autoshard.cost.partitioner.partition import Partitioner
+
+    if target == "cpu":
+        return shardings
+    copied = _detours(graph, shardings)
+    shardings = replace(shardings, made=dict(shardings.made), copied=tuple(copied))
+    owner = Partitioner(graph, shardings, target)
+    for value, numbers in owner.copies_of.items():
+        wanted = shardings.made[value]
+        parts = {shardings.read(op.id, value) for op in owner.readers.get(value, ())}
+        if len(parts) != 1 or parts == {wanted} or value in owner.results or not _gathers(owner, value, *parts):
+            continue
+        (shardings.made[value],) = parts
+        for number in numbers:
+            copied[number] = shardings.made[value]
+    return replace(shardings, copied=tuple(copied))
+
+
+def _detours(graph: Graph, shardings: Shardings) -> list[Tiling]:
+    """The tilings of copies; those read by copies alone that are again what they were made of are that, too."""
+    copied = list(shardings.copied)
+    read = {shardings.copy_read(op.id, value) for op in graph.ops for value in op.operands}
+    read |= {shardings.copy_read(None, value) for value in graph.outputs}
+    further: dict[int, list[int]] = {}
+    for number, copy in enumerate(shardings.copies):
+        if copy.source is not None:
+            further.setdefault(copy.source, []).append(number)
+    for number, copy in enumerate(shardings.copies):
+        before = shardings.made[copy.value] if copy.source is None else copied[copy.source]
+        whole = all(not dim or dim == old for dim, old in zip(copied[number], before, strict=True))
+        if whole and number in further and number not in read and all(copied[n] == before for n in further[number]):
+            copied[number] = before
+    return copied
+
+
+def _gathers(owner: Partitioner, value: Value, parts: Tiling) -> bool:
+    """Whether the op of a value, run on these parts, needs nothing, and gathers what it makes for its annotation."""
+    op = owner.graph.ops[value.op]
+    if op.kind == "argument" or op.id in owner.free or len(op.results) != 1:
+        return False
+    cut = owner.emission(op, parts)
+    whole = owner.emission(op, owner.shardings.made[value])
+    return not cut.own and cut.moves == whole.moves and [step[0] for step in whole.own] == ["all-gather"]

@@ -1,0 +1,1 @@
+"""What compilers rewrite in the graph before shardings propagate."""

@@ -1,0 +1,124 @@
+"""Ops that a TPU's compiler makes one of: equal ones, on equal operands, annotated alike.
+
+XLA's `HloCSE` runs before shardings are propagated (libtpu 0.0.51, dumped between passes), and takes annotations for
+ops like any other: of two norms of one value, every op and every annotation of the second is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import ELEMENTWISE, free_ops
+from autoshard.graph.ops import Graph, Op, Value, flow
+from autoshard.mesh import Spec
+
+EXPRESSIONS = ELEMENTWISE | {"broadcast_in_dim", "slice"}
+"""Kinds that make constant expressions of constant expressions (`HloConstantSplitter`)."""
+
+MERGED = EXPRESSIONS | {
+    "iota", "reshape", "transpose", "dot_general", "gather", "pad", "concatenate", "reverse", "reduce",
+}  # fmt: skip
+"""Kinds of which equal ops are merged: those that `Op.attrs` says everything about."""
+
+COMMUTES = frozenset({"add", "multiply", "maximum", "minimum", "and", "or", "xor"})
+
+
+def equal_ops(graph: Graph, annotations: Annotations) -> dict[Value, Value]:
+    """Value -> the first value that it is equal to and pinned like; what follows from constants alone is left out."""
+    return _Equal(graph, annotations).found
+
+
+def merged(graph: Graph, annotations: Annotations, equal: Mapping[Value, Value]) -> tuple[Graph, Annotations]:
+    """The graph in which readers of the later values read the first, and nothing makes the later ones.
+
+    Ops keep their numbers: what made a later value is a constant that nothing reads.
+    """
+
+    def first(value: Value) -> Value:
+        return equal.get(value, value)
+
+    ops: list[Op] = []
+    for op in graph.ops:
+        if Value(op.id) in equal:
+            op = replace(op, kind="constant", operands=(), attrs={"value": 0})
+        elif any(value in equal for value in op.operands):
+            op = replace(op, operands=tuple(map(first, op.operands)))
+        ops.append(op)
+    outputs = tuple(map(first, graph.outputs))
+    pins = {value: spec for value, spec in annotations.pins.items() if value not in equal}
+    copies = {(first(value), aten): spec for (value, aten), spec in annotations.copies.items()}
+    hops = {(first(value), spec): through for (value, spec), through in annotations.hops.items()}
+    return replace(graph, nx=flow(ops), ops=tuple(ops), outputs=outputs), Annotations(pins, copies, hops)
+
+
+class _Equal:
+    def __init__(self, graph: Graph, annotations: Annotations) -> None:
+        self.graph, self.annotations = graph, annotations
+        self.folded = fold(graph)
+        self.found: dict[Value, Value] = {}
+        self.same: dict[Value, Value] = {}  # `found`, with what follows from constants
+        self.copies: dict[Value, dict[int | None, tuple[Spec, ...]]] = {}  # value -> consumer -> how that reads it
+        for (value, aten), spec in annotations.copies.items():
+            self.copies.setdefault(value, {})[aten] = annotations.chain(value, spec)
+        self.read = {(value, aten): chain for value, own in self.copies.items() for aten, chain in own.items()}
+        self.readers: dict[Value, set[int | None]] = {}
+        for op in graph.ops:
+            for value in op.operands:
+                self.readers.setdefault(value, set()).add(op.aten)
+        free, known = free_ops(graph), dict[Hashable, Value]()
+        for op in graph.ops:
+            value = Value(op.id)
+            key = self._key(op)
+            if key is None:
+                continue
+            before = known.setdefault(key, value)
+            if before != value and self._alike(before, value):
+                self._join(before, value)
+                self.same[value] = before
+                if op.id not in free:
+                    self.found[value] = before
+
+    def _key(self, op: Op) -> Hashable:
+        """What equal ops have in common; None for an op that is never merged."""
+        value = Value(op.id)
+        if len(op.results) != 1:
+            return None
+        if value in self.folded.splat:
+            return "splat", repr(self.folded.splat[value]), op.results
+        if op.kind not in MERGED or op.attrs.get("reducer") == "other":
+            return None
+        read = [self._read(operand, op.aten) for operand in op.operands]
+        return (
+            op.kind,
+            op.results,
+            tuple(op.attrs.items()),
+            tuple(sorted(read, key=repr) if op.kind in COMMUTES else read),
+        )
+
+    def _read(self, value: Value, aten: int | None) -> Hashable:
+        """What an op of `aten` reads: the value, or what it is equal to, and as which copy."""
+        copy = self.read.get((value, aten))
+        if copy is None and value not in self.annotations.pins and value in self.folded.same:
+            return self._read(self.folded.same[value], None)
+        return self.same.get(value, value), copy
+
+    def _alike(self, before: Value, value: Value) -> bool:
+        """Whether two equal values are pinned alike, and no consumer of both reads them under two shardings."""
+        pins = self.annotations.pins
+        if pins.get(before) != pins.get(value):
+            return False
+        one, other = self.copies.get(before, {}), self.copies.get(value, {})
+        both = self.readers.get(before, set()) & self.readers.get(value, set())
+        if any(one.get(aten) != other.get(aten) for aten in both):
+            return False
+        ways = {chain[-1]: chain for chain in one.values()}
+        return all(ways.get(chain[-1], chain) == chain for chain in other.values())
+
+    def _join(self, before: Value, value: Value) -> None:
+        """What reads the later value reads the first from now on."""
+        self.readers.setdefault(before, set()).update(self.readers.get(value, ()))
+        if value in self.copies:
+            self.copies.setdefault(before, {}).update(self.copies[value])

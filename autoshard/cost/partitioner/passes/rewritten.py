@@ -1,0 +1,291 @@
+"""What compilers of TPUs and GPUs rewrite before they propagate shardings, where nothing in it is annotated.
+
+PyTorch writes a linear layer as a product of rows: dims are merged before it and taken apart behind it. Where the batch
+is not the first of them (`nn.Transformer`, `nn.MultiheadAttention`: the sequence is), a sharding of the batch does not
+pass through rows. Compilers of GPUs and TPUs reduce over the dims that a reshape merged rather than over rows
+(`AlgebraicSimplifier`, `HandleReduce`). That of TPUs also makes products of matrices as they are before they are
+transposed (`TransposeFolding`), so that a weight is gathered once, and products without batch dims (libtpu 0.0.51; 32
+single products dumped after its propagation, with one and several readers, one and both operands reshaped):
+
+- of one reader, a reshape that takes dims of the result apart, and of an operand that is a reshape: with these dims;
+- of two reshapes that merge equal dims, which are summed over, and merge nothing else: over these dims.
+
+An annotated value is no reshape to them, and an annotated product stays as it is. A TPU's compiler also finds where a
+ReLU's result is greater than zero in what the ReLU reads, so that the mask of the backward pass does not split that
+result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.ops import Graph, Op, Value, flow
+from autoshard.program import TensorType
+
+Shape = tuple[int, ...]
+
+_MOVES = frozenset({"reshape", "transpose"})
+_SPREADS = ELEMENTWISE | {"broadcast_in_dim", "reshape"}
+
+
+def rewritten(graph: Graph, annotations: Annotations, target: str) -> tuple[Graph, dict[Value, Value]]:
+    """The graph as it is rewritten, and what is not made any more -> what it would be a reshape of.
+
+    Ops keep their numbers: where an operand needs a reshape of its own it takes the product's, and the product that of
+    the reshape behind it.
+    """
+    return (graph, {}) if target == "cpu" else _Rewriting(graph, annotations, target).run()
+
+
+class _Rewriting:
+    def __init__(self, graph: Graph, annotations: Annotations, target: str) -> None:
+        self.graph, self.target = graph, target
+        self.copied = annotations.copies
+        self.pinned = {*annotations.pins, *(value for value, _ in annotations.copies)}
+        self.results = frozenset(graph.outputs)
+        self.uniform = _uniform(graph)
+        self.numbers = fold(graph).splat
+        self.readers: dict[Value, list[Op]] = {}
+        for op in graph.ops:
+            for value in op.operands:
+                self.readers.setdefault(value, []).append(op)
+        self.ops = list(graph.ops)
+        self.apart: dict[Value, Value] = {}
+        self.moved: dict[Value, frozenset[Shape]] = {}
+
+    def run(self) -> tuple[Graph, dict[Value, Value]]:
+        for op in self.graph.ops:
+            if op.kind == "reduce" and len(op.results) == 1:
+                self._reduced(op)
+            elif op.kind == "compare" and self.target == "tpu":
+                self._compared(op)
+            elif (
+                op.kind == "dot_general"
+                and self.target == "tpu"
+                and not op.attrs["lhs_batch"]
+                and "outer" not in op.attrs
+            ):
+                op = self._turned(op)
+                self._taken_apart(op) or self._summed_apart(op)
+        if all(op is before for op, before in zip(self.ops, self.graph.ops, strict=True)):
+            return self.graph, {}
+        self._drop_unread()
+        return replace(self.graph, nx=flow(self.ops), ops=tuple(self.ops)), self.apart
+
+    def _compared(self, op: Op) -> None:
+        """Whether the larger of an array and a number is greater than that number: whether the array is.
+
+        Where nothing annotates the array both are split alike, and kernels were read off programs with either.
+        """
+        largest, number = op.operands[0], self.numbers.get(op.operands[1])
+        maker = self.graph.ops[largest.op]
+        if op.attrs["direction"] != "GT" or maker.kind != "maximum" or number is None or largest in self.pinned:
+            return
+        array, least = maker.operands
+        if self.numbers.get(least) == number and array in self.pinned and (array, maker.aten) not in self.copied:
+            self.ops[op.id] = replace(op, operands=(array, op.operands[1]))
+
+    def _turned(self, op: Op) -> Op:
+        """A product of matrices as they are before they are transposed (`TransposeFolding`)."""
+        operands, attrs = list(op.operands), dict(op.attrs)
+        for place, side in enumerate(("lhs", "rhs")):
+            value = op.operands[place]
+            maker = self.graph.ops[value.op]
+            if maker.kind != "transpose" or len(maker.results[0].shape) != 2 or value in self.pinned:
+                continue
+            if not self._copied(maker.operands[0], maker, op):
+                operands[place] = maker.operands[0]
+                attrs[f"{side}_contract"] = tuple(maker.attrs["permutation"][dim] for dim in attrs[f"{side}_contract"])
+        if tuple(operands) != op.operands:
+            op = self.ops[op.id] = replace(op, operands=tuple(operands), attrs=attrs)
+        return op
+
+    def _taken_apart(self, op: Op) -> bool:
+        """With the dims of the reshape that alone reads it."""
+        made = Value(op.id)
+        readers = self.readers.get(made, [])
+        if len(readers) != 1 or readers[0].kind != "reshape" or made in self.pinned or made in self.results:
+            return False
+        reshape = readers[0]
+        parts = _parts(op.results[0].shape, reshape.results[0].shape)
+        sources = [self._source(value, op) for value in op.operands]
+        if parts is None or not any(sources):
+            return False
+        operands: list[Value] = []
+        shapes: list[Shape] = []
+        missing: list[int] = []  # operands that need a reshape of their own
+        free = 0
+        contracts = []
+        for place, side in enumerate(("lhs", "rhs")):
+            contract = op.attrs[f"{side}_contract"]
+            shape, at = list[int](), dict[int, int]()
+            for dim, size in enumerate(self._type(op.operands[place]).shape):
+                at[dim] = len(shape)
+                if dim in contract:
+                    shape.append(size)
+                else:
+                    shape.extend(parts[free])
+                    free += 1
+            contracts.append(tuple(at[dim] for dim in contract))
+            shapes.append(tuple(shape))
+            source = sources[place]
+            if tuple(shape) == self._type(op.operands[place]).shape:
+                operands.append(op.operands[place])
+            elif source is not None and self._type(source).shape == tuple(shape):
+                operands.append(source)
+            else:
+                operands.append(op.operands[place] if source is None else source)
+                missing.append(place)
+        if len(missing) > 1 or (missing and any(self._copied(value, op, reshape) for value in op.operands)):
+            return False
+        attrs = {**op.attrs, "lhs_contract": contracts[0], "rhs_contract": contracts[1]}
+        if missing:
+            place = missing[0]
+            kind = replace(self._type(op.operands[place]), shape=shapes[place])
+            self.ops[op.id] = replace(reshape, id=op.id, operands=(operands[place],), results=(kind,), **_place(op))
+            operands[place] = made
+            self.ops[reshape.id] = replace(
+                op, id=reshape.id, operands=tuple(operands), results=reshape.results, attrs=attrs, **_place(reshape)
+            )
+        else:
+            self.ops[op.id] = replace(op, operands=tuple(operands), results=reshape.results, attrs=attrs)
+        self.apart[made] = Value(reshape.id)
+        return True
+
+    def _summed_apart(self, op: Op) -> bool:
+        """Over the dims that both operands merge."""
+        contracts: list[tuple[int, ...]] = []
+        merged: list[Shape] = []
+        sources: list[Value] = []
+        for value, side in zip(op.operands, ("lhs", "rhs"), strict=True):
+            source, contract = self._source(value, op), op.attrs[f"{side}_contract"]
+            if source is None or len(contract) != 1:
+                return False
+            parts = _parts(self._type(value).shape, self._type(source).shape)
+            if parts is None or any(len(sizes) > 1 for dim, sizes in enumerate(parts) if dim not in contract):
+                return False
+            first = sum(len(sizes) for sizes in parts[: contract[0]])
+            merged.append(parts[contract[0]])
+            contracts.append(tuple(range(first, first + len(merged[-1]))))
+            sources.append(source)
+        if merged[0] != merged[1] or len(merged[0]) < 2:
+            return False
+        attrs = {**op.attrs, "lhs_contract": contracts[0], "rhs_contract": contracts[1]}
+        self.ops[op.id] = replace(op, operands=tuple(sources), attrs=attrs)
+        return True
+
+    def _reduced(self, op: Op) -> None:
+        """Over the dims that a reshape merges; the others are merged behind it, by the reshapes that alone read it."""
+        read, made, dims = op.operands[0], Value(op.id), op.attrs["dims"]
+        source = self._source(read, op)
+        parts = None if source is None else _parts(self._type(read).shape, self._type(source).shape)
+        if source is None or parts is None:
+            return
+        kept = tuple(size for dim, sizes in enumerate(parts) if dim not in dims for size in sizes)
+        readers = self.readers.get(made, [])
+        if kept != op.results[0].shape:
+            if made in self.pinned or made in self.results or any(reader.kind != "reshape" for reader in readers):
+                return
+            self.apart[made] = made
+        first = [sum(map(len, parts[:dim])) for dim in range(len(parts))]
+        over = tuple(at for dim in dims for at in range(first[dim], first[dim] + len(parts[dim])))
+        kind = replace(op.results[0], shape=kept)
+        operands = (source, *op.operands[1:])
+        self.ops[op.id] = replace(op, operands=operands, results=(kind,), attrs={**op.attrs, "dims": over})
+
+    def _copied(self, value: Value, *readers: Op) -> bool:
+        """Whether there is an annotated copy of a value for one of its readers."""
+        return any((value, reader.aten) in self.copied for reader in readers)
+
+    def _source(self, value: Value, reader: Op) -> Value | None:
+        """What a value is a reshape of, where nothing on the way to its reader is annotated."""
+        op = self.graph.ops[value.op]
+        if op.kind != "reshape" or value in self.pinned or self._copied(op.operands[0], op, reader):
+            return None
+        source = op.operands[0]
+        if self.ops[source.op].results[source.result] != self._type(source):
+            return None  # it was rewritten itself
+        return None if self._type(value).shape in self._moved(source) else source
+
+    def _moved(self, value: Value) -> frozenset[Shape]:
+        """The shapes of what moves and elementwise ops, of one array and numbers alone, make a value of.
+
+        Such ops are done before the moves (`ReshapeMover`), which then undo each other.
+        """
+        way: list[tuple[Value, Shape | None]] = []  # values, and the shape of what each moves
+        while value not in self.moved:
+            op = self.graph.ops[value.op]
+            before: Value | None = None
+            moves = op.kind in _MOVES and Value(op.id) not in self.pinned
+            if moves:
+                before = op.operands[0]
+            elif op.kind in ELEMENTWISE and Value(op.id) not in self.pinned:
+                arrays = [read for read in op.operands if read not in self.uniform]
+                before = arrays[0] if len(set(arrays)) == 1 else None
+            if before is None:
+                self.moved[value] = frozenset()
+                break
+            way.append((value, self._type(before).shape if moves else None))
+            value = before
+        found = self.moved[value]
+        for behind, shape in reversed(way):
+            found = found if shape is None else found | {shape}
+            self.moved[behind] = found
+        return found
+
+    def _type(self, value: Value) -> TensorType:
+        return self.graph.type_of(value)
+
+    def _drop_unread(self) -> None:
+        """Moves that are read no longer are constants that nothing reads."""
+        left = Counter(value for op in self.ops for value in op.operands)
+        for op in reversed(self.graph.ops):
+            value = Value(op.id)
+            if (
+                op.kind in _MOVES
+                and self.ops[op.id] is op
+                and value in self.readers
+                and not left[value]
+                and value not in self.results
+            ):
+                self.ops[op.id] = replace(op, kind="constant", operands=(), attrs={"value": 0})
+                self.apart[value] = op.operands[0]
+                left[op.operands[0]] -= 1
+
+
+def _place(op: Op) -> dict[str, Any]:
+    """Where an op comes from."""
+    return {"aten": op.aten, "module": op.module}
+
+
+def _uniform(graph: Graph) -> set[Value]:
+    """Values of which all elements are one number."""
+    found: set[Value] = set()
+    for op in graph.ops:
+        follows = op.kind in _SPREADS and op.operands and found.issuperset(op.operands)
+        if follows or (len(op.results) == 1 and not op.results[0].shape):
+            found.add(Value(op.id))
+    return found
+
+
+def _parts(shape: Sequence[int], into: Sequence[int]) -> list[Shape] | None:
+    """The dims of `into` that each of `shape` is taken apart to; None where others meet in one."""
+    found: list[Shape] = []
+    place = 0
+    for size in shape:
+        start = place
+        while place < len(into) and (math.prod(into[start:place]) < size or place == start):
+            place += 1
+        while place < len(into) and into[place] == 1 and len(found) + 1 == len(shape):
+            place += 1
+        if place == start or math.prod(into[start:place]) != size:
+            return None
+        found.append(tuple(into[start:place]))
+    return found if place == len(into) else None

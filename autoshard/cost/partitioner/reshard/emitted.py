@@ -1,0 +1,132 @@
+"""Reshards between tilings: `gspmd_reshard.py` on the grid of a mesh's subaxes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.cost.machine.collectives import CollectiveKind
+from autoshard.cost.machine.device import Target
+from autoshard.cost.partitioner.reshard.device_tiles import Tiles, tiles, tiles_of
+from autoshard.cost.partitioner.reshard.steps import CrashError, Emitted, axis_names, reshard_tiles
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.cost.partitioner.tpu import gathers_as_sum
+from autoshard.cost.partitioner.transfer import bytes_of
+
+Step = tuple[CollectiveKind, tuple[str, ...], int]
+"""Kind, axis names as in `Collective.axes`, bytes."""
+
+Shape = tuple[int, ...]
+Group = tuple[int, ...]
+
+
+class Resharder:
+    """Collectives of reshards over one mesh, remembered by (shape, dtype, source, target)."""
+
+    def __init__(self, subaxes: Subaxes, target: Target) -> None:
+        """For tilings over `subaxes`, as `target`'s partitioner moves between them."""
+        self.subaxes = subaxes
+        self.target: Target = target
+        self._known: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
+        self._shares: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
+        self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
+
+    def names(self, subaxes: Sequence[int]) -> tuple[str, ...]:
+        """Axis names of subaxes, in mesh order; a part of an axis reads `model[2/4]`, as compiled programs do."""
+        key = tuple(subaxes)
+        known = self._names.get(key)
+        if known is None:
+            parts = dict.fromkeys(self.subaxes.axes(key), 1)
+            for number in set(key):
+                parts[self.subaxes.axis[number]] *= self.subaxes.sizes[number]
+            known = self._names[key] = tuple(self._name(axis, part) for axis, part in parts.items())
+        return known
+
+    def _name(self, axis: str, part: int) -> str:
+        whole = self.subaxes.mesh.axis_size(axis)
+        return axis if part == whole else f"{axis}[{part}/{whole}]"
+
+    def devices(self, names: Sequence[str]) -> int:
+        """Devices in a group along axes that `names` named."""
+        parts = (re.fullmatch(r"(.*)\[(\d+)/\d+\]", name) for name in names)
+        return math.prod(
+            self.subaxes.mesh.axis_size(name) if part is None else int(part[2])
+            for name, part in zip(names, parts, strict=True)
+        )
+
+    def reshard(self, shape: Shape, dtype: str, source: Tiling, target: Tiling, outer: Group = ()) -> tuple[Step, ...]:
+        """What moving a value of `shape` from `source` to `target` takes; uneven dims count their padding.
+
+        `outer` are the subaxes that group the devices: the move is within each group.
+        """
+        if source == target or 0 in shape:
+            return ()
+        key = (shape, source, target, outer)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._steps(shape, source, target, outer)
+        item = bytes_of(dtype)
+        steps = tuple((kind, axes, elements * item) for kind, axes, elements in known)
+        return steps if self.target != "tpu" else tuple(self._gathered(shape, item, step) for step in steps)
+
+    def _gathered(self, shape: Shape, item: int, step: Step) -> Step:
+        kind, axes, size = step
+        part = size // (item * self.devices(axes))
+        if kind != "all-gather" or not gathers_as_sum(shape, part, size, axes, self.subaxes.mesh):
+            return step
+        return "all-reduce", axes, size
+
+    def destination(
+        self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()
+    ) -> Tiling:
+        """Where the communication of a reshard ends: `target`, or nowhere split if it gathers all and then slices.
+
+        Reshards of one value with one destination communicate once.
+        """
+        nothing: Tiling = ((),) * len(shape)
+        steps = self.reshard(shape, dtype, source, target, outer)
+        return nothing if steps and steps == self.reshard(shape, dtype, source, nothing, outer) else target
+
+    def _steps(self, shape: Shape, source: Tiling, target: Tiling, outer: Group) -> tuple[Step, ...]:
+        """With elements in place of bytes."""
+        size = self.subaxes.devices
+        split = [i for i, (before, after) in enumerate(zip(source, target, strict=True)) if before or after]
+        even = all(shape[i] % size == 0 for i in split)
+        common = tuple(size if even else shape[i] for i in split)  # evenly split values of all sizes are one case
+        key = (common, tuple(source[i] for i in split), tuple(target[i] for i in split), outer)
+        known = self._shares.get(key)
+        if known is None:
+            known = self._shares[key] = self._emitted(*key)
+        whole, part = math.prod(shape), math.prod(common)
+        return tuple((kind, axes, -(-elements * whole // part)) for kind, axes, elements in known)
+
+    def _emitted(self, shape: Shape, source: Tiling, target: Tiling, outer: Group) -> tuple[Step, ...]:
+        sizes = self.subaxes.sizes
+        inside = [axis for axis in range(len(sizes)) if axis not in outer]
+        place = {axis: i for i, axis in enumerate(inside)}
+        grid = [sizes[axis] for axis in inside]
+        before, after = (
+            tiles_of([[place[axis] for axis in dim] for dim in tiling], grid) for tiling in (source, target)
+        )
+        # The devices of one group, by their numbers in the whole mesh.
+        strides = [math.prod(sizes[axis + 1 :]) for axis in inside]
+        devices = np.zeros(math.prod(grid), dtype=np.int64)
+        for coordinate, stride in zip(np.unravel_index(np.arange(devices.size), grid or [1]), strides, strict=False):
+            devices += coordinate * stride
+        mesh = self.subaxes.mesh
+        steps: list[Step] = []
+        for each in self._survived(shape, before, after):
+            named = Emitted(each.kind, devices[each.groups], each.elements)
+            steps.append((each.kind, axis_names(named, mesh.shape, mesh.axis_names), each.elements))
+        return tuple(steps)
+
+    def _survived(self, shape: Shape, before: Tiles, after: Tiles) -> tuple[Emitted, ...]:
+        """Of a reshard on which XLA crashes, those of gathering everything: plans keep away from it, hands may not."""
+        try:
+            return reshard_tiles(shape, before, after, self.target).steps
+        except CrashError:
+            whole = tiles(np.arange(before.devices.size).reshape((1,) * before.rank + (-1,)), before.rank)
+            return reshard_tiles(shape, before, whole, self.target).steps

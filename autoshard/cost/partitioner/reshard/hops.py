@@ -1,0 +1,137 @@
+"""Detours: shardings to annotate on the way from one sharding to another, where that is cheaper than going at once.
+
+All ways of up to two shardings in between are compared, by min-plus products of one matrix: the seconds of every direct
+reshard of a tensor of one size. A sharding that splits a dim unevenly is neither stopped at nor left or reached over
+hops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.device import Device
+from autoshard.cost.partitioner.reshard.price import Array, Fit, affine, affine_table, fit_of, reshard, specs_over
+from autoshard.mesh import Mesh, Spec
+
+WORTH = 0.99
+"""A hop is taken where the way with it takes less than this part of the time without."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way to reshard that lowering can write.
+
+    Attributes:
+        hops: the specs in between, to be annotated one after the other; empty when the direct reshard is best.
+        collectives: what is emitted on the whole way.
+        seconds: their time.
+        memory: bytes per device of the largest copy that the way makes, the final one included.
+    """
+
+    hops: tuple[Spec, ...]
+    collectives: tuple[Collective, ...]
+    seconds: float
+    memory: int
+
+
+def reshard_path(shape: Sequence[int], dtype_bytes: int, src: Spec, dst: Spec, mesh: Mesh, device: Device) -> Path:
+    """The fastest way from `src` to `dst` over at most two specs in between; the direct one unless it is slower."""
+    shape = tuple(shape)
+    hops = hops_between(shape, dtype_bytes, src, dst, mesh, device)
+    total = math.prod(shape) * dtype_bytes
+    fit = fit_of(shape, mesh)
+    legs = list(itertools.pairwise((src, *hops, dst)))
+    collectives = tuple(each for a, b in legs for each in reshard(shape, dtype_bytes, a, b, mesh, device.target))
+    taken = [affine(a, b, mesh, device, fit) for a, b in legs]
+    seconds = sum(each.seconds(total) for each in taken)
+    return Path(hops, collectives, seconds, math.ceil(max(each.memory for each in taken) * total))
+
+
+def hops_between(
+    shape: tuple[int, ...], dtype_bytes: int, src: Spec, dst: Spec, mesh: Mesh, device: Device
+) -> tuple[Spec, ...]:
+    """The hops of `reshard_path`."""
+    ways = _ways(mesh, device, fit_of(shape, mesh), len(shape), float(math.prod(shape) * dtype_bytes))
+    specs, index = ways.specs, ways.index
+    if src == dst or src not in index or dst not in index:
+        return ()
+    i, j = index[src], index[dst]
+    if ways.two[i, j] < WORTH * min(ways.one[i, j], ways.direct[i, j]):
+        first = int(np.argmin(ways.direct[i] + ways.one[:, j]))
+        return specs[first], specs[int(np.argmin(ways.direct[first] + ways.direct[:, j]))]
+    if ways.one[i, j] < WORTH * ways.direct[i, j]:
+        return (specs[int(np.argmin(ways.direct[i] + ways.direct[:, j]))],)
+    return ()
+
+
+def path_matrix(
+    shape: Sequence[int], dtype_bytes: int, srcs: Sequence[Spec], dsts: Sequence[Spec], mesh: Mesh, device: Device
+) -> Array:
+    """Seconds of the fastest way of every pair, of shape (srcs, dsts)."""
+    shape = tuple(shape)
+    total = float(math.prod(shape) * dtype_bytes)
+    fit = fit_of(shape, mesh)
+    ways = _ways(mesh, device, fit, len(shape), total)
+    rows, columns = ([ways.index.get(spec, -1) for spec in side] for side in (srcs, dsts))
+    times = ways.fastest[np.ix_(rows, columns)]
+    if min(*rows, *columns) < 0:
+        for i, j in itertools.product(range(len(srcs)), range(len(dsts))):
+            if min(rows[i], columns[j]) < 0:
+                times[i, j] = affine(srcs[i], dsts[j], mesh, device, fit).seconds(total)
+    return times
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """Seconds between all specs of a tensor.
+
+    Attributes:
+        specs: all of them, and their places.
+        direct: without hops.
+        one, two: over the best one, or two, specs in between.
+        fastest: with the hops that are worth it.
+    """
+
+    specs: list[Spec] = field(repr=False)
+    index: dict[Spec, int] = field(repr=False)
+    direct: Array = field(repr=False)
+    one: Array = field(repr=False)
+    two: Array = field(repr=False)
+    fastest: Array = field(repr=False)
+
+
+@lru_cache(maxsize=64)
+def _ways(mesh: Mesh, device: Device, fit: Fit, rank: int, total: float) -> _Ways:
+    specs, index, alphas, betas = _table(mesh, device, fit, rank)
+    direct = alphas + betas * total
+    one = _shortest(direct, direct)
+    two = _shortest(direct, one)
+    fastest = np.where(one < WORTH * direct, one, direct)
+    fastest = np.where(two < WORTH * np.minimum(one, direct), two, fastest)
+    return _Ways(specs, index, direct, one, two, fastest)
+
+
+def _shortest(first: Array, second: Array) -> Array:
+    """The min-plus product."""
+    return np.stack([(row[:, None] + second).min(axis=0) for row in first])
+
+
+@lru_cache(maxsize=64)
+def _table(mesh: Mesh, device: Device, fit: Fit, rank: int) -> tuple[list[Spec], dict[Spec, int], Array, Array]:
+    """Specs that split every dim evenly, their places, alphas and betas of all pairs."""
+    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    sizes = [size or mesh.size for size in fit or (0,) * rank]
+    specs = [
+        spec
+        for spec in specs_over(rank, axes, [dim for dim, size in enumerate(sizes) if size > 1])
+        if not any(size % mesh.ways(dim) for size, dim in zip(sizes, spec, strict=True))
+    ]
+    alphas, betas = affine_table(specs, mesh, device, fit)
+    return specs, {spec: i for i, spec in enumerate(specs)}, alphas, betas

@@ -1,0 +1,211 @@
+"""What the partitioner emits to change a value's sharding, what that takes, and when a detour takes less.
+
+GSPMD does not take the shortest path: `(y,.) -> (.,x)` gathers the whole tensor where a hop over `(y,x)` moves a
+fraction of it. What it does is worked out by `gspmd_reshard.py`, which follows its algorithm on the arrays of devices;
+`benchmarks/reshards.py` holds that against the compilers (see docs/reshards.md). Here its answers are remembered, named
+after mesh axes, priced, and compared with paths over other shardings (`hops.py`).
+
+Bytes scale with the tensor as long as every dim divides by the number of devices; dims that do not are part of what an
+answer is remembered by. Dims that neither sharding splits, and axes of one device, play no part; idle axes do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.cost.machine.collectives import Collective, coefficients
+from autoshard.cost.machine.device import Device, Target
+from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
+from autoshard.cost.partitioner.reshard.step_tables import CRASH, Step, step_table
+from autoshard.cost.partitioner.reshard.steps import CrashError, axis_names, reshard_tiles
+from autoshard.mesh import Mesh, Spec
+
+Array = npt.NDArray[np.float64]
+Shape = tuple[int, ...]
+Places = tuple[tuple[int, ...], ...]
+"""A spec with axes as positions in the mesh."""
+
+Fit = tuple[int, ...] | None
+"""Per dim its size where the devices do not divide it, else 0; None: all are divided."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The collectives of a reshard.
+
+    Attributes:
+        steps: in order.
+        rematerialized: whether the value is gathered whole, with XLA's warning.
+    """
+
+    steps: tuple[Step, ...]
+    rematerialized: bool
+
+
+def reshard(
+    shape: Sequence[int], dtype_bytes: int, src: Spec, dst: Spec, mesh: Mesh, target: Target
+) -> tuple[Collective, ...]:
+    """The collectives that `target`'s partitioner emits where a value annotated `src` is annotated `dst`.
+
+    `shape` is the whole tensor's; uneven dims count their padding.
+    """
+    total = math.prod(shape) * dtype_bytes
+    steps = reshard_steps(src, dst, mesh, target, fit_of(shape, mesh)).steps
+    return tuple(
+        Collective(step.kind, step.axes, math.ceil(step.share * total)) for step in steps if step.kind != CRASH
+    )
+
+
+def reshard_matrix(
+    shape: Sequence[int],
+    dtype_bytes: int,
+    srcs: Sequence[Spec],
+    dsts: Sequence[Spec],
+    mesh: Mesh,
+    device: Device,
+) -> tuple[Array, Array]:
+    """(seconds, memory) of every direct reshard, both of shape (srcs, dsts).
+
+    `memory` is bytes per device of the largest copy that it makes, the resharded value included; 0 where nothing
+    changes.
+    """
+    alphas, betas, memories = _affine_matrix(tuple(srcs), tuple(dsts), mesh, device, fit_of(shape, mesh))
+    total = float(math.prod(shape) * dtype_bytes)
+    return alphas + betas * total, np.ceil(memories * total)
+
+
+# --- seconds and memory as functions of the tensor's bytes --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Affine:
+    """alpha + beta x (the whole tensor's bytes) seconds, and memory as a part of those bytes."""
+
+    alpha: float
+    beta: float
+    memory: float
+
+    def seconds(self, total: float) -> float:
+        """Seconds for a tensor of `total` bytes."""
+        return self.alpha + self.beta * total
+
+
+NOTHING = Affine(0.0, 0.0, 0.0)
+
+
+@lru_cache(maxsize=1 << 16)
+def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) -> Affine:
+    """What a direct reshard takes on `device`; `fit` as in `reshard_steps`."""
+    if src == dst:
+        return NOTHING
+    copy = 1.0
+    for i, dim in enumerate(dst):
+        ways = mesh.ways(dim)
+        size = fit[i] if fit is not None and fit[i] else ways
+        copy *= -(-size // ways) / size
+    steps = reshard_steps(src, dst, mesh, device.target, fit).steps
+    alpha, beta = _cost(steps, mesh, device)
+    return Affine(alpha, beta, max([copy, *(float(step.share) for step in steps)]))
+
+
+@lru_cache(maxsize=4096)
+def _affine_matrix(
+    srcs: tuple[Spec, ...], dsts: tuple[Spec, ...], mesh: Mesh, device: Device, fit: Fit
+) -> tuple[Array, Array, Array]:
+    table = np.zeros((3, len(srcs), len(dsts)))
+    for i, src in enumerate(srcs):
+        for j, dst in enumerate(dsts):
+            entry = affine(src, dst, mesh, device, fit)
+            table[:, i, j] = entry.alpha, entry.beta, entry.memory
+    table.setflags(write=False)
+    return table[0], table[1], table[2]
+
+
+def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
+    """(alpha, beta) of the direct reshards between all of `specs`."""
+    axes, places, sizes = _numbered(mesh)
+    numbered = [_places(spec, places) for spec in specs]
+
+    def steps(i: int, j: int) -> tuple[Step, ...]:
+        return _steps(*_active(numbered[i], numbered[j], mesh.size, fit), sizes, axes, device.target).steps
+
+    table = step_table((numbered, mesh.size, fit, sizes, axes, device.target), len(specs), steps)
+    costs = np.array([_cost(way, mesh, device) for way in table.ways])
+    return costs[table.index, 0], costs[table.index, 1]
+
+
+def specs_over(rank: int, axes: Sequence[str], dims: Iterable[int] | None = None) -> list[Spec]:
+    """Every spec of a tensor of `rank` dims that splits only `dims` (default all), over some of `axes`, every order."""
+    allowed = list(range(rank)) if dims is None else list(dims)
+    found: list[Spec] = []
+    for places in itertools.product([-1, *allowed], repeat=len(axes)):
+        per_dim = [[axis for axis, place in zip(axes, places, strict=True) if place == dim] for dim in range(rank)]
+        found += itertools.product(*(list(itertools.permutations(axes_of)) for axes_of in per_dim))
+    return found
+
+
+# --- the steps of a pair -------------------------------------------------------------------------------------------
+
+
+def fit_of(shape: Sequence[int], mesh: Mesh) -> Fit:
+    """What matters of a shape to how it splits on `mesh`: None where every dim divides by the number of devices."""
+    fit = tuple(size if size % mesh.size else 0 for size in shape)
+    return fit if any(fit) else None
+
+
+@lru_cache(maxsize=1 << 16)
+def reshard_steps(src: Spec, dst: Spec, mesh: Mesh, target: Target, fit: Fit = None) -> Steps:
+    """The collectives of a pair, for a tensor of any size whose dims divide as `fit` (of `fit_of`) says."""
+    axes, places, sizes = _numbered(mesh)
+    before, after, shape = _active(_places(src, places), _places(dst, places), mesh.size, fit)
+    return Steps((), False) if before == after else _steps(before, after, shape, sizes, axes, target)
+
+
+def _numbered(mesh: Mesh) -> tuple[tuple[str, ...], dict[str, int], Shape]:
+    """Axes of more than one device: their names, numbers and sizes."""
+    axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
+    return axes, {axis: i for i, axis in enumerate(axes)}, tuple(map(mesh.axis_size, axes))
+
+
+def _places(spec: Spec, places: dict[str, int]) -> Places:
+    return tuple(tuple(places[axis] for axis in dim if axis in places) for dim in spec)
+
+
+def _active(src: Places, dst: Places, devices: int, fit: Fit) -> tuple[Places, Places, Shape]:
+    """The dims that either side splits, and sizes for them that divide as `fit` says."""
+    dims = [i for i, (before, after) in enumerate(zip(src, dst, strict=True)) if before or after]
+    shape = tuple(fit[i] if fit is not None and fit[i] else devices for i in dims)
+    return tuple(src[i] for i in dims), tuple(dst[i] for i in dims), shape
+
+
+def _cost(steps: Iterable[Step], mesh: Mesh, device: Device) -> tuple[float, float]:
+    """(alpha, beta) of collectives one after the other."""
+    alpha, beta = 0.0, 0.0
+    for step in steps:
+        if step.kind == CRASH:
+            return math.inf, 0.0
+        a, b = coefficients(step.kind, step.axes, mesh, device)
+        alpha += a
+        beta += b * float(step.share)
+    return alpha, beta
+
+
+@lru_cache(maxsize=1 << 16)
+def _steps(src: Places, dst: Places, shape: Shape, sizes: Shape, names: tuple[str, ...], target: Target) -> Steps:
+    try:
+        done = reshard_tiles(shape, tiles_of(src, sizes), tiles_of(dst, sizes), target)
+    except CrashError:
+        return Steps((Step(CRASH, (), Fraction(0)),), True)
+    total = math.prod(shape)
+    steps = tuple(
+        Step(each.kind, axis_names(each, sizes, names), Fraction(each.elements, total)) for each in done.steps
+    )
+    return Steps(steps, done.rematerialized)

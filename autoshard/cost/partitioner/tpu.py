@@ -1,0 +1,238 @@
+"""Which collectives a TPU's compiler turns into others: arrays lie in tiles of 8 x 128, and it moves whole tiles.
+
+All measured by compiling single collectives (libtpu 0.0.51, v5e and v5p); its
+tests, `test_tpu.py`, have the cases.
+
+- An all-reduce of which each device goes on with a slice is a reduce-scatter only if the slices are whole tiles, after
+  padding that makes the array at most half as large again. Slices that were padded are moved into place by permutes.
+- Slices of a dim that is not within tiles are one block each only if that dim is the outermost: else an all-reduce.
+  So it is where rows are sliced that others lie around, and the slices are no whole tiles.
+- It is scattered in equal pieces that fit a buffer: slices are padded to as many rows of tiles as make such pieces.
+- An all-gather of a vector whose parts are no multiples of 128 is an all-reduce of zeros with each part in its place.
+  So is one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims of four or
+  more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.layout import layout
+from autoshard.mesh import Mesh
+
+Shape = tuple[int, ...]
+
+LANES, ROWS = 128, 8
+MOST_PADDING = 1.5
+"""Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
+LONGEST = 150
+"""Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
+BUFFER = {"tpu-v6e": 7560}
+"""Tiles, 3,650 elsewhere, that `ways` + 4 pieces of a reduce-scatter fit: a piece has at most 304 tiles over 8 chips of
+a v5e, 456 over 4, 608 over 2, and 626 to 633 over 8 of a v6e.
+"""
+LINK_SHARE = {"tpu-v5p": 1.1}
+"""Of a link's datasheet bandwidth, 0.95 elsewhere: windowed einsums are chosen on v5e for 8,448 contracted elements,
+not for 8,192; on v5p for convolutions of 1,056 positions per chip and not for 8,192 contracted elements (1,024).
+"""
+LATENCY_BOUND = 16 * 2**20
+"""Bytes of a gathered array up to which 64 chips or more reduce instead: 16.0 MiB are, 16.5 MiB are not."""
+MANY = 64
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A reduce-scatter.
+
+    Attributes:
+        padded: elements that it sums, over those of the array.
+        moved: elements that permutes bring into place afterwards, over those of the array.
+    """
+
+    padded: float = 1.0
+    moved: float = 0.0
+
+
+def lies_row_major(kind: str, shape: Shape) -> bool:
+    """Whether what an op of this StableHLO kind makes lies row-major, whatever is padded: gathers, and products.
+
+    So does a product of no fewer rows than its batch; of fewer the batch may be the rows of a tile (33 compiled
+    for v5e, 5 to 577 rows in batches of 8 to 64).
+    """
+    return kind == "gather" or (kind == "dot_general" and len(shape) > 2 and shape[-2] >= shape[0])
+
+
+def minor_dims(shape: Shape, packed: int = 1) -> tuple[int, int]:
+    """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two.
+
+    `packed` numbers of a column take one place of 32 bits: there are no fewer rows.
+    """
+    best = None
+    for lane in reversed(range(len(shape))):
+        for row in reversed(range(len(shape))):
+            if lane == row:
+                continue
+            rows = max(packed, _rows(shape[row]))
+            size = math.prod(shape) // (shape[lane] * shape[row]) * _up(shape[lane], LANES) * rows
+            if best is None or size < best[0]:
+                best = size, lane, row
+    assert best is not None
+    return best[1:]
+
+
+def scattered(
+    shape: Shape,
+    dim: int,
+    ways: int,
+    *,
+    unit: int = 2,
+    row_major: bool = False,
+    summed: bool = False,
+    buffer: int = 3650,
+    packed: int = 1,
+) -> Scattered | None:
+    """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
+
+    Args:
+        unit: tiles of which each slice is a multiple (`scatter_unit`); half as many rows of tiles.
+        row_major: whether the array's maker lays it out so, as gathers do, where whole lanes are sliced; else it lies
+            as the slices do.
+        summed: whether sums read the slices: they take whole lanes, and the array lies as its maker lays it out.
+        buffer: tiles that hold the pieces it is scattered in (`BUFFER`).
+        packed: numbers that take one place of 32 bits: slices of lanes are multiples of so many tiles (bf16: 384
+            columns for each of four or eight devices are not scattered, 256 and 768 are; v5e and v5p).
+
+    Returns:
+        None where it stays an all-reduce.
+    """
+    if sum(size > 1 for size in shape) < 2 or shape[dim] % ways:
+        return None
+    dim = sum(size > 1 for size in shape[:dim])
+    shape = tuple(size for size in shape if size > 1)
+    part = tuple(size // ways if at == dim else size for at, size in enumerate(shape))
+    lane, row = len(shape) - 1, len(shape) - 2
+    if not row_major or (dim == lane and part[lane] % LANES and not summed):
+        lane, row = minor_dims(part)
+    if shape[row] <= ROWS // 2:
+        return None
+    across, down = -(-part[lane] // LANES), -(-part[row] // ROWS)
+    major = math.prod(size for at, size in enumerate(part) if at not in (lane, row))
+    piece = buffer // (ways + 4)
+    if dim == lane:
+        cut = major > 1 or across > piece or _cuts(down, piece // across)
+        return Scattered() if part[lane] % (LANES * packed) == 0 and cut else None
+    if dim != row:
+        if any(at not in (lane, row) for at in range(dim)):
+            return None
+        tiles = major * down * across
+        found = _padded(tiles, _in_pieces(tiles, unit, piece), ways)
+        if found is None:
+            return None
+        rows = down * ROWS / part[row]
+        return Scattered(found.padded * rows, found.moved * rows)
+    if _largest_prime(across) > LONGEST:
+        return None
+    if major > 1:
+        short = down <= piece or part[row] % LANES == 0  # 32 products over four devices, 75 to 2,048 rows of tiles each
+        return Scattered() if part[row] % ROWS == 0 and short else None
+    rows = max(unit // math.gcd(unit, across), unit // 2)
+    fits = piece // across
+    padded = _in_pieces(down, rows, fits) if fits >= rows else _up(down, rows)
+    return _padded(part[row], padded * ROWS, ways)
+
+
+def _in_pieces(size: int, unit: int, most: int) -> int:
+    """`size` padded to equal pieces that are multiples of `unit` and at most `most`; 0 where the one piece is not."""
+    pieces = -(-size // most)
+    while (piece := _up(-(-size // pieces), unit)) > most:
+        if pieces == 1:
+            return 0
+        pieces += 1
+    return pieces * piece
+
+
+def _cuts(size: int, most: int) -> bool:
+    """Whether `size` is a few equal pieces of at most `most`: twice as many as need be, or fewer."""
+    least = -(-size // most)
+    return any(size % pieces == 0 for pieces in range(least, 2 * least + 1))
+
+
+def scatter_buffer(mesh: Mesh) -> int:
+    """Tiles that hold the pieces of a reduce-scatter."""
+    return BUFFER.get(load_device(mesh.device).kind, 3650)
+
+
+def _padded(size: int, padded: int, ways: int) -> Scattered | None:
+    padding = padded / size
+    return Scattered(padding, (padding - 1) * (ways - 1) / ways) if 1 <= padding <= MOST_PADDING else None
+
+
+def scatter_unit(axes: tuple[str, ...], mesh: Mesh) -> int:
+    """Tiles of which the slices of a reduce-scatter over `axes` are multiples: four over a square, else two."""
+    device = load_device(mesh.device)
+    if device.links[0].topology != "torus":
+        return 2
+    over = [dim for dim in layout(mesh, device) if any(axis in axes and size > 1 for axis, size in dim.parts)]
+    return 4 if len(over) == 2 and over[0].size == over[1].size else 2
+
+
+def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether a contraction of so many FLOPs hides the permutes of a windowed einsum over `axes`.
+
+    XLA compares the longer of the two, and two more permutes, with a contraction and a collective of `size` bytes one
+    after the other (`disable_windowed_einsum` in dot_handler.cc). A collective over 2x2 chips uses the links of both
+    dims, a loop those of one; over 4x4 it is not counted so.
+    """
+    device = load_device(mesh.device)
+    link = device.links[0]
+    if link.topology != "torus":
+        return False
+    ways = mesh.ways({axis.partition("[")[0] for axis in axes})
+    computing = flops / device.peak_flops("bf16")
+    permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
+    moving = permuting / (2 if ways == 4 and scatter_unit(axes, mesh) == 4 else 1)
+    return max(computing, permuting) + 2 * permuting / ways < computing + moving
+
+
+def gathers_as_sum(shape: Shape, part: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether an all-gather over `axes` is an all-reduce.
+
+    Args:
+        shape: of the whole array.
+        part: elements that each device has before.
+        size: bytes of the result.
+    """
+    if sum(extent > 1 for extent in shape) < 2 and part % LANES:
+        return True
+    if mesh.size < MANY or not set(mesh.axis_names) <= {*axes, *(a for a in mesh.axis_names if mesh.axis_size(a) == 1)}:
+        return False
+    device = load_device(mesh.device)
+    inner = device.links[0]
+    if inner.topology != "torus":
+        return False
+    dims = [dim for dim in layout(mesh, device) if dim.size > 1]
+    if any(dim.link is not inner for dim in dims):
+        return False
+    return size <= LATENCY_BOUND or (len(dims) > 2 and min(dim.size for dim in dims) >= 4)
+
+
+def _largest_prime(size: int) -> int:
+    factor, largest = 2, 1
+    while factor * factor <= size:
+        if size % factor == 0:
+            size //= factor
+            largest = factor
+        else:
+            factor += 1
+    return max(largest, size)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _rows(size: int) -> int:
+    """Rows with padding: tiles of 1, 2, 4 or 8."""
+    return 1 << (size - 1).bit_length() if 0 < size < ROWS else _up(size, ROWS)
