@@ -6,8 +6,9 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.cost.backend import Compiled, backend_of
-from autoshard.cost.lowered import lower
+from autoshard.cost.compiler.backend import Compiled, backend_of
+from autoshard.cost.compiler.lowered import lower
+from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, Target
@@ -20,7 +21,6 @@ from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings, propagate
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.partitioner.transfer import bytes_of
-from autoshard.cost.timing import collective_seconds, kernel_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value

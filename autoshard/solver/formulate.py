@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.cost.compiler.tpu.strips import batch_dims, copied_seconds
 from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.ops.scatter import MOVES
@@ -26,7 +27,6 @@ from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.hops import hops_between, path_matrix
 from autoshard.cost.partitioner.reshard.price import reshard_matrix
 from autoshard.cost.partitioner.tiling import Subaxes
-from autoshard.cost.strips_tpu import batch_dims, copied_seconds
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value

@@ -1,4 +1,4 @@
-"""Seconds of a group under each of its strategies: its kernels as `cost/work.py` knows them, and its collectives.
+"""Seconds of a group under each of its strategies: its kernels as `cost/compiler/work.py` knows them, and its collectives.
 
 Collectives that depend on none of each other are combined by every target's compiler: sums that no product is made from
 (gradients) start together, and each is charged its part of a start. A GPU copies what it combines into one array and
@@ -13,13 +13,13 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.backend import backend_of
+from autoshard.cost.compiler.backend import backend_of
+from autoshard.cost.compiler.tpu.layout import row_major
+from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.reshard.price import fit_of, reshard_matrix, reshard_steps
-from autoshard.cost.tpu_layout import row_major
-from autoshard.cost.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import DimFactors, Graph, Op, Value

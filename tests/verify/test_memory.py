@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
+from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction, predict
-from autoshard.cost.split_k import Product, split_k
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.cost.lowered import ATTENTION
+from autoshard.cost.compiler.lowered import ATTENTION
 from autoshard.mesh import Spec
 from tests.cost.few_ops import compiled_for
 

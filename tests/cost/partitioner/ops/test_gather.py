@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cost.lowered import lower
+from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.cost.lowered import Lowered, Step, matrices_of
+from autoshard.cost.compiler.lowered import Lowered, Step, matrices_of
+from autoshard.cost.compiler.work import replicated_program
 from autoshard.cost.machine.compute import op_flops
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
-from autoshard.cost.work import replicated_program
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec

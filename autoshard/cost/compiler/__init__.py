@@ -1,0 +1,1 @@
+"""What each target's compiler makes of one device's program: kernels, their order, memory."""

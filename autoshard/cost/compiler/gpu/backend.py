@@ -1,0 +1,342 @@
+"""XLA's GPU compiler: what it fuses, combines, and in which order it runs.
+
+Loops fuse into loops, sums and scatters as long as that moves fewer bytes (`PriorityFusion`). A product with a vector
+is a sum and an outer product a loop (`AlgebraicSimplifier`: dot strength reduction); any other takes in transposes, and
+is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collectives of one kind are combined up to
+30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one array into which
+their operands are copied (`AllReduceContiguous`). They run one after the other, in post-order
+(`CollectivesScheduleLinearizer`): what waits for the last of them waits for them all. Of three orders the one with the
+lowest peak is taken (`DefaultMemoryScheduler`), and then changed by the latency hiding scheduler (`latency.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from autoshard.cost.compiler.backend import Backend
+from autoshard.cost.compiler.gpu.split_k import Product, split_k
+from autoshard.cost.compiler.gpu.sums import Sums
+from autoshard.cost.compiler.kernels import LOOPS, Fusion, Kernel
+from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
+from autoshard.cost.compiler.multi_output import merged_outputs
+from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
+from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
+from autoshard.cost.compiler.schedule import Dependencies, combined
+from autoshard.cost.machine.compute import dtype_bytes, roofline_seconds
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
+
+COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
+THRESHOLD = 30 * 2**20
+"""Bytes of results up to which collectives are combined (xla/service/collective_utils.h)."""
+FUSED = LOOPS | {"reduce"}
+"""Kinds of kernels that may have several results."""
+MOST_OPERANDS = 64
+SMALL = 1024
+"""Bytes of an array below which reading it once is no reason to merge kernels."""
+LIBRARY_CALL = 10e-6
+"""Seconds that the latency hiding scheduler takes a convolution to last, whatever it computes."""
+SHORTEST_SUM = 2e-6
+"""Seconds that it takes a sum to last at least."""
+PARTS = "sum_of_parts"
+"""The sum behind a product that was cut along its contraction: it fuses as a producer."""
+
+
+class GpuFusion(Fusion):
+    """Fusion as long as it saves traffic."""
+
+    def __init__(self, program: Lowered) -> None:
+        """For one device's program."""
+        super().__init__(program)
+        self.little = self._broadcasts()
+
+    def inlined(self, step: Step) -> bool:
+        """Loops, and sums of a product's parts."""
+        return step.kind in LOOPS or step.kind == PARTS
+
+    def absorbs(self, step: Step) -> bool:
+        """Loops, sums, pools and scatters take loops in."""
+        return super().absorbs(step) or step.kind in (PARTS, "scatter", "reduce_window")
+
+    def takes(self, reader: int, number: int) -> bool:
+        """A scatter writes into its first operand, which must be in memory."""
+        step = self.steps[reader]
+        if step.kind == "scatter" and step.reads and step.reads[0] in self.steps[number].writes:
+            return False
+        return super().takes(reader, number)
+
+    def expensive(self, step: Step) -> bool:
+        """What costs is traffic, not arithmetic."""
+        return False
+
+    def reads_more(self, step: Step, kernels: int) -> bool:
+        """Whether running in every reader moves more than one write and a read each."""
+        if step.kind in ("slice", SLICE):  # it reads what it makes
+            return False
+        array = self.arrays[step.writes[0]]
+        sizes = [(self.arrays[operand].bytes, self.little.get(operand)) for operand in dict.fromkeys(step.reads)]
+        small = [of for _, of in sizes if of is not None]
+        read = sum(small) if len(small) == len(sizes) else sum(size for size, _ in sizes)
+        return kernels * read > read + array.bytes + kernels * array.bytes
+
+    def _broadcasts(self) -> dict[int, int]:
+        """Array -> bytes that it is made from, of arrays made by broadcasts alone, and elementwise steps behind them.
+
+        These run wherever they are read (a mask of a head's classes).
+        """
+        found: dict[int, int] = {}
+        for step in self.steps:
+            if step.kind in ("broadcast_in_dim", "iota"):
+                size = sum(self.arrays[array].bytes for array in step.reads)
+            elif len(step.writes) == 1 and (step.kind in ELEMENTWISE or step.kind == "reshape"):
+                if any(array not in found for array in step.reads):
+                    continue
+                size = sum(found[array] for array in dict.fromkeys(step.reads))
+            else:
+                continue
+            found.update(dict.fromkeys(step.writes, size))
+        return found
+
+
+class GpuBackend(Backend):
+    """XLA's GPU compiler."""
+
+    alignment = 128
+    gaps = True
+    combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, THRESHOLD)
+    copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
+
+    def rewrite(self, program: Lowered) -> Lowered:
+        """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
+        program = shared_zeros(scattered_onto(expanded_pools(program)))
+        rewriter = Rewriter(program)
+        folded = folded_kernels(program)
+        for number, step in enumerate(program.steps):
+            if number in folded:
+                rewriter.instead[step.writes[0]] = rewriter.instead.get(step.reads[0], step.reads[0])
+                continue
+            if step.kind == "all-gather" and _gathers_inside(program, step):
+                moved = rewriter.array(step.writes[0])
+                rewriter.emit(replace(step, writes=(moved,)))
+                rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
+                continue
+            if step.kind == "convolution":
+                cudnn_convolution(rewriter, step, program.graph.ops[step.op])
+                continue
+            product = _product(program, step) if step.kind == "dot_general" else None
+            if product is not None and min(product.m, product.n, product.k) == 1:
+                kind = "multiply" if product.k == 1 else "reduce"
+                rewriter.emit(replace(step, kind=kind, flops=0.0))
+                continue
+            parts, padded = (1, 0) if product is None else self._split(product)
+            if product is None or parts == 1:
+                rewriter.emit(step)
+                continue
+            reads = list(step.reads)
+            for place, array in enumerate(reads):
+                if padded != product.k:
+                    reads[place] = rewriter.array(array, bytes=program.arrays[array].bytes * padded // product.k)
+                    rewriter.emit(
+                        Step("pad", step.op, (array,), (reads[place],), values=step.values[place : place + 1])
+                    )
+            out = program.arrays[step.writes[0]]
+            cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
+            rewriter.emit(replace(step, reads=tuple(reads), writes=(cut,)))
+            rewriter.emit(Step(PARTS, step.op, (cut,), step.writes))
+        return rewriter.result()
+
+    def _split(self, product: Product) -> tuple[int, int]:
+        return split_k(product, self.device.multiprocessors, self.device.compute_capability)
+
+    def fusion(self, program: Lowered) -> Fusion:
+        """See `GpuFusion`."""
+        return GpuFusion(program)
+
+    def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
+        """Independent collectives of one kind over the same devices, up to 30 MiB."""
+
+        def key(kernel: Kernel) -> Hashable:
+            step = program.steps[kernel.steps[-1]]
+            if kernel.kind not in COMBINED or step.collective is None:
+                return None
+            dtype = program.arrays[step.writes[0]].dtype
+            return kernel.kind, step.collective.axes, None if kernel.kind == "all-gather" else dtype
+
+        def size(kernel: Kernel) -> int:
+            return sum(program.arrays[array].bytes for array in kernel.writes)
+
+        arrays = program.arrays
+        sums = Sums(program)
+        kernels = _cleared_together(kernels, arrays)
+        kernels = merged_outputs(
+            kernels,
+            partial(_elements, arrays),
+            lambda array: arrays[array].bytes >= SMALL,
+            _reads_few,
+            sums.of,
+            sums.joins,
+            siblings_first=True,
+        )
+        for kernel in kernels:
+            if kernel.kind == "all-reduce" or _makes_sums_of_rows(kernel, sums):
+                kernel.shares = True
+        merged = combined(kernels, key, size, THRESHOLD)
+        found = []
+        for kernel in merged:
+            if kernel.kind == "all-reduce" and len(kernel.writes) > 1:
+                found += self._contiguous(kernel, program)
+            else:
+                found.append(kernel)
+        _keep_viewed(found, program, sums)
+        return found
+
+    @staticmethod
+    def _contiguous(kernel: Kernel, program: Lowered) -> list[Kernel]:
+        """A combined all-reduce: its operands are copied into one array, which is summed in place and cut again."""
+        arrays = program.arrays
+        size = sum(arrays[array].bytes for array in kernel.writes)
+        first = arrays[kernel.writes[0]]
+        numbers = []
+        for _ in range(2):
+            arrays.append(Array(None, first.dtype, size, first.maker))
+            numbers.append(len(arrays) - 1)
+        copied = Kernel((), kernel.reads, (numbers[0],), "concatenate", kernel.place)
+        summed = Kernel(kernel.steps, (numbers[0],), (numbers[1],), kernel.kind, kernel.place, shares=True)
+        slices = [Kernel((), (numbers[1],), (array,), "slice", kernel.place) for array in kernel.writes]
+        return [copied, summed, *slices]
+
+    def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """The order with the lowest peak of three."""
+        return self.lowest_peak(kernels, deps, program)
+
+    def overlap(
+        self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
+    ) -> tuple[list[Kernel], list[int]]:
+        """See `latency.overlapped`: a collective holds its results from its start and its operands until its end."""
+        moves = [kernel.kind in COLLECTIVES for kernel in kernels]
+        takes = [self._seconds(kernel, program) for kernel in kernels]
+        products = [_is(kernel, "dot_general", program) for kernel in kernels]
+        views = [
+            len(kernel.writes) > 1
+            or _is(kernel, "convolution", program)
+            or any(products[user] for user in deps.users[number])
+            for number, kernel in enumerate(kernels)
+        ]
+        found = list(kernels)
+        numbers = []
+        for number, ends in overlapped(order, deps, takes, moves, views):
+            if ends:
+                kernel = kernels[number]
+                held = kernel.writes if kernel.shares else (*kernel.reads, *kernel.writes)
+                found.append(Kernel((), held, (), "end", kernel.place))
+                numbers.append(len(found) - 1)
+            else:
+                numbers.append(number)
+        return found, numbers
+
+    def _seconds(self, kernel: Kernel, program: Lowered) -> float:
+        """What the scheduler takes a kernel to last (`SolLatencyEstimator`): no launch, unless it is a product."""
+        if kernel.kind == BARRIER:
+            return 0.0
+        arrays, device = program.arrays, self.device
+        reads = kernel.writes if kernel.kind == "slice" else kernel.reads
+        moved = sum(arrays[array].bytes for array in (*reads, *kernel.writes))
+        if kernel.kind in COLLECTIVES:
+            return device.collective_overhead + moved / device.links[0].bandwidth
+        if _is(kernel, "convolution", program):
+            return LIBRARY_CALL
+        if _is(kernel, "dot_general", program):
+            return roofline_seconds(kernel.flops, moved, "f32", device)
+        traffic = moved / device.memory_bandwidth
+        return max(traffic, SHORTEST_SUM) if _is(kernel, "reduce", program) else traffic
+
+
+def _gathers_inside(program: Lowered, step: Step) -> bool:
+    """Whether an all-gather runs along a dim that is not the outermost, which its result then lies by, for a product.
+
+    Products read a matrix by its columns as well as by its rows.
+    """
+    found = program.arrays[step.writes[0]]
+    shape = found.shape
+    if not step.dim or shape is None or math.prod(shape[: step.dim]) == 1 or sum(size > 1 for size in shape) == 2:
+        return False
+    return any(program.steps[reader].kind == "dot_general" for reader in found.readers)
+
+
+def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> None:
+    """Mark what no kernel takes over the buffer of, but scatters, which write into their operand.
+
+    Only what the very instruction makes that is read is taken over (`HeapSimulator`): no element of a tuple (one of
+    several results, a convolution's, a collective's when it ends), nothing that lies there in another shape (a part of
+    a combined all-reduce). Nor do normalisations along the last dim write over what they normalise: each is one Triton
+    kernel. Counted in 99 compiled plans: no loop or sum shares such a buffer of 1,640, and 720 do of 1,426 others.
+    """
+    maker = {array: kernel for kernel in kernels for array in kernel.writes}
+    for kernel in kernels:
+        if kernel.kind == "scatter":
+            continue
+        made = {array: maker[array] for array in kernel.reads if array in maker}
+        kernel.viewed = frozenset(array for array, one in made.items() if _is_viewed(one, program))
+        if sums.normalises(kernel):
+            kernel.displaced |= {*kernel.reads}
+
+
+def _is_viewed(kernel: Kernel, program: Lowered) -> bool:
+    """Whether what a kernel makes is read through a tuple, or in another shape."""
+    parts = not kernel.steps and kernel.kind == "slice"
+    return parts or len(kernel.writes) > 1 or kernel.kind in COLLECTIVES or _is(kernel, "convolution", program)
+
+
+def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
+    return any(program.steps[number].kind == kind for number in kernel.steps)
+
+
+def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
+    """Over how many elements a loop or a sum runs: equal ones may be one kernel with several results."""
+    if kernel.kind not in FUSED:
+        return None
+    counted = (*kernel.writes, *kernel.reads) if kernel.kind == "reduce" else kernel.writes[:1]
+    return max(math.prod(arrays[array].shape or (0,)) for array in counted) or None
+
+
+def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
+    """Whether a kernel sums over the last dim, and its other results may take over what it reads.
+
+    As seen: the gradient of GPT-2's and BERT's logits, beside a sum of them.
+    """
+    return kernel.kind in FUSED and len(kernel.writes) > 1 and sums.makes_rows(kernel)
+
+
+def _reads_few(one: Kernel, other: Kernel) -> bool:
+    return len({*one.reads, *other.reads}) <= MOST_OPERANDS
+
+
+def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Kernel]:
+    """Equal arrays of one constant are one instruction, of which each update in place gets a copy (`CopyFusion`)."""
+    alike: dict[Hashable, list[Kernel]] = {}
+    for kernel in kernels:
+        if kernel.kind == "broadcast_in_dim" and not kernel.reads and len(kernel.writes) == 1:
+            made = arrays[kernel.writes[0]]
+            alike.setdefault((made.shape, made.dtype, made.bytes), []).append(kernel)
+    merged = {id(kernel): parts for parts in alike.values() if len(parts) > 1 for kernel in parts}
+    found = []
+    for kernel in kernels:
+        parts = merged.get(id(kernel), [kernel])
+        if kernel is parts[0]:
+            steps = tuple(step for part in parts for step in part.steps)
+            writes = tuple(array for part in parts for array in part.writes)
+            found.append(kernel if len(parts) == 1 else Kernel(steps, (), writes, kernel.kind, kernel.place))
+    return found
+
+
+def _product(program: Lowered, step: Step) -> Product | None:
+    """The matrices of a dot on one device; None where it is empty, or no candidate for a split contraction."""
+    kinds = [program.arrays[array].dtype for array in (*step.reads, step.writes[0])]
+    if len(step.reads) != 2 or len(program.graph.ops[step.op].attrs["lhs_contract"]) != 1 or "i32" in kinds[:2]:
+        return None
+    sizes = matrices_of(program, step)
+    return Product(*sizes, *map(dtype_bytes, kinds)) if min(sizes) else None

@@ -1,0 +1,602 @@
+"""One device's program after partitioning: the arrays that it makes and the steps that make them, before fusion.
+
+What a compiler's backend starts from. Arrays are one device's parts. Reshards are steps of their own: a chain of
+collectives, or a slice. Reshapes, barriers and ops that change nothing share their operand's array; what follows from
+constants alone is made where it is read and has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
+from autoshard.cost.partitioner.ops.attention import Attention
+from autoshard.cost.partitioner.partition import Move, OpRun, Partitioned
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.cost.partitioner.propagate import Shardings
+from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.graph.contraction import Matrices, matrices
+from autoshard.graph.groups import BARRIER, ELEMENTWISE, free_ops
+from autoshard.graph.indexing import index_dims
+from autoshard.graph.ops import Graph, Op, Value
+
+VIEWS = frozenset({"reshape", BARRIER})
+"""Kinds whose results are their operands' arrays under another type."""
+
+SLICE = "partition_slice"
+"""A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
+
+ROUNDING = "rounding"
+"""A TPU making the copy in bf16 of an argument that is gathered for products (`spmd_rounded.py`)."""
+
+ATTENTION = "attention"
+"""A softmax and the product with what it weighs, in one kernel, with that of queries and keys or not: of three operands
+or of two (`cost/partitioner/ops/attention.py`)."""
+
+WITH_LOGITS = 2
+"""Operands of such a kernel that reads logits, and values; others read queries and keys instead of logits."""
+
+COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
+
+
+SUMS = frozenset({"all-reduce", "reduce-scatter"})
+
+MASKED = frozenset({"dot_general", "reduce"})
+"""Kinds that sum over dims: what lies beyond the end of an unevenly split one must not count."""
+
+
+UPDATES = frozenset({"scatter", "dynamic_update_slice"})
+"""Kinds that write into their first operand."""
+
+
+REPEATABLE = ELEMENTWISE | {
+    "broadcast_in_dim", "transpose", "reduce", "slice", "concatenate", "pad", "gather", "dot_general", "convolution",
+}  # fmt: skip
+"""Kinds of which equal ones are computed once."""
+
+
+@dataclass(slots=True, eq=False)
+class Array:
+    """One device's part of a value, or of a value on its way to another sharding.
+
+    Attributes:
+        shape: of the part; None between two collectives of one reshard, of which only the size is known.
+        bytes: without padding of layouts.
+        maker: number of the step that makes it; -1 for an argument.
+        readers: numbers of the steps that read it, each once, ascending.
+        returned: it is a result of the program.
+        donated: and takes over the buffer of the argument that it updates.
+        strips: of an activation of few images, which a TPU's compiler cuts into strips of space, the positions in each
+            (`cost/compiler/tpu/strip_widths.py`); 0: it lies whole.
+        tiles: of an operand of a TPU's convolution, the tiles that it lies in; of all others 0.
+        numbers: elements without padding, where they are known and the shape is not; else 0.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: str
+    bytes: int
+    maker: int
+    readers: list[int] = field(default_factory=list)
+    returned: bool = False
+    donated: bool = False
+    strips: int = 0
+    tiles: int = 0
+    numbers: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        if self.shape is not None:
+            return math.prod(self.shape)
+        return self.numbers or self.bytes // dtype_bytes(self.dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One instruction of a device's program.
+
+    Attributes:
+        kind: StableHLO kind, collective kind, or `SLICE`.
+        op: the graph op that it belongs to.
+        reads, writes: numbers of arrays; `reads` in operand order, free operands left out.
+        flops: of contractions, on one device.
+        collective: what is moved, of collectives.
+        dim: of an all-gather or reduce-scatter the dim that it runs along, where it is one.
+        values: of graph ops, the values that `reads` hold the parts of.
+        inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
+        parts: of the permutes of a windowed einsum, how many there are of a part each.
+        turns: of a scatter that is a loop, its rounds; of a kernel of attention, how often it reads keys and values.
+        shapes: of a `dot_general`, its operands' parts on one device, as it reads them: the array that one lies in,
+            made as something else, may have another shape.
+    """
+
+    kind: str
+    op: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    flops: float = 0.0
+    collective: Collective | None = None
+    dim: int | None = None
+    values: tuple[Value, ...] = ()
+    inner: tuple[float, float] = (0.0, 0.0)
+    parts: int = 1
+    turns: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A device's program.
+
+    Attributes:
+        arrays, steps: steps in program order.
+        results: the arrays that are its results, in their order.
+        graph: what it is a part of.
+        pinned: annotated values, whose shape no pass changes before the program is partitioned.
+        updates: result -> the argument whose buffer it takes over.
+    """
+
+    arrays: list[Array]
+    steps: list[Step]
+    results: list[int]
+    graph: Graph
+    pinned: Set[Value] = frozenset()
+    updates: Mapping[int, int] = field(default_factory=dict)
+
+
+def updates_of(program: Lowered, step: Step) -> Array:
+    """What a scatter adds; of constants, which have no array, one as large as the whole."""
+    if not step.values or step.values[-1] == program.graph.ops[step.op].operands[-1]:
+        return program.arrays[step.reads[-1]]
+    kind = program.graph.type_of(program.graph.ops[step.op].operands[-1])
+    return Array(kind.shape, kind.dtype, math.prod(kind.shape) * dtype_bytes(kind.dtype), -1)
+
+
+def matrices_of(program: Lowered, step: Step) -> Matrices:
+    """What one device multiplies in a `dot_general`."""
+    lhs, rhs = step.shapes
+    return matrices(lhs, rhs, program.graph.ops[step.op].attrs)
+
+
+def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True) -> Lowered:
+    """The steps of one device for a partitioned program.
+
+    Args:
+        barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it, and waits
+            for all of that: barriers are steps. XLA's CPU compiler removes them before it last looks for equal
+            instructions, and orders what is left: equal recomputation is undone.
+    """
+    return _Lowering(graph, shardings, partitioned, barriers).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
+        self.graph, self.shardings, self.partitioned, self.barriers = graph, shardings, partitioned, barriers
+        self.updates: dict[int, int] = {}  # result -> the argument whose buffer it takes over
+        self.behind: dict[Value, int] = {}  # value -> the barrier that it has come through
+        self.numbers: dict[Hashable, tuple[int, ...]] = {}  # what a step computes -> the arrays that hold it
+        self.names: dict[Value, Hashable] = {}  # values without an array -> what they are
+        self.known: dict[Hashable, int] = {}
+        self.arrays: list[Array] = []
+        self.steps: list[Step] = []
+        self.of: dict[Value, int | None] = {}  # value -> its array as made; None where it has none
+        self.copies: dict[int, int | None] = {}
+        self.moved: dict[Hashable, int] = {}
+        self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.factors: dict[int, list[int | None]] = {}  # product -> the arrays that it reads
+        self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those that are part of it
+        self.free = free_ops(graph)
+        self.folded = fold(graph)
+        self.copies_of: dict[Value, list[int]] = {}
+        for number, copy in enumerate(shardings.copies):
+            self.copies_of.setdefault(copy.value, []).append(number)
+
+    def run(self) -> Lowered:
+        for op in self.graph.ops:
+            results = [Value(op.id, i) for i in range(len(op.results))]
+            if op.kind == "argument":
+                for value in results:
+                    self.of[value] = self._array(value, -1)
+            elif op.id in self.free or all(value in self.folded.splat for value in results):
+                self._name(op, results)
+            else:
+                self._op(op.id, results)
+            for value in results if self.copies_of else ():
+                for number in self.copies_of.get(value, ()):
+                    self._copy(value, number)
+        made = self._outputs()
+        pinned = frozenset(self.shardings.pins)
+        return Lowered(self.arrays, self.steps, made, self.graph, pinned, self.updates)
+
+    def _array(self, value: Value, maker: int, tiling: Tiling | None = None) -> int:
+        kind = self.graph.type_of(value)
+        split = self.shardings.made[value] if tiling is None else tiling
+        shape = self.shardings.subaxes.shard(kind.shape, split)
+        self.arrays.append(Array(shape, kind.dtype, math.prod(shape) * dtype_bytes(kind.dtype), maker))
+        return len(self.arrays) - 1
+
+    def _step(
+        self, kind: str, op: int, reads: Sequence[int], writes: Sequence[int], flops: float = 0.0, **more: object
+    ) -> None:
+        number = len(self.steps)
+        for array in dict.fromkeys(reads):
+            self.arrays[array].readers.append(number)
+        for array in writes:
+            self.arrays[array].maker = number
+        self.steps.append(Step(kind, op, tuple(reads), tuple(writes), flops, **more))  # type: ignore[arg-type]
+
+    def _found(self, op: int | None, value: Value) -> int | None:
+        """The array of `value` that an op finds: the value as made, or an annotated copy."""
+        copy = self.shardings.copy_read(op, value) if self.copies_of else None
+        return self.of[value] if copy is None else self.copies.get(copy, self.of[value])
+
+    def _op(self, number: int, results: list[Value]) -> None:
+        op, run = self.graph.ops[number], self.partitioned.runs[number]
+        reads = [self._found(number, value) for value in op.operands]
+        taken = 0
+        for move in run.moves:
+            source = reads[move.place]
+            taken += len(move.collectives)
+            if source is not None and op.operands[move.place] not in self.partitioned.unsummed:
+                reads[move.place] = self._move(op.operands[move.place], source, move, number)
+        own = run.collectives[taken:]
+        self.factors[number] = reads if op.kind == "dot_general" else []
+        if number in self.partitioned.unread:
+            self.of.update(dict.fromkeys(results))
+            return
+        attention = self.partitioned.attentions.get(number)
+        if attention is not None:
+            self._attention(op, attention, reads)
+            return
+        if op.kind in MASKED:
+            self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
+        if op.kind == BARRIER and self.barriers:
+            self._barrier(number, results, reads)
+            return
+        same = self.folded.same.get(results[0])
+        place = op.operands.index(same) if same in op.operands else None
+        if not own and (op.kind in VIEWS or place is not None):
+            for i, value in enumerate(results):
+                source = i if place is None else place
+                self.of[value] = self._view(value, reads[source], number)
+                if op.operands[source] in self.behind:
+                    self.behind[value] = self.behind[op.operands[source]]
+            return
+        beside: list[int | None] = []
+        later = self.partitioned.joined.get(number)
+        if later is not None:
+            self.absorbed.setdefault(later, []).extend((*self.absorbed.pop(number, ()), *reads[1:]))
+            self.of[results[0]] = None
+            return
+        if number in self.absorbed:  # operands end to end with those of another one, moved for that
+            beside = self.absorbed.pop(number)
+            count = next((i for i, each in enumerate(own) if each.kind in SUMS), len(own))
+            for collective in own[:count]:
+                beside.append(self._exchanged(beside[-1], collective, number))
+            own = own[count:]
+        if op.kind in UPDATES and reads[0] is None:
+            reads[0] = self._filled(op.operands[0], results[0], number, own)
+        whole = self._gathered_whole(op, run, results[0]) if op.kind == "gather" and not own else None
+        made = self._made(op, reads, results, own, beside, whole)
+        if whole is not None:
+            parts = [self._array(value, -1) for value in results]
+            self._step(SLICE, number, made, parts)
+            made = tuple(parts)
+        for value, array in zip(results, made, strict=True):
+            self.of[value] = array
+        if own:
+            self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
+
+    def _attention(self, op: Op, attention: Attention, reads: Sequence[int | None]) -> None:
+        """A kernel of a softmax and a product, or of the product before that too; equal ones are one."""
+        logits, product = attention.logits, attention.product
+        before = [self._found(op.id, logits)] if product is None else self.factors[product]
+        values = (*((logits,) if product is None else self.graph.ops[product].operands), op.operands[1])
+        arrays = [array for array in (*before, reads[1]) if array is not None]
+        result = Value(op.id)
+        named = tuple((array, self.behind.get(value)) for array, value in zip(arrays, values, strict=True))
+        key = (ATTENTION, named, self.shardings.made[result])
+        if key not in self.numbers:
+            made = self._array(result, -1)
+            products = [op.id] if product is None else [product, op.id]
+            flops = (op_flops(self.graph.ops[one], self.graph) * self.partitioned.runs[one].share for one in products)
+            self._step(ATTENTION, op.id, arrays, (made,), sum(flops), values=values, turns=attention.turns)
+            self.numbers[key] = (made,)
+        self.of[result] = self.numbers[key][0]
+
+    def _exchanged(self, source: int | None, collective: Collective, op: int) -> int:
+        """What a collective over parts of an operand makes."""
+        dtype = "f32" if source is None else self.arrays[source].dtype
+        self.arrays.append(Array(None, dtype, collective.total_bytes, -1))
+        self._step(
+            collective.kind, op, () if source is None else (source,), (len(self.arrays) - 1,), collective=collective
+        )
+        return len(self.arrays) - 1
+
+    def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
+        """A step that passes on what it reads: result i is operand i; operands of which no result is read are last.
+
+        Arguments and what has no array are not held back; a barrier that holds nothing back is no step.
+        """
+        held: dict[int, int] = {}
+        values: dict[int, Value] = {}
+        for value, operand, source in zip(results, self.graph.ops[op].operands, reads, strict=True):
+            if source is not None and self.arrays[source].maker >= 0:
+                values.setdefault(source, operand)
+                if source not in held and value in self._read_values:
+                    old = self.arrays[source]
+                    self.arrays.append(replace(old, maker=-1, readers=[], returned=False, donated=False))
+                    held[source] = len(self.arrays) - 1
+        if held:
+            order = (*held, *(source for source in values if source not in held))
+            self._step(BARRIER, op, order, tuple(held.values()), values=tuple(values[source] for source in order))
+        for value, source in zip(results, reads, strict=True):
+            self.of[value] = None if source is None else held.get(source, source)
+            self.behind[value] = op
+
+    @cached_property
+    def _read_values(self) -> frozenset[Value]:
+        """The values that anything reads."""
+        return frozenset((*self.graph.outputs, *(value for op in self.graph.ops for value in op.operands)))
+
+    def _made(
+        self,
+        op: Op,
+        reads: Sequence[int | None],
+        results: Sequence[Value],
+        own: Sequence[Collective],
+        beside: Sequence[int | None] = (),
+        tiling: Tiling | None = None,
+    ) -> tuple[int, ...]:
+        """The arrays of an op's results, before its own collectives; equal steps are one.
+
+        Args:
+            beside: what it reads beside its operands.
+            tiling: how its results are split at first, if not as they are in the end.
+        """
+        tilings = tuple(tiling or self.shardings.made[value] for value in results)
+        key: Hashable = None
+        if op.kind in REPEATABLE:
+            named = tuple(
+                self.names.get(value) if array is None else (array, self.behind.get(value))
+                for value, array in zip(op.operands, reads, strict=True)
+            )
+            key = (op.kind, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
+            if key in self.numbers:
+                return self.numbers[key]
+        made = []
+        for i, value in enumerate(results):
+            array = self._array(value, -1, tiling)
+            if i == 0 and own:
+                self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
+            if i == 0 and not self.partitioned.unsummed.isdisjoint(op.operands):
+                self._as_whole_as(op, reads[0], self.arrays[array])
+            made.append(array)
+        share = self.partitioned.runs[op.id].share
+        flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS | BODIES else 0.0
+        held = tuple(value for value, array in zip(op.operands, reads, strict=True) if array is not None)
+        arrays = [array for array in (*reads, *beside) if array is not None]
+        inner = (0.0, 0.0)
+        if op.kind in BODIES:
+            size, kernels = body_work(op)
+            inner = size * share, kernels
+        shapes = self._read(op) if op.kind == "dot_general" else ()
+        self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner, shapes=shapes)
+        if op.kind in REPEATABLE:
+            self.numbers[key] = tuple(made)
+        return tuple(made)
+
+    def _read(self, op: Op) -> tuple[tuple[int, ...], ...]:
+        """The shapes of an op's operands on one device, as they are read once resharded."""
+        run = self.partitioned.runs[op.id]
+        tilings = [*run.reads]
+        for move in run.moves:
+            tilings[move.place] = move.tiling
+        shard, kinds = self.shardings.subaxes.shard, map(self.graph.type_of, op.operands)
+        return tuple(shard(kind.shape, tiling) for kind, tiling in zip(kinds, tilings, strict=True))
+
+    def _as_whole_as(self, op: Op, read: int | None, made: Array) -> None:
+        """What an op makes of the terms of a sum that is scattered later has all of their numbers."""
+        term = None if read is None else self.arrays[read].shape
+        if term is not None:
+            order = op.attrs["permutation"] if op.kind == "transpose" else range(len(term))
+            made.shape = tuple(term[dim] for dim in order) if len(order) == len(term) else None  # it lies in another
+            made.numbers = math.prod(term)
+            made.bytes = made.numbers * dtype_bytes(made.dtype)
+
+    def _name(self, op: Op, results: Sequence[Value]) -> None:
+        """What values that need no array are: a number, or an op on such values."""
+        for i, value in enumerate(results):
+            self.of[value] = None
+            if value in self.folded.splat:
+                self.names[value] = ("splat", repr(self.folded.splat[value]), op.results[i])
+            elif op.operands:
+                named = tuple(self.names.get(operand, operand) for operand in op.operands)
+                self.names[value] = self.known.setdefault(
+                    (op.kind, tuple(op.attrs.items()), named, op.results, i), len(self.known)
+                )
+            else:
+                self.names[value] = (op.kind, tuple(op.attrs.items()), op.results, i if op.attrs else value)
+
+    def _gathered_whole(self, op: Op, run: OpRun, result: Value) -> Tiling | None:
+        """How a gather's result is split before a device takes its part of it; None where that is all it makes.
+
+        Rows are gathered from the operand as it is read: a dim of theirs that is whole there is cut afterwards.
+        """
+        operand = next((move.tiling for move in run.moves if move.place == 0), run.reads[0])
+        shapes = [self.graph.type_of(value).shape for value in (*op.operands, result)]
+        made = list(self.shardings.made[result])
+        for before, after in index_dims(op.kind, op.attrs, shapes[0], shapes[1], shapes[2]).passthrough:
+            if self.shardings.subaxes.ways(operand[before]) == 1:
+                made[after] = ()
+        return None if tuple(made) == self.shardings.made[result] else tuple(made)
+
+    def _filled(self, value: Value, result: Value, op: int, own: Sequence[Collective]) -> int:
+        """The array that is updated in place where it follows from constants: it is written first.
+
+        It is as large as what is updated, of which collectives may leave a part (a gradient that is summed).
+        """
+        array = self._array(value, -1, self.shardings.made[result])
+        if own:
+            self.arrays[array].bytes, self.arrays[array].shape = self._partial(result, own)
+        self._step("broadcast_in_dim", op, (), (array,))
+        return array
+
+    def _mask(self, op: Op, reads: list[int | None], moved: Mapping[int, Tiling], read: Sequence[Tiling]) -> None:
+        """What is summed over an unevenly split dim is cleared beyond its end first."""
+        for place, dims in enumerate(_summed(op)):
+            array = reads[place]
+            if array is None:
+                continue
+            shape = self.graph.type_of(op.operands[place]).shape
+            tiling = moved.get(place, read[place])
+            uneven = tuple(dim for dim in dims if shape[dim] % self.shardings.subaxes.ways(tiling[dim]))
+            if not uneven:
+                continue
+            if (array, uneven) not in self.masks:
+                old = self.arrays[array]
+                self.arrays.append(Array(old.shape, old.dtype, old.bytes, -1))
+                self.masks[array, uneven] = len(self.arrays) - 1
+                self._step("select", op.id, (array,), (len(self.arrays) - 1,))
+            reads[place] = self.masks[array, uneven]
+
+    def _view(self, value: Value, source: int | None, op: int) -> int | None:
+        """A reshape's array: its operand's, or a slice of that where each device goes on with a part."""
+        if source is None:
+            return None
+        size = self._size(value, self.shardings.made[value])
+        if self.arrays[source].bytes <= size or value in self.partitioned.unsummed:
+            return source
+        array = self._array(value, -1)
+        self._step(SLICE, op, (source,), (array,))
+        return array
+
+    def _size(self, value: Value, tiling: Tiling) -> int:
+        kind = self.graph.type_of(value)
+        return math.prod(self.shardings.subaxes.shard(kind.shape, tiling)) * dtype_bytes(kind.dtype)
+
+    def _partial(self, value: Value, own: Sequence[Collective]) -> tuple[int, tuple[int, ...] | None]:
+        """Bytes and shape of what an op makes before its own collectives run."""
+        first = own[0]
+        made = self._size(value, self.shardings.made[value])
+        ways = self._ways(first)
+        size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.total_bytes
+        kind = self.graph.type_of(value)
+        same = size == made
+        return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
+
+    def _ways(self, collective: Collective) -> int:
+        """Devices of one group."""
+        ways = 1
+        for axis in collective.axes:
+            name, _, part = axis.partition("[")
+            ways *= int(part.rstrip("]").partition("/")[0]) if part else self.shardings.subaxes.mesh.axis_size(name)
+        return ways
+
+    def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:
+        """The array after these collectives, the last of which (or a slice behind it) makes `tiling`."""
+        end = self._size(value, tiling)
+        dtype = self.graph.type_of(value).dtype
+        now = source
+        for i, collective in enumerate(collectives):
+            last = i == len(collectives) - 1
+            ways = self._ways(collective)
+            size = collective.bytes // ways if collective.kind == "reduce-scatter" else collective.total_bytes
+            if last and abs(size - end) <= end // 8:
+                array = self._array(value, -1, tiling)
+            else:
+                self.arrays.append(Array(None, dtype, size, -1))
+                array = len(self.arrays) - 1
+            dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
+            parts = ways + 1 if collective.count > 1 else 1  # a device's own part goes round once more
+            now = self._rounded(now, collective, op)
+            self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim, parts=parts)
+            now = array
+        if self.arrays[now].bytes > end:
+            array = self._array(value, -1, tiling)
+            self._step(SLICE, op, (now,), (array,))
+            now = array
+        return now
+
+    def _rounded(self, source: int, collective: Collective, op: int) -> int:
+        """What is gathered: of an argument of which half of the bytes are, a copy in bf16."""
+        found = self.arrays[source]
+        gathered = collective.kind == "all-gather" and 2 * collective.bytes <= found.bytes * self._ways(collective)
+        if found.maker >= 0 or not gathered:
+            return source
+        self.arrays.append(Array(found.shape, "bf16", found.bytes // 2, -1))
+        self._step(ROUNDING, op, (source,), (len(self.arrays) - 1,))
+        return len(self.arrays) - 1
+
+    @staticmethod
+    def _dim(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> int | None:
+        if before is None or after is None or len(before) != len(after):
+            return None
+        changed = [dim for dim, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
+        return changed[0] if len(changed) == 1 else None
+
+    def _move(self, value: Value, source: int, move: Move, op: int) -> int:
+        """The array after a move; one made before, unless the compiler moves it again (`spmd_gather`)."""
+        if move.key in self.moved and not move.collectives:
+            return self._turned(value, self.moved[move.key], move.tiling, op)
+        self.moved[move.key] = self._chain(value, source, move.collectives, move.tiling, op)
+        return self.moved[move.key]
+
+    def _turned(self, value: Value, found: int, tiling: Tiling, op: int) -> int:
+        """An array that was moved for another reader, its dims in the order in which this one has them."""
+        shape = self.shardings.subaxes.shard(self.graph.type_of(value).shape, tiling)
+        before = self.arrays[found].shape
+        if before is None or before == shape or len(before) != len(shape):
+            return found
+        array = self._array(value, -1, tiling)
+        self._step("transpose", op, (found,), (array,))
+        return array
+
+    def _copy(self, value: Value, number: int) -> None:
+        copy = self.shardings.copies[number]
+        source = self.of[value] if copy.source is None else self.copies[copy.source]
+        move = self.partitioned.copied.get(number)
+        if source is None or move is None or value in self.partitioned.unsummed:
+            self.copies[number] = source
+        else:
+            self.copies[number] = self._move(value, source, move, value.op)
+
+    def _unpadded(self, value: Value, source: int, collectives: Sequence[Collective]) -> int:
+        """A result that is gathered from parts of which some are padded: cut off what they are padded with."""
+        whole = ((),) * len(self.graph.type_of(value).shape)
+        padded = self._chain(value, source, collectives, whole, value.op)
+        array = self._array(value, -1, whole)
+        self._step(SLICE, value.op, (padded,), (array,))
+        return array
+
+    def _outputs(self) -> list[int]:
+        """Mark the program's results; their arrays."""
+        results = []
+        own = (number for number, copy in enumerate(self.shardings.copies) if copy.result)
+        for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
+            copy = None if output.updates is None else next(own, None)  # the solver's prices have no copies
+            found = self._found(None, value) if copy is None else self.copies[copy]
+            if found is None or found in self.updates:
+                continue
+            if self.partitioned.uneven.get(value):
+                found = self._unpadded(value, found, self.partitioned.uneven[value])
+            results.append(found)
+            array = self.arrays[found]
+            array.returned = True
+            if output.updates is not None and array.maker >= 0:
+                array.donated = True
+                updated = self.of[Value(self.graph.arguments[output.updates])]
+                assert updated is not None
+                self.updates[found] = updated
+        return results
+
+
+def _summed(op: Op) -> list[tuple[int, ...]]:
+    """Per operand the dims that an op sums over."""
+    if op.kind == "dot_general":
+        return [tuple(op.attrs["lhs_contract"]), tuple(op.attrs["rhs_contract"])]
+    return [tuple(op.attrs["dims"])] * (len(op.operands) // 2)

@@ -1,0 +1,245 @@
+"""Kernels with several results: siblings that read one array, and makers with their readers, run as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.schedule import Dependencies, dependencies, in_order
+
+FEW = 64
+"""Kernels that wait for one, or that one waits for, are followed up to so many: those of an update are few, of tens of
+thousands in all.
+"""
+
+_BITS = [np.uint64(1 << place) for place in range(64)]
+
+
+def merged_outputs(
+    kernels: list[Kernel],
+    key: Callable[[Kernel], Hashable],
+    shared: Callable[[int], bool],
+    alike: Callable[[Kernel, Kernel], bool] = lambda one, other: True,
+    hero: Callable[[Kernel], Hashable] | None = None,
+    passes: Callable[[int], bool] | None = None,
+    siblings_first: bool = False,
+    siblings: bool = True,
+) -> list[Kernel]:
+    """Merge kernels that read, or make and read, one array, as long as nothing else stands between them.
+
+    Args:
+        key: kernels with equal keys may run as one; what has None runs alone.
+        shared: whether an array is worth reading once.
+        alike: what else is asked of two kernels with equal keys.
+        hero: what kernels that run as one must agree on; those of None go with any.
+        passes: whether a kernel that reads an array may run as one with its maker; default any.
+        siblings_first: kernels that read an array merge before its maker joins them (as in XLA's GPU compiler).
+        siblings: whether kernels that read one array merge without its maker.
+    """
+    return _Merger(kernels, hero, passes, siblings_first, siblings).run(
+        [key(kernel) for kernel in kernels], shared, alike
+    )
+
+
+class _Merger:
+    def __init__(
+        self,
+        kernels: list[Kernel],
+        hero: Callable[[Kernel], Hashable] | None,
+        passes: Callable[[int], bool] | None,
+        siblings_first: bool,
+        siblings: bool,
+    ) -> None:
+        self.kernels, self.passes, self.siblings_first, self.siblings = kernels, passes, siblings_first, siblings
+        self.heroes = [None if hero is None else hero(kernel) for kernel in kernels]
+        deps = dependencies(kernels)
+        self.before = _Ancestors(deps)
+        self.makers = [np.array(sorted(makers), np.intp) for makers in deps.makers]  # of all members
+        self.members = [[number] for number in range(len(kernels))]
+        self.into = list(range(len(kernels)))
+        self.root = np.arange(len(kernels))  # the same, as an array
+
+    def run(
+        self, keys: Sequence[Hashable], shared: Callable[[int], bool], alike: Callable[[Kernel, Kernel], bool]
+    ) -> list[Kernel]:
+        users: dict[int, list[int]] = {}
+        for number, kernel in enumerate(self.kernels):
+            for array in (*kernel.writes, *kernel.reads):
+                if shared(array):
+                    users.setdefault(array, []).append(number)
+        for array, group in users.items():
+            makes = self.siblings_first and array in self.kernels[group[0]].writes
+            seen: dict[Hashable, list[int]] = {}
+            for later in (*group[1:], group[0]) if makes else group:
+                if keys[later] is None:
+                    continue
+                before = seen.setdefault(keys[later], [])
+                for earlier in before:
+                    one, other = self.into[earlier], self.into[later]
+                    if makes and later == group[0]:
+                        one, other = other, one
+                    if one == other or not self._agree(one, other):
+                        continue
+                    if alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
+                        self._join(one, other)
+                        break
+                alone = not self.siblings and array not in self.kernels[later].writes
+                if not alone and all(self.into[earlier] != self.into[later] for earlier in before):
+                    before.append(later)
+        result = [self._merged(sorted(parts)) for parts in self.members if parts]
+        return in_order(sorted(result, key=lambda kernel: kernel.place))
+
+    def _agree(self, one: int, other: int) -> bool:
+        first, second = self.heroes[one], self.heroes[other]
+        return first is None or second is None or first == second
+
+    def _free(self, one: int, other: int) -> bool:
+        """Whether neither needs the other but for results that it reads directly."""
+        if self.before.waits(one, other) or not self._passed_on(one, other):
+            return False
+        between = self.root[self.makers[other]]
+        return not self.before.any_waits(between[(between != one) & (between != other)], one)
+
+    def _passed_on(self, one: int, other: int) -> bool:
+        if self.passes is None:
+            return True
+        made = {array for number in self.members[one] for array in self.kernels[number].writes}
+        return all(
+            self.passes(array)
+            for number in self.members[other]
+            for array in self.kernels[number].reads
+            if array in made
+        )
+
+    def _join(self, one: int, other: int) -> None:
+        self.before.join(one, other)
+        if self.heroes[one] is None:
+            self.heroes[one] = self.heroes[other]
+        self.makers[one] = np.concatenate((self.makers[one], self.makers[other]))
+        self.members[one] += self.members[other]
+        for number in self.members[other]:
+            self.into[number] = one
+        self.root[self.members[other]] = one
+        self.members[other] = []
+
+    def _merged(self, parts: Sequence[int]) -> Kernel:
+        if len(parts) == 1:
+            return self.kernels[parts[0]]
+        one = [self.kernels[part] for part in parts]
+        made = {array for kernel in one for array in kernel.writes}
+        return Kernel(
+            tuple(sorted({step for kernel in one for step in kernel.steps})),
+            tuple(dict.fromkeys(array for kernel in one for array in kernel.reads if array not in made)),
+            tuple(array for kernel in one for array in kernel.writes),
+            one[-1].kind,
+            max(kernel.place for kernel in one),
+            all(kernel.shares for kernel in one),
+            sum(kernel.workspace for kernel in one),
+            sum(kernel.flops for kernel in one),
+            frozenset().union(*(kernel.displaced for kernel in one)),
+        )
+
+
+class _Ancestors:
+    """Which kernels each kernel waits for, itself included: one bit each, 64 of them in a word.
+
+    Words come first, so that asking all kernels for the same bit reads memory in order. Of kernels that are joined the
+    first stands for all: they wait for the same, and are waited for by the same; the others are no longer kept.
+    """
+
+    def __init__(self, deps: Dependencies) -> None:
+        """For kernels in an order that respects data flow."""
+        count = len(deps.makers)
+        rows = np.zeros((count, -(-count // 64)), np.uint64)
+        for number, makers in enumerate(deps.makers):
+            if len(makers) == 1:
+                rows[number] = rows[makers[0]]
+            elif makers:
+                np.bitwise_or.reduce(rows[list(makers)], axis=0, out=rows[number])
+            rows[number, number // 64] |= _bit(number)
+        self.words = rows.T.copy()
+        self.kept = np.ones(count, dtype=bool)
+        self.makers = [list(makers) for makers in deps.makers]  # of what has been joined, too
+        self.users = [list(users) for users in deps.users]  # the same
+        self.into = list(range(count))
+
+    def waits(self, one: int, other: int) -> bool:
+        """Whether one kernel waits for another."""
+        return bool(self.words[other // 64, one] & _bit(other))
+
+    def any_waits(self, these: np.ndarray, other: int) -> bool:
+        """Whether one of `these` waits for another."""
+        return bool((self.words[other // 64, these] & _bit(other)).any())
+
+    def join(self, one: int, other: int) -> None:
+        """From now on what waits for one of two kernels waits for all that either of them waits for."""
+        self.kept[other] = False
+        first, second = self._waiting(one), self._waiting(other)
+        more = self._waited_for(other, one), self._waited_for(one, other)
+        self.into[other] = one
+        self.makers[one] += self.makers[other]
+        self.users[one] += self.users[other]
+        after_one = self._rows(first, second, one, other, gone=other)
+        after_other = self._rows(second, first, other, one, gone=other)
+        before = [self.words[:, number].copy() for number in (one, other)] if None in more else []
+        for rows, new, words in ((after_one, more[0], before), (after_other, more[1], before[::-1])):
+            if len(rows) and new is not None:
+                for number in new:
+                    self.words[number // 64, rows] |= _bit(number)
+            elif len(rows):
+                has, wants = words
+                changed = np.flatnonzero(wants & ~has)
+                self.words[changed[:, None], rows] |= wants[changed, None]
+
+    def _waited_for(self, number: int, other: int) -> set[int] | None:
+        """The kernels that one waits for, itself included, and another does not; None where these are many.
+
+        What another waits for, it waits for with all that comes before.
+        """
+        found, todo = {number}, [number]
+        while todo:
+            makers = self.makers[todo.pop()]
+            if len(makers) > FEW or len(found) > FEW:
+                return None
+            for maker in makers:
+                while self.into[maker] != maker:
+                    maker = self.into[maker]
+                if maker not in found and not self.waits(other, maker):
+                    found.add(maker)
+                    todo.append(maker)
+        return found
+
+    def _waiting(self, number: int) -> set[int] | None:
+        """The kernels that wait for one, itself included, found among its readers; None where these are many."""
+        found, todo = {number}, [number]
+        while todo:
+            users = self.users[todo.pop()]
+            if len(users) > FEW or len(found) > FEW:
+                return None
+            for user in users:
+                while self.into[user] != user:
+                    user = self.into[user]
+                if user not in found:
+                    found.add(user)
+                    todo.append(user)
+        return found
+
+    def _rows(
+        self, these: set[int] | None, others: set[int] | None, one: int, other: int, gone: int
+    ) -> npt.NDArray[np.intp]:
+        """The kernels that are kept and wait for one, not for another; `these` and `others` wait for either.
+
+        `gone` has just been joined, after `these` and `others` were found.
+        """
+        if these is not None and others is not None:
+            return np.array([*(these - others - {gone})], np.intp)
+        waits, excluded = ((self.words[number // 64] & _bit(number)) != 0 for number in (one, other))
+        return np.flatnonzero(waits & ~excluded & self.kept)
+
+
+def _bit(number: int) -> np.uint64:
+    """The bit of a kernel in its word."""
+    return _BITS[number % 64]

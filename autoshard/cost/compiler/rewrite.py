@@ -1,0 +1,232 @@
+"""Rewrites of a device's program that compilers do before they fuse: each returns a new program.
+
+They work on a copy of the steps; arrays that are no longer made or read stay in the list, with no maker and no readers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autoshard.cost.compiler.lowered import SLICE, Array, Lowered, Step
+from autoshard.cost.compiler.tpu.layout import row_major
+from autoshard.graph.ops import Op
+
+PARTS = "parts"
+"""Cutting an array into several, or putting several together: a kernel of its own."""
+
+
+class Rewriter:
+    """Copies a program step by step, with changes."""
+
+    def __init__(self, program: Lowered) -> None:
+        """For `program`, which stays as it is."""
+        self.source = program
+        self.arrays = [
+            Array(array.shape, array.dtype, array.bytes, array.maker, [], array.returned, array.donated)
+            for array in program.arrays
+        ]
+        self.steps: list[Step] = []
+        self.instead: dict[int, int] = {}  # array -> the array that is read instead
+        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and order of dims -> its transposed copy
+        self.positions: dict[tuple[tuple[int, ...], int], int] = {}  # shape and dim -> the array that counts along it
+
+    def array(self, like: int, bytes: int | None = None, shape: tuple[int, ...] | None = None) -> int:
+        """A new array of the dtype of array `like`, and of its shape unless `bytes` differ."""
+        old = self.arrays[like]
+        size = old.bytes if bytes is None else bytes
+        if size == old.bytes and shape is None:
+            shape = old.shape
+        self.arrays.append(Array(shape, old.dtype, size, -1))
+        return len(self.arrays) - 1
+
+    def emit(self, step: Step) -> None:
+        """Append a step; its operands are renamed as `instead` says."""
+        reads = tuple(self.instead.get(array, array) for array in step.reads)
+        number = len(self.steps)
+        for array in dict.fromkeys(reads):
+            self.arrays[array].readers.append(number)
+        for array in step.writes:
+            self.arrays[array].maker = number
+        self.steps.append(step if reads == step.reads else replace(step, reads=reads))
+
+    def result(self) -> Lowered:
+        """The new program."""
+        for old, new in self.instead.items():  # a result that has become another array
+            if self.arrays[old].returned:
+                self.arrays[new].returned = True
+                self.arrays[new].donated = self.arrays[old].donated
+                self.arrays[old].returned = False
+        results = [self.instead.get(array, array) for array in self.source.results]
+        return Lowered(self.arrays, self.steps, results, self.source.graph, self.source.pinned, self.source.updates)
+
+
+def by_rows(rewriter: Rewriter, like: int) -> int:
+    """A new array like one that `like` names, its last dim the innermost."""
+    shape = rewriter.arrays[like].shape or ()
+    return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))
+
+
+def without_reduce_scatter(rewriter: Rewriter, step: Step) -> None:
+    """An all-reduce of the whole, of which every device goes on with its part."""
+    whole = rewriter.array(step.reads[0])
+    rewriter.emit(replace(step, kind="all-reduce", writes=(whole,)))
+    rewriter.emit(Step(SLICE, step.op, (whole,), step.writes))
+
+
+def gather_majormost(rewriter: Rewriter, step: Step) -> None:
+    """An all-gather along a dim that is not the outermost moves a transposed copy, and is copied back."""
+    first = rewriter.array(step.reads[0])
+    rewriter.emit(Step("transpose", step.op, step.reads, (first,)))
+    moved = rewriter.array(step.writes[0])
+    rewriter.emit(replace(step, reads=(first,), writes=(moved,)))
+    rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
+
+
+def by_parts(rewriter: Rewriter, step: Step) -> None:
+    """An all-to-all of separate parts: they are cut out first and put together after."""
+    first = rewriter.array(step.reads[0])
+    rewriter.emit(Step(PARTS, step.op, step.reads, (first,)))
+    moved = rewriter.array(step.writes[0])
+    rewriter.emit(replace(step, reads=(first,), writes=(moved,)))
+    rewriter.emit(Step(PARTS, step.op, (moved,), step.writes))
+
+
+def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]) -> int:
+    """The array of operand `place` with its dims in another order; made once."""
+    source = rewriter.instead.get(step.reads[place], step.reads[place])
+    key = (source, dims)
+    if key not in rewriter.turned:
+        shape = rewriter.arrays[source].shape
+        turned = None if shape is None or len(shape) != len(dims) else tuple(shape[dim] for dim in dims)
+        rewriter.turned[key] = rewriter.array(source, shape=turned)
+        values = step.values[place : place + 1]
+        rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[key],), values=values))
+    return rewriter.turned[key]
+
+
+def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
+    """`DotDecomposer`: (batch, rows, contracted) x (batch, contracted, columns).
+
+    Where an operand has several dims to contract, or to keep, and they stand in another order, it is copied; a matrix
+    is read transposed.
+    """
+    reads = list(step.reads)
+    ranks = [len(rewriter.source.graph.type_of(value).shape) for value in op.operands]
+    batch = [tuple(op.attrs["lhs_batch"]), tuple(op.attrs["rhs_batch"])]
+    contracted = [tuple(op.attrs["lhs_contract"]), tuple(op.attrs["rhs_contract"])]
+    kept = [
+        tuple(dim for dim in range(rank) if dim not in batch[side] and dim not in contracted[side])
+        for side, rank in enumerate(ranks)
+    ]
+    plain = all(
+        batch[side] == tuple(range(len(batch[side]))) and len(contracted[side]) == 1 and len(kept[side]) <= 1
+        for side in (0, 1)
+    )
+    if not plain and len(reads) == 2:
+        orders = [(*batch[0], *kept[0], *contracted[0]), (*batch[1], *contracted[1], *kept[1])]
+        for place, dims in enumerate(orders):
+            moving = tuple(dim for dim in dims if step.shapes[place][dim] > 1)
+            if len(moving) > 1 and ranks[place] > 2 and list(moving) != sorted(moving):
+                reads[place] = transposed(rewriter, step, place, dims)
+    rewriter.emit(replace(step, reads=tuple(reads)))
+
+
+def folded_transposes(program: Lowered) -> Lowered:
+    """`TransposeFolding`: a product reads what a transpose of rows and columns alone reads; batch dims stay first."""
+    folds: dict[tuple[int, int], int] = {}  # product and place of its operand -> the array that it reads instead
+    kept: set[int] = set()  # transposes that something else reads
+    for number, step in enumerate(program.steps):
+        if step.kind != "transpose" or len(step.reads) != 1:
+            continue
+        array = step.writes[0]
+        places = [
+            (reader, place)
+            for reader in program.arrays[array].readers
+            for place, read in enumerate(program.steps[reader].reads)
+            if read == array
+        ]
+        foldable = {one for one in places if _swaps_matrix(program, step, *one)}
+        folds |= dict.fromkeys(foldable, step.reads[0])
+        if program.arrays[array].returned or len(foldable) < len(places):
+            kept.add(number)
+    if not folds:
+        return program
+    gone = {program.arrays[program.steps[reader].reads[place]].maker for reader, place in folds} - kept
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number not in gone:
+            reads = tuple(folds.get((number, place), array) for place, array in enumerate(step.reads))
+            rewriter.emit(replace(step, reads=reads))
+    return rewriter.result()
+
+
+def _swaps_matrix(program: Lowered, transpose: Step, reader: int, place: int) -> bool:
+    """Whether a step is a product of matrices, of which a transpose swaps rows and columns of one operand."""
+    step = program.steps[reader]
+    turned, product = program.graph.ops[transpose.op], program.graph.ops[step.op]
+    if step.kind != "dot_general" or product.kind != "dot_general" or turned.kind != "transpose":
+        return False
+    if len(step.reads) != len(product.operands) or product.operands[place].op != turned.id:
+        return False
+    order = turned.attrs["permutation"]
+    side = "lhs" if place == 0 else "rhs"
+    leading = tuple(range(len(order) - 2))
+    return (
+        tuple(product.attrs[f"{side}_batch"]) == leading == tuple(order[:-2])
+        and len(product.attrs[f"{side}_contract"]) == 1
+        and order[-2] > order[-1]
+    )
+
+
+def writes_onto_constant(program: Lowered, scatter: Step) -> bool:
+    """Whether a scatter writes into an array of one constant that it alone reads."""
+    array = program.arrays[scatter.reads[0]]
+    return array.maker >= 0 and not program.steps[array.maker].reads and len(array.readers) == 1
+
+
+def scattered_onto(program: Lowered) -> Lowered:
+    """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between.
+
+    There one device of those that sum them scatters onto x, the others onto zeros: a select before it. XLA's
+    `AlgebraicSimplifier`, before the program is partitioned.
+    """
+    at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
+    gone: set[int] = set()
+    for number, step in enumerate(program.steps):
+        if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) < 3:
+            continue
+        if not writes_onto_constant(program, step):
+            continue
+        chain, end = [number], step.writes[0]
+        readers = program.arrays[end].readers
+        if len(readers) == 1 and program.steps[readers[0]].kind == "all-reduce":
+            chain.append(readers[0])
+            end = program.steps[readers[0]].writes[0]
+            readers = program.arrays[end].readers
+        if len(readers) != 1 or any(program.arrays[program.steps[one].writes[0]].returned for one in chain):
+            continue
+        total = program.steps[readers[0]]
+        others = [array for array in total.reads if array != end]
+        if total.kind != "add" or len(others) != 1 or readers[0] in at:
+            continue
+        steps = [program.steps[one] for one in chain]
+        steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads[1:]))
+        steps[-1] = replace(steps[-1], writes=total.writes)
+        at[readers[0]] = others[0], steps
+        gone.update((*chain, program.arrays[step.reads[0]].maker))
+    if not at:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number in at:
+            onto, steps = at[number]
+            if len(steps) > 1:
+                selected = rewriter.array(onto)
+                rewriter.emit(Step("select", steps[0].op, (onto,), (selected,)))
+                steps[0] = replace(steps[0], reads=(selected, *steps[0].reads[1:]))
+            for one in steps:
+                rewriter.emit(one)
+        elif number not in gone:
+            rewriter.emit(step)
+    return rewriter.result()

@@ -1,0 +1,241 @@
+"""Rewrites of convolutions, and of pooling's gradients, that XLA's CPU and GPU compilers do before they fuse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
+from autoshard.cost.compiler.rewrite import Rewriter, transposed
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.graph.ops import Op
+
+INDEX_BYTES = 4
+"""Of an index: s32."""
+
+
+def canonical_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
+    """`ConvCanonicalization`: channels last, (batch, spatial, features) x (spatial, in, out features).
+
+    Operands that lie in another order are copied; so is the result where no loop reads it.
+    """
+    attrs = op.attrs
+    lhs, rhs, out = (tuple(attrs[name]) for name in ("lhs", "rhs", "out"))
+    orders = [(lhs[0], *lhs[2:], lhs[1]), (*rhs[2:], rhs[1], rhs[0])]
+    reads = list(step.reads)
+    if len(reads) == 2:
+        for place, dims in enumerate(orders):
+            if _moves(rewriter.arrays[reads[place]].shape, dims):
+                reads[place] = transposed(rewriter, step, place, dims)
+    made = rewriter.arrays[step.writes[0]].shape
+    order = (out[0], *out[2:], out[1])
+    if not _moves(made, order):
+        rewriter.emit(replace(step, reads=tuple(reads)))
+        return
+    shape = None if made is None or len(made) != len(order) else tuple(made[dim] for dim in order)
+    canonical = rewriter.array(step.writes[0], shape=shape)
+    rewriter.emit(replace(step, reads=tuple(reads), writes=(canonical,)))
+    rewriter.emit(Step("transpose", step.op, (canonical,), step.writes))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What stands behind the kernel that a convolution reads.
+
+    Attributes:
+        source: the array to read instead: behind reversals and transposes, but gathered.
+        shape: of that, in the order in which the kernel lies in memory.
+        dims: per dim of the kernel, the dim of `shape` that it is.
+        turned: whether it is reversed: the convolution makes an input's gradient.
+        folded: numbers of the steps that reverse and transpose it.
+    """
+
+    source: int
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    turned: bool
+    folded: tuple[int, ...]
+
+
+def kernel_of(program: Lowered, step: Step) -> Kernel | None:
+    """The kernel of a convolution; None where it cannot be told."""
+    shape = program.arrays[step.reads[1]].shape if len(step.reads) == 2 else None
+    if shape is None or len(shape) != len(program.graph.ops[step.op].attrs["rhs"]):
+        return None
+    array, source, dims, turned = step.reads[1], step.reads[1], tuple(range(len(shape))), False
+    folded = []
+    while (number := program.arrays[array].maker) >= 0:
+        maker = program.steps[number]
+        if not maker.reads:  # a constant, turned
+            break
+        order = program.graph.ops[maker.op].attrs.get("permutation", ())
+        if maker.kind == "transpose" and len(order) == len(dims):
+            dims = tuple(order[dim] for dim in dims)
+        elif maker.kind == "reverse":
+            turned = not turned
+        elif maker.kind != "all-gather":
+            break
+        if maker.kind != "all-gather":
+            folded.append(number)
+            source = maker.reads[0] if source == array else source
+        array = maker.reads[0]
+    whole = [0] * len(dims)
+    for dim, size in zip(dims, shape, strict=True):
+        whole[dim] = size
+    return Kernel(source, tuple(whole), dims, turned, tuple(folded))
+
+
+def folded_kernels(program: Lowered) -> set[int]:
+    """Steps that reverse or transpose the kernel of one convolution, and nothing else."""
+    found: set[int] = set()
+    for step in program.steps:
+        kernel = kernel_of(program, step) if step.kind == "convolution" else None
+        for number in kernel.folded if kernel is not None else ():
+            made = program.arrays[program.steps[number].writes[0]]
+            if len(made.readers) == 1 and not made.returned:
+                found.add(number)
+    return found
+
+
+def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
+    """cuDNN reads kernels as (out features, spatial, in features), for the gradient of an input as they were.
+
+    One that lies in another order is copied, once for both passes. That a gradient reads its kernel transposed and
+    reversed is part of the convolution. So are images that are arguments, which it reads features last. What the
+    program makes itself lies as it is read.
+    """
+    if len(step.reads) == 2:  # images or kernels that follow from constants have no array
+        step = replace(step, reads=(_features_last(rewriter, step), step.reads[1]))
+    kernel = kernel_of(rewriter.source, step)
+    if kernel is None:
+        rewriter.emit(step)
+        return
+    out, within, *spatial = (kernel.dims[dim] for dim in op.attrs["rhs"])
+    order = (within, *spatial, out) if kernel.turned else (out, *spatial, within)
+    source = rewriter.instead.get(kernel.source, kernel.source)
+    if _moves(kernel.shape, order) and _has_layout(rewriter.source, kernel.source):
+        if (source, order) not in rewriter.turned:
+            rewriter.turned[source, order] = rewriter.array(source)
+            rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[source, order],)))
+        source = rewriter.turned[source, order]
+    rewriter.emit(replace(step, reads=(step.reads[0], source)))
+
+
+def _features_last(rewriter: Rewriter, step: Step) -> int:
+    """The array of images that a convolution reads: a copy, once for both passes, where they are an argument."""
+    array = step.reads[0]
+    shape = rewriter.source.arrays[array].shape
+    if shape is None or len(shape) < 3 or not _has_layout(rewriter.source, array):
+        return array
+    order = (0, *range(2, len(shape)), 1)
+    if not _moves(shape, order):
+        return array
+    if (array, order) not in rewriter.turned:
+        rewriter.turned[array, order] = rewriter.array(array)
+        rewriter.emit(Step("transpose", step.op, (array,), (rewriter.turned[array, order],)))
+    return rewriter.turned[array, order]
+
+
+def _has_layout(program: Lowered, number: int) -> bool:
+    """Whether an array lies as an argument does: it is one, a device's part of one, or one that is turned.
+
+    Others lie as they are read.
+    """
+    while (maker := program.arrays[number].maker) >= 0:
+        step = program.steps[maker]
+        if step.kind not in (SLICE, "transpose", "reverse", *COLLECTIVES) or not step.reads:
+            return False
+        number = step.reads[0]
+    return True
+
+
+def _moves(shape: tuple[int, ...] | None, order: tuple[int, ...]) -> bool:
+    """Whether putting dims into this order moves any element."""
+    if shape is not None and len(shape) == len(order):  # what is read may be a view of an array of another rank
+        order = tuple(dim for dim in order if shape[dim] > 1)
+    return list(order) != sorted(order)
+
+
+def expanded_select_and_scatter(rewriter: Rewriter, step: Step, op: Op) -> None:
+    """`SelectAndScatterExpander`: windows reduced to the places that they select, and a scatter to those.
+
+    Per dim of the operand there is an array of positions, and one of those that are selected; they are put together
+    as rows of indices. Positions depend on nothing: they are made at the start of the program.
+    """
+    shape = rewriter.arrays[step.reads[0]].shape if len(step.reads) > 1 else None
+    if shape is None:
+        rewriter.emit(step)
+        return
+    operand, source = step.reads[:2]
+    sources = rewriter.arrays[source].shape or ()
+    rank = len(op.results[0].shape)
+    positions = [_iota(rewriter, step, shape, dim) for dim in range(rank)]
+    value = rewriter.array(operand, math.prod(sources) * _width(rewriter, operand), sources)
+    selected = [_indices(rewriter, sources) for _ in range(rank)]
+    rewriter.emit(Step("reduce_window", step.op, (operand, *positions), (value, *selected)))
+    rows = _indices(rewriter, (math.prod(sources), rank))
+    rewriter.emit(Step("concatenate", step.op, tuple(selected), (rows,)))
+    cleared = rewriter.array(step.writes[0])
+    rewriter.emit(Step("broadcast_in_dim", step.op, (), (cleared,)))
+    rewriter.emit(Step("scatter", step.op, (cleared, rows, source), step.writes))
+
+
+def expanded_pools(program: Lowered) -> Lowered:
+    """`SelectAndScatterExpander` for all of a program."""
+    if all(step.kind != "select_and_scatter" for step in program.steps):
+        return program
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind == "select_and_scatter":
+            expanded_select_and_scatter(rewriter, step, program.graph.ops[step.op])
+        else:
+            rewriter.emit(step)
+    return rewriter.result()
+
+
+def shared_zeros(program: Lowered) -> Lowered:
+    """Equal arrays of zeros are one: what a pool's gradient is scattered into, and what is clipped and selected with.
+
+    It is in memory from the first of these on (a ReLU before the pool), and the scatter writes into a copy of it.
+    """
+    splat = fold(program.graph).splat
+    cleared = {
+        program.arrays[step.reads[0]].maker: step.writes[0]
+        for step in program.steps
+        if step.kind == "scatter" and program.graph.ops[step.op].kind == "select_and_scatter"
+    }
+    cleared = {maker: array for maker, array in cleared.items() if maker >= 0 and not program.steps[maker].reads}
+    shapes = {program.arrays[array].shape for array in cleared.values()}
+    zeros: dict[tuple[int, ...] | None, int] = {}
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        shape = program.arrays[step.writes[0]].shape
+        if step.kind in ("maximum", "select") and shape in shapes:
+            if any(splat.get(value) == 0 for value in program.graph.ops[step.op].operands):
+                if shape not in zeros:
+                    zeros[shape] = rewriter.array(step.writes[0])
+                    rewriter.emit(replace(step, kind="broadcast_in_dim", writes=(zeros[shape],)))
+                elif step.kind == "select":
+                    step = replace(step, reads=(*step.reads, zeros[shape]))
+        elif number in cleared and shape in zeros:
+            step = replace(step, kind="copy", reads=(zeros[shape],))
+        rewriter.emit(step)
+    return rewriter.result() if zeros else program
+
+
+def _width(rewriter: Rewriter, array: int) -> int:
+    found = rewriter.arrays[array]
+    return found.bytes // max(1, math.prod(found.shape or ()))
+
+
+def _indices(rewriter: Rewriter, shape: tuple[int, ...]) -> int:
+    rewriter.arrays.append(Array(shape, "i32", math.prod(shape) * INDEX_BYTES, -1))
+    return len(rewriter.arrays) - 1
+
+
+def _iota(rewriter: Rewriter, step: Step, shape: tuple[int, ...], dim: int) -> int:
+    """The positions along a dim of an array of this shape; made once."""
+    if (shape, dim) not in rewriter.positions:
+        rewriter.positions[shape, dim] = _indices(rewriter, shape)
+        rewriter.emit(Step("iota", step.op, (), (rewriter.positions[shape, dim],)))
+    return rewriter.positions[shape, dim]

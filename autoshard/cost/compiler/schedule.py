@@ -1,0 +1,487 @@
+"""In which order a compiler runs the kernels of a program, and what is in memory meanwhile.
+
+Each order is one of XLA's (`hlo_memory_scheduler.cc`): breadth first (XLA's CPU compiler: whatever is ready, oldest
+first), depth first by fan-out and size, post-order, and a greedy list that always runs what frees most. Collectives are
+combined before that (`collective_combiner_utils.h`): independent ones of one kind, over the same axes, up to a size.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import Array, Lowered
+from autoshard.graph.groups import BARRIER
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """Who waits for whom; kernels by their place in the list.
+
+    Attributes:
+        makers: per kernel the kernels whose arrays it reads, each once.
+        users: per kernel the kernels that read its arrays, each once.
+        waits: per kernel those that must run before it: its makers, and what it is held back for.
+        frees: the other way round.
+    """
+
+    makers: tuple[tuple[int, ...], ...]
+    users: tuple[tuple[int, ...], ...]
+    waits: tuple[tuple[int, ...], ...]
+    frees: tuple[tuple[int, ...], ...]
+
+
+def dependencies(kernels: Sequence[Kernel]) -> Dependencies:
+    """Makers and users of each kernel."""
+    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    makers = tuple(tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels)
+    users = _reversed(makers)
+    return Dependencies(makers, users, makers, users)
+
+
+def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    users: list[list[int]] = [[] for _ in makers]
+    for number, before in enumerate(makers):
+        for one in before:
+            users[one].append(number)
+    return tuple(map(tuple, users))
+
+
+def combined(
+    kernels: list[Kernel],
+    key: Callable[[Kernel], Hashable],
+    size: Callable[[Kernel], int],
+    limit: float,
+    count: int = 256,
+    results: Sequence[int] = (),
+) -> list[Kernel]:
+    """Merge collectives with equal keys (None is never merged) up to `limit` bytes, as long as none needs another.
+
+    In program order, as XLA does: a collective that would overflow the limit, or that depends on one of those taken,
+    closes what was taken so far.
+
+    Args:
+        key: what collectives that run as one have in common.
+        size: bytes of one.
+        limit: bytes of all that run as one.
+        count: how many these are at most.
+        results: arrays in the order in which the program returns them; then collectives come in post-order from these.
+    """
+    keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
+    if results and len(keys) > 1:
+        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+        order = post_order(dependencies(kernels), [maker[array] for array in results if array in maker])
+        keys = {number: keys[number] for number in order if number in keys}
+    keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
+    if len(set(keys.values())) == len(keys):
+        return kernels
+    before = ancestors(kernels)
+    merged: list[list[int]] = []
+    while keys:
+        active = keys[next(iter(keys))]
+        taken: list[int] = []
+        total, above, joined = 0, 0, 0
+        for number in [number for number, found in keys.items() if found == active]:
+            amount = size(kernels[number])
+            depends = before[number] & above or joined >> number & 1
+            if taken and (total + amount > limit or depends):
+                break
+            taken.append(number)
+            total += amount
+            above |= 1 << number
+            joined |= before[number]
+            del keys[number]
+            if len(taken) >= count:
+                break
+        if len(taken) > 1:
+            merged.append(taken)
+            for number, found in enumerate(before):  # what waits for one of them now waits for all
+                if found & above:
+                    before[number] = found | joined
+    return _merged(kernels, merged)
+
+
+def _merged(kernels: list[Kernel], merged: Sequence[Sequence[int]]) -> list[Kernel]:
+    """Kernels of which some run as one."""
+    if not merged:
+        return kernels
+    gone = {number for members in merged for number in members}
+    result = [kernel for number, kernel in enumerate(kernels) if number not in gone]
+    for members in merged:
+        parts = [kernels[number] for number in members]
+        result.append(
+            Kernel(
+                tuple(step for part in parts for step in part.steps),
+                tuple(dict.fromkeys(array for part in parts for array in part.reads)),
+                tuple(array for part in parts for array in part.writes),
+                parts[0].kind,
+                max(part.place for part in parts),
+                parts[0].shares,
+            )
+        )
+    return in_order(sorted(result, key=lambda kernel: kernel.place))
+
+
+def combined_by_levels(
+    kernels: list[Kernel],
+    key: Callable[[Kernel], Hashable],
+    size: Callable[[Kernel], int],
+    limit: float,
+    results: Sequence[int],
+) -> list[Kernel]:
+    """Merge collectives with equal keys (None is never merged) up to `limit` bytes, those first that none waits for.
+
+    Then those that only these wait for, and so on; in the order of `results`, arrays. What does not fit is left for the
+    next one, what comes behind and is smaller still joins.
+    """
+    every = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
+    keys = {number: found for number, found in every.items() if size(kernels[number]) <= limit}
+    if len(set(keys.values())) == len(keys):
+        return kernels
+    deps = dependencies(kernels)
+    below = [0] * len(kernels)  # the most collectives in a row that wait for a kernel
+    for number in range(len(kernels) - 1, -1, -1):
+        for maker in deps.makers[number]:
+            below[maker] = max(below[maker], below[number] + (number in every))
+    place = {number: at for at, number in enumerate(post_order(deps, _makers(kernels, results)))}
+    levels: dict[Hashable, list[int]] = {}
+    for number in sorted(keys, key=lambda number: (below[number], place[number])):
+        levels.setdefault((below[number], keys[number]), []).append(number)
+    merged: list[list[int]] = []
+    for left in levels.values():
+        while left:
+            taken, rest, total = list[int](), list[int](), 0
+            for number in left:
+                fits = total + size(kernels[number]) <= limit
+                (taken if fits else rest).append(number)
+                total += size(kernels[number]) if fits else 0
+            left[:] = rest
+            if len(taken) > 1:
+                merged.append(taken)
+    return _merged(kernels, merged)
+
+
+def _makers(kernels: Sequence[Kernel], arrays: Sequence[int]) -> list[int]:
+    """The kernels that make these arrays, in their order, each once."""
+    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    return list(dict.fromkeys(maker[array] for array in arrays if array in maker))
+
+
+def ancestors(kernels: Sequence[Kernel]) -> list[int]:
+    """Per kernel a bit set of those that it waits for, itself included; kernels respect data flow."""
+    maker: dict[int, int] = {}
+    found: list[int] = []
+    for number, kernel in enumerate(kernels):
+        bits = 1 << number
+        for array in kernel.reads:
+            if array in maker:
+                bits |= found[maker[array]]
+        found.append(bits)
+        maker.update(dict.fromkeys(kernel.writes, number))
+    return found
+
+
+def in_order(kernels: list[Kernel]) -> list[Kernel]:
+    """In an order that respects data flow, otherwise as they stand."""
+    deps = dependencies(kernels)
+    waiting = [len(before) for before in deps.makers]
+    ready = [number for number, count in enumerate(waiting) if not count]
+    result = []
+    while ready:
+        number = heapq.heappop(ready)
+        result.append(kernels[number])
+        for user in deps.users[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    return result
+
+
+def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
+    """The kernels that make the program's results, in the order of the results."""
+    return _makers(kernels, program.results)
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+def breadth_first(deps: Dependencies) -> list[int]:
+    """`BFScheduler`: a queue of what is ready."""
+    waiting = [len(before) for before in deps.waits]
+    ready = deque(number for number, left in enumerate(waiting) if not left)
+    order = []
+    while ready:
+        number = ready.popleft()
+        order.append(number)
+        for user in deps.frees[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                ready.append(user)
+    return order
+
+
+def post_order(deps: Dependencies, results: Sequence[int]) -> list[int]:
+    """`PostOrderScheduler`: operands first, from each of `results` (kernels that make them) in turn."""
+    return _depth_first(deps, results, lambda numbers: numbers)
+
+
+def depth_first(deps: Dependencies, results: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """`DFSMemoryScheduler`: post-order that visits operands with the most fan-out, then the most bytes, first."""
+    fans, totals = [0] * len(deps.makers), [0] * len(deps.makers)
+    seen = 0
+    for number, makers in enumerate(deps.makers):
+        seen += sizes[number]
+        fans[number] = max(0, len(deps.users[number]) - 1) + sum(fans[maker] for maker in makers)
+        totals[number] = min(sizes[number] + sum(totals[maker] for maker in makers), seen)
+        fans[number] = min(fans[number], len(deps.makers))
+    return _depth_first(deps, results, lambda numbers: sorted(numbers, key=lambda m: (-fans[m], -totals[m], m)))
+
+
+def _depth_first(
+    deps: Dependencies, results: Sequence[int], visited: Callable[[Sequence[int]], Sequence[int]]
+) -> list[int]:
+    order: list[int] = []
+    done = bytearray(len(deps.makers))
+    rest = [number for number, users in enumerate(deps.frees) if not users]
+    for root in (*visited(results), *rest):
+        if done[root]:
+            continue
+        stack = [(root, iter(visited(deps.waits[root])))]
+        done[root] = 1
+        while stack:
+            number, left = stack[-1]
+            for maker in left:
+                if not done[maker]:
+                    done[maker] = 1
+                    stack.append((maker, iter(visited(deps.waits[maker]))))
+                    break
+            else:
+                order.append(number)
+                stack.pop()
+    return order
+
+
+def greedy(
+    kernels: Sequence[Kernel],
+    deps: Dependencies,
+    arrays: Sequence[Array],
+    updates: Callable[[Kernel], bool] | None = None,
+    late: bool = False,
+) -> list[int]:
+    """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
+
+    Args:
+        updates: whether results of a kernel that take over an argument's buffer add nothing; default never.
+        late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
+            then adds as much as that.
+    """
+    left = dict.fromkeys((array for kernel in kernels for array in kernel.writes), 0)
+    for kernel in kernels:
+        for array in kernel.reads:
+            if array in left:
+                left[array] += 1
+    for array in left:
+        left[array] += arrays[array].returned
+    readers: dict[int, list[int]] = {array: [] for array in left}
+    for number, kernel in enumerate(kernels):
+        for array in kernel.reads:
+            if array in readers:
+                readers[array].append(number)
+    made = [
+        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
+        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
+    ]
+    scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
+    done = bytearray(len(kernels))
+    filled = {n for n, kernel in enumerate(kernels) if late and not kernel.reads and deps.frees[n] and not scalar[n]}
+
+    def unfilled(number: int) -> int | None:
+        return next((maker for maker in deps.waits[number] if maker in filled and not done[maker]), None)
+
+    def priority(number: int) -> tuple[float, float]:
+        if scalar[number]:
+            return float("-inf"), 0.0
+        before = unfilled(number) if filled else None
+        if before is not None:
+            return made[before], -len(deps.users[before])
+        freed = sum(arrays[array].bytes for array in kernels[number].reads if left.get(array) == 1)
+        return made[number] - freed, -len(deps.users[number])
+
+    waiting = [sum(maker not in filled for maker in before) for before in deps.waits]
+    stamp = 0
+    current: dict[int, tuple[float, float]] = {}
+    heap: list[tuple[float, float, int, int]] = []
+
+    def push(number: int) -> None:
+        nonlocal stamp
+        found = priority(number)
+        if current.get(number) != found:
+            current[number] = found
+            stamp += 1
+            heapq.heappush(heap, (*found, -stamp, number))  # of equal priorities the latest, as a multimap's end
+
+    for number, count in enumerate(waiting):
+        if not count and number not in filled:
+            push(number)
+    order = []
+    while heap:
+        freed, users, _, number = heapq.heappop(heap)
+        if done[number] or current[number] != (freed, users):
+            continue
+        before = unfilled(number) if filled else None
+        if before is not None:
+            done[before] = 1
+            order.append(before)
+            del current[number]
+            for user in deps.frees[before]:
+                if not done[user] and not waiting[user]:
+                    push(user)
+            continue
+        done[number] = 1
+        order.append(number)
+        changed = []
+        for array in kernels[number].reads:
+            if array in left:
+                left[array] -= 1
+                if left[array] == 1:
+                    changed.append(array)
+        for user in deps.frees[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                push(user)
+        for array in changed:
+            for reader in readers[array]:
+                if not done[reader] and not waiting[reader]:
+                    push(reader)
+    return order
+
+
+# --- what is in memory -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Temporary memory of an order: all but arguments and results.
+
+    Attributes:
+        timeline: bytes at each position of the order.
+        spans: array -> (first, last) position at which it is in memory.
+        sizes: array -> bytes that it adds.
+        buffers: array -> the array whose buffer it lies in: itself, or an operand whose buffer it takes over.
+    """
+
+    timeline: np.ndarray
+    spans: dict[int, tuple[int, int]]
+    sizes: dict[int, int]
+    buffers: dict[int, int]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any position."""
+        return int(self.timeline.max()) if len(self.timeline) else 0
+
+
+def liveness(
+    kernels: Sequence[Kernel],
+    order: Sequence[int],
+    arrays: Sequence[Array],
+    rounded: Callable[[Array], int],
+    results: bool = False,
+) -> Liveness:
+    """What is in memory when `kernels` run in `order`.
+
+    Args:
+        rounded: the bytes of an array's buffer.
+        results: also count the program's results, from where they are made to the end.
+    """
+    last: dict[int, int] = {}
+    for position, number in enumerate(order):
+        for array in kernels[number].reads:
+            last[array] = position
+    spans: dict[int, list[int]] = {}
+    buffer: dict[int, int] = {}  # array -> the array whose buffer it lies in
+    sizes: dict[int, int] = {}
+    change = np.zeros(len(order) + 1, dtype=np.int64)
+    for position, number in enumerate(order):
+        kernel = kernels[number]
+        passed = dict(zip(kernel.writes, kernel.reads, strict=False)) if kernel.kind == BARRIER else {}
+        free = [
+            array
+            for array in kernel.reads
+            if last[array] == position
+            and array in buffer
+            and array not in kernel.displaced
+            and array not in kernel.viewed
+            and spans[buffer[array]][1] <= position
+        ]
+        for array in kernel.writes:
+            found = arrays[array]
+            if found.returned:
+                if not results:
+                    continue
+                last[array] = len(order) - 1
+            size = rounded(found)
+            held = array
+            if array in passed:  # what is read behind a barrier lies where it lay
+                if passed[array] not in buffer:
+                    continue
+                held = buffer[passed[array]]
+            elif kernel.shares:
+                taken = next((one for one in free if sizes[buffer[one]] == size), None)
+                if taken is not None:
+                    free.remove(taken)
+                    held = buffer[taken]
+            buffer[array] = held
+            if held == array:
+                spans[array] = [position, position]
+                sizes[array] = size
+            spans[held][1] = max(spans[held][1], last.get(array, position))
+        change[position] += kernel.workspace
+        change[position + 1] -= kernel.workspace
+    for array, (start, end) in spans.items():
+        change[start] += sizes[array]
+        change[end + 1] -= sizes[array]
+    timeline = np.cumsum(change[:-1])
+    return Liveness(timeline, {array: (start, end) for array, (start, end) in spans.items()}, sizes, buffer)
+
+
+def beside_results(
+    live: Liveness, kernels: Sequence[Kernel], arrays: Sequence[Array], rounded: Callable[[Array], int]
+) -> Liveness:
+    """What is left of `live`, that of `kernels` in this order, where temporaries lie in buffers of results.
+
+    A buffer of a result that replaces no argument is there for all of the step: what is not larger and ends before the
+    result is made lies in it, the largest first, each in the smallest (XLA's `BufferAssigner`).
+    """
+    rooms: list[tuple[int, list[tuple[int, int, int]]]] = []  # bytes, and from when to when what lies in it
+    follows: set[tuple[int, int]] = set()  # (array, one that may be made in its place)
+    for position, kernel in enumerate(kernels):
+        for array in kernel.writes:
+            if arrays[array].returned and not arrays[array].donated:
+                rooms.append((rounded(arrays[array]), [(position, len(kernels), array)]))
+            if kernel.shares:
+                before = [live.buffers.get(one, one) for one in kernel.reads if one not in kernel.displaced]
+                size = rounded(arrays[array])
+                follows |= {(one, array) for one in before if live.sizes.get(one) == size}
+    rooms.sort(key=lambda room: room[0])
+    change = np.zeros(len(kernels) + 1, dtype=np.int64)
+    within: set[int] = set()
+    for array in sorted(live.spans, key=lambda array: -live.sizes[array]) if rooms else ():
+        start, end = live.spans[array]
+        for size, held in rooms:
+            if live.sizes[array] <= size and all(
+                end < first + ((array, other) in follows) or start > until - ((other, array) in follows)
+                for first, until, other in held
+            ):
+                held.append((start, end, array))
+                within.add(array)
+                change[start] -= live.sizes[array]
+                change[end + 1] += live.sizes[array]
+                break
+    spans = {array: span for array, span in live.spans.items() if array not in within}
+    return Liveness(live.timeline + np.cumsum(change[:-1]), spans, live.sizes, live.buffers)

@@ -1,0 +1,356 @@
+"""XLA's TPU compiler: what it fuses, combines, and in which order it runs.
+
+What is elementwise runs inside the kernels that read it, unless that reads more than keeping it: products take in their
+operands' makers and what their result goes through, so what is kept between forward and backward pass are results of
+products, gathers, sums and collectives, and the sums of several arrays that many kernels read (a residual stream).
+A value that products alone read is kept in bf16, the precision they run in.
+All-reduces work in place in device memory, not on chip; collectives are combined up to 120 MiB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import ClassVar
+
+from autoshard.cost.compiler.backend import Backend, Placement
+from autoshard.cost.compiler.kernels import Fusion, Kernel
+from autoshard.cost.compiler.lowered import ROUNDING, Array, Lowered, Step
+from autoshard.cost.compiler.multi_output import merged_outputs
+from autoshard.cost.compiler.rewrite import scattered_onto
+from autoshard.cost.compiler.schedule import (
+    Dependencies,
+    Liveness,
+    combined,
+    combined_by_levels,
+    greedy,
+    liveness,
+)
+from autoshard.cost.compiler.tpu.ahead import fetched_ahead
+from autoshard.cost.compiler.tpu.conv_loops import allocated_early
+from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, convolves, reads_from_memory
+from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces, scattered_in_turns
+from autoshard.cost.compiler.tpu.groups import in_groups
+from autoshard.cost.compiler.tpu.hidden import asynchronous, filling, hidden, hides_latency, right_before
+from autoshard.cost.compiler.tpu.indices import flattened_indices
+from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
+from autoshard.cost.compiler.tpu.loops import as_loops, with_bodies
+from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
+from autoshard.cost.compiler.tpu.order import behind_collectives, made_again, one_core_order
+from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
+from autoshard.cost.compiler.tpu.results import several_results
+from autoshard.cost.compiler.tpu.rewrite import (
+    COPIED,
+    attentions_by_rows,
+    convolved,
+    gathered_as_sums,
+    gathered_results,
+    laid_out_for_convolutions,
+    looked_up_by_rows,
+    masks_of_operands,
+    moved_by_rows,
+    results_as_they_lie,
+    scattered_by_rows,
+    updated_kernels,
+)
+from autoshard.cost.compiler.tpu.sparse_copies import beside_sparse_cores
+from autoshard.cost.compiler.tpu.strip_widths import (
+    FEW,
+    SPLITS,
+    annotated_view,
+    as_annotated,
+    as_images,
+    convolved_whole,
+    strip_widths,
+    with_images_apart,
+)
+from autoshard.cost.compiler.tpu.strips import (
+    EDGES,
+    arguments_beside_gathers,
+    cut_into_strips,
+    shifted_copies,
+    sums_together,
+)
+from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
+
+THRESHOLD = 120 * 2**20
+"""Bytes up to which all-reduces are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
+
+IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
+"""Kinds that write into their operands' buffers."""
+
+
+def _put_together(program: Lowered, array: int) -> bool:
+    """Whether an array is gathered in pieces, so that no result takes over its buffer."""
+    maker = program.arrays[array].maker
+    return maker >= 0 and program.steps[maker].kind == JOINED
+
+
+def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
+    """What is rounded for several gathers is rounded once, unless an update makes it."""
+    first: dict[tuple[int, ...], int] = {}
+    instead: dict[int, int] = {}
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.kind == ROUNDING and len(kernel.steps) == 1:
+            same = first.setdefault(kernel.reads, kernel.writes[0])
+            if same != kernel.writes[0]:
+                instead[kernel.writes[0]] = same
+                continue
+        if kernel.kind == "all-gather" and not instead.keys().isdisjoint(kernel.reads):
+            kernel = replace(kernel, reads=tuple(instead.get(array, array) for array in kernel.reads))
+        found.append(kernel)
+    return found
+
+
+class TpuBackend(Backend):
+    """XLA's TPU compiler."""
+
+    alignment = 512
+    reuses_results = False
+    fills_late = True
+    combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": THRESHOLD}
+
+    def buffer_bytes(self, array: Array) -> int:
+        """Bytes of an array's buffer: in tiles."""
+        if array.shape is None:
+            return -(-array.bytes // self.alignment) * self.alignment
+        size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
+        return -(-size // self.alignment) * self.alignment
+
+    def rewrite(self, program: Lowered) -> Lowered:
+        """See `rewrite.py`, `strips.py` and `loops.py`."""
+        program = gathered_in_pieces(attentions_by_rows(program), self.device.kind)
+        program = gathered_results(scattered_in_turns(gathered_as_sums(program), self.device.kind))
+        program = updated_kernels(as_loops(with_bodies(program, self.device)))
+        program = results_as_they_lie(masks_of_operands(program))
+        images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
+        widths = strip_widths(images)
+        return flattened_indices(cut_into_strips(laid_out_for_convolutions(in_groups(images), widths), widths))
+
+    def fusion(self, program: Lowered) -> Fusion:
+        """See `TpuFusion`."""
+        return TpuFusion(program)
+
+    def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
+        """Elementwise results of one shape made together; independent sums over the same devices.
+
+        What is rounded for a gather joins an update after that, unless one of the combined sums waits for the gather.
+        """
+        for kernel in kernels:
+            if product_with_vectors(kernel, program) is not None:
+                kernel.shares = True
+                kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
+        kernels = merged_outputs(
+            kernels,
+            lambda kernel: None if kernel.kind == ROUNDING else self._loop_over(kernel, program),
+            lambda array: True,
+        )
+        kernels = several_results(sums_together(kernels, program), program)
+
+        def key(kernel: Kernel) -> Hashable:
+            step = program.steps[kernel.steps[-1]]
+            if kernel.kind != "all-reduce" or step.collective is None:
+                return None
+            return step.collective.axes, program.arrays[step.writes[0]].dtype
+
+        for kernel in kernels:
+            if kernel.kind in IN_PLACE:
+                kernel.shares = True
+            elif product_with_vectors(kernel, program) is None:
+                kernel.shares = False
+
+        def size(kernel: Kernel) -> int:
+            return sum(program.arrays[array].bytes for array in kernel.reads)
+
+        if convolves(program):
+            kernels = combined(kernels, key, size, THRESHOLD, results=program.results)
+        else:
+            kernels = combined_by_levels(kernels, key, size, THRESHOLD, program.results)
+        kernels = merged_outputs(
+            kernels,
+            lambda kernel: self._loop_over(kernel, program),
+            lambda array: True,
+            alike=lambda one, other: (one.kind == ROUNDING) != (other.kind == ROUNDING),
+        )
+        return _rounded_once(kernels)
+
+    @staticmethod
+    def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
+        """The shape of all that an elementwise kernel writes; the dims that a product with vectors has; else None."""
+        if any(reads_from_memory(program, program.steps[number]) for number in kernel.steps):
+            return None
+        made = [program.arrays[array] for array in kernel.writes]
+        shapes = {found.shape or (found.elements, found.strips) if found.shape != () else () for found in made}
+        if shapes == {()}:
+            return None  # what scalars are made of runs apart: gradients need the number of labels, not the loss
+        product = product_with_vectors(kernel, program)
+        if product is not None:
+            around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
+            return "product", *sorted(max(around, key=math.prod))
+        matrices = any(program.steps[number].kind in CONTRACTIONS for number in kernel.steps)
+        loop = kernel.kind in ELEMENTWISE or kernel.kind == ROUNDING
+        return tuple(shapes) if loop and not matrices and len(shapes) == 1 else None
+
+    def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
+        """Whether the latency hiding scheduler has anything to do."""
+        return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
+
+    def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """The memory scheduler's; where collectives run beside kernels the latency hiding scheduler's.
+
+        In nets of convolutions what frees most first, updates counted as in place or as new arrays, whichever needs
+        less memory, then as collectives let it.
+        """
+        late = made_again(kernels, deps, program) | filling(kernels, deps)
+        lowest = right_before(self.lowest_peak(kernels, deps, program), late, deps.makers)
+        if not self._hides(kernels, program):
+            return lowest
+        if not convolves(program):
+            return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
+        orders = [one_core_order(kernels, deps, program, updates) for updates in (True, False)]
+
+        def peaks(order: list[int]) -> list[int]:
+            counted = (
+                liveness(kernels, order, program.arrays, self.buffer_bytes, results=held) for held in (True, False)
+            )
+            return [live.peak for live in counted]
+
+        order = orders[0] if orders[0] == orders[1] else min(orders, key=peaks)
+        return behind_collectives(order, kernels, program)
+
+    def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """The order of three that libtpu counts least for.
+
+        On one core depth first where rows are gathered in pieces, of which one stands for all here: with all of them
+        what frees most first has a gigabyte more (Mixtral's plans, of which libtpu runs four of five depth first).
+        """
+        found = FromResults(kernels, deps, program, self.buffer_bytes)
+        if self.device.cores == 1 and any(step.kind == JOINED for step in program.steps):
+            return found.depth_first()
+        first = greedy(kernels, deps, program.arrays, late=self.fills_late)
+        orders = [first, found.depth_first(), found.post_order()]
+        return min(orders, key=lambda order: counted_peak(kernels, order, program, self.buffer_bytes))
+
+    def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
+        """What products alone read is kept in the dtype that they run in, a transposed copy that is cut up as it is.
+
+        Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
+        """
+        lying = convolved(program)
+        near, apart = convolved_whole(program), with_images_apart(program)
+        views = {step.writes[0]: step for step in program.steps if annotated_view(program, step)}
+        rounded = _Rounded(program, lying.keys())
+        for kernel in kernels:
+            for array in kernel.writes:
+                found = program.arrays[array]
+                if array in lying and found.shape is not None:
+                    shape, item = found.shape, found.bytes // found.elements
+                    if found.strips:
+                        shape = (SPLITS * shape[0], *shape[1:-1], found.strips)
+                    size = for_convolution(shape, lying[array])
+                    other = as_annotated(program, views[array], shape) if array in views else tiled(shape)
+                    few = min(shape[dim] for dim in lying[array]) < FEW and array not in near
+                    free = array in views or (size >= COPIED * other and array in apart if found.strips else few)
+                    found.bytes = item * (other if free else size)
+                    found.tiles = tiles(shape) if free else convolution_tiles(shape, lying[array])
+                    if rounded.is_kept_narrow(array):
+                        found.dtype, found.bytes = "bf16", found.bytes // 2
+                    found.numbers, found.shape = found.elements, None
+                    continue
+                if self._cut_up(array, program):
+                    found.bytes = found.bytes * row_major(found.shape or ()) // found.elements
+                    found.shape = None
+                elif rounded.is_kept_narrow(array):
+                    found.dtype, found.bytes = "bf16", found.bytes // 2
+
+    @staticmethod
+    def _cut_up(array: int, program: Lowered) -> bool:
+        found = program.arrays[array]
+        return (
+            found.maker >= 0
+            and program.steps[found.maker].kind == "transpose"
+            and bool(found.shape)
+            and any(program.steps[reader].kind == "slice" for reader in found.readers)
+        )
+
+    def overlap(
+        self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
+    ) -> tuple[list[Kernel], list[int]]:
+        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones.
+
+        Those of large narrow tables run on sparse cores.
+        """
+        if not self._hides(kernels, program) or convolves(program):
+            order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
+        kernels, order = shifted_copies(kernels, order, program)
+        if self.device.cores == 1:
+            kernels, order = allocated_early(kernels, order, program)
+        return beside_sparse_cores(kernels, order, program, self.device)
+
+    def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
+        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
+        ahead = fetched_ahead(kernels, program, self.buffer_bytes, self.device.on_chip_bytes)
+        return Placing(self.device, self.buffer_bytes, kernels, program, live, ahead).placement()
+
+
+class _Rounded:
+    """Which arrays only products read, through moves perhaps; sums run where the array is made.
+
+    So does a comparison with a constant: the mask of an activation is kept apart, as bits (a ReLU between two products;
+    not around convolutions).
+    """
+
+    def __init__(self, program: Lowered, around: Set[int]) -> None:
+        """`around`: arrays that convolutions read or make, and what is elementwise around them."""
+        self.program, self.arrays, self.steps, self.around = program, program.arrays, program.steps, set(around)
+        self.known: dict[int, bool] = {}
+
+    def is_kept_narrow(self, array: int) -> bool:
+        found = self.arrays[array]
+        if found.dtype != "f32" or found.shape is None or not self._only_products(array):
+            return False
+        return any(self._multiplies(self.steps[reader]) for reader in found.readers)
+
+    def _multiplies(self, step: Step) -> bool:
+        """Whether a step is no sum and no mask, nor a copy for such alone."""
+        if step.kind == "copy":
+            return any(map(self.is_kept_narrow, step.writes))
+        return step.kind not in ("reduce", "compare")
+
+    def _only_products(self, array: int) -> bool:
+        todo = [] if array in self.known else [array]
+        while todo:  # chains of moves may be long
+            found = self.arrays[todo[-1]]
+            moves = (self.steps[reader] for reader in found.readers if self._moves(self.steps[reader]))
+            behind = [one for step in moves for one in step.writes if one not in self.known]
+            if not behind:
+                passes = bool(found.readers) and not found.returned and all(map(self._passes, found.readers))
+                self.known[todo.pop()] = passes
+            todo += behind
+        return self.known[array]
+
+    @staticmethod
+    def _moves(step: Step) -> bool:
+        return step.kind in MOVES or step.kind in ("all-gather", "copy")
+
+    def _passes(self, reader: int) -> bool:
+        step = self.steps[reader]
+        if step.kind in CONTRACTIONS:
+            return multiplies_matrices(self.program, step)
+        if step.kind in ("reduce", EDGES) or (step.kind == "compare" and self._with_constant(step)):
+            return True
+        return self._moves(step) and all(self.known[one] for one in step.writes)
+
+    def _with_constant(self, step: Step) -> bool:
+        """Whether a step's other operands follow from constants alone."""
+        if not self.around.isdisjoint(step.reads):
+            return False
+        makers = [self.arrays[array].maker for array in dict.fromkeys(step.reads)]
+        plain = [maker >= 0 and not self._reads_arrays(self.steps[maker]) for maker in makers]
+        return len(plain) - sum(plain) == 1
+
+    def _reads_arrays(self, step: Step) -> bool:
+        return any(self.arrays[array].shape != () or self.arrays[array].maker < 0 for array in step.reads)

@@ -1,0 +1,98 @@
+"""Convolutions that a TPU runs as loops, parts of a gathered kernel going round a ring meanwhile.
+
+A loop (windowed einsum, `cost/partitioner/ops/conv.py`) reads images that are in memory and leaves its result there:
+nothing elementwise runs in it. Where the parts are of the features that are summed over (the gradient of an input, a
+transposed convolution), every round adds to one result. The buffer for that needs nothing, so the latency hiding scheduler, which
+goes from the end of the program backwards, allocates it only where it has nothing else to run: beside the permutes
+before the loops. At most `IN_FLIGHT` of these are under way; one more begins with every loop that ends, and half of
+those that are left run in one gap (libtpu 0.0.51 on v5e: with 3, 4, 6, 9, 12, 13 and 16 rings the gap is before loop 1,
+1, 2, 5, 5, 6 and 9, here 1, 1, 2, 4, 5, 6 and 7). On two cores each buffer is allocated right before its loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import Array, Lowered, Step
+
+IN_FLIGHT = 4
+"""Permutes that are under way at once."""
+
+ALLOCATED = "allocate"
+"""The kind of a buffer that is made before its loop."""
+
+
+def ring(program: Lowered, step: Step) -> Step | None:
+    """The permute of a convolution's kernel where the convolution is a loop; else None."""
+    for array in step.reads[1:] if step.kind == "convolution" else ():
+        maker = program.arrays[array].maker
+        if maker >= 0 and program.steps[maker].kind == "collective-permute" and program.steps[maker].op == step.op:
+            return program.steps[maker]
+    return None
+
+
+def adds_up(program: Lowered, step: Step) -> bool:
+    """Whether the parts that go round are of the features that a looped convolution sums over."""
+    permute = ring(program, step)
+    if permute is None:
+        return False
+    op = program.graph.ops[step.op]
+    whole, part = program.graph.type_of(op.operands[1]).shape, program.arrays[permute.reads[0]].shape
+    within = op.attrs["rhs"][1]
+    return part is not None and len(part) == len(whole) and part[within] < whole[within]
+
+
+def passes(program: Lowered, step: Step) -> int:
+    """How often a convolution works on each tile of its images: in every round, and to add a part to its result.
+
+    As seen in a denoiser's loops of 8 rounds, cycles a tile and round: 37 where parts of the result are made, 12 where
+    it is added up.
+    """
+    permute = ring(program, step)
+    part = () if permute is None else program.arrays[permute.reads[0]].shape or ()
+    if permute is None or not math.prod(part):
+        return 1
+    rounds = math.prod(program.graph.type_of(program.graph.ops[step.op].operands[1]).shape) // math.prod(part)
+    return rounds if adds_up(program, step) else 2 * rounds
+
+
+def allocated_early(kernels: list[Kernel], order: Sequence[int], program: Lowered) -> tuple[list[Kernel], list[int]]:
+    """The results of loops that add up have a buffer from the gap on, if they come after it."""
+    loops: dict[int, Step] = {}
+    for number, kernel in enumerate(kernels):
+        for one in kernel.steps:
+            if ring(program, program.steps[one]) is not None:
+                loops[number] = program.steps[one]
+    if not loops:
+        return kernels, list(order)
+    rings = {_kernel(program, step) for step in loops.values()}
+    before = -(-max(0, len(rings) - IN_FLIGHT) // 2)
+    running = [number for number in order if number in loops]
+    found, allocated = list(kernels), list[int]()
+    for number in running[before:]:
+        if adds_up(program, loops[number]):
+            made = loops[number].writes[0]
+            kind = program.arrays[made]
+            program.arrays.append(Array(kind.shape, kind.dtype, kind.bytes, kind.maker, tiles=kind.tiles))
+            buffer = len(program.arrays) - 1
+            kernel = found[number]
+            allocated.append(len(found))
+            found.append(Kernel((), (), (buffer,), ALLOCATED, kernel.place))
+            displaced = kernel.displaced | set(kernel.reads)
+            found[number] = replace(kernel, reads=(*kernel.reads, buffer), shares=True, displaced=frozenset(displaced))
+    if not allocated:
+        return kernels, list(order)
+    gap = running[before]
+    return found, [each for number in order for each in ((*allocated, number) if number == gap else (number,))]
+
+
+def _kernel(program: Lowered, step: Step) -> int:
+    """The array of which parts go round, behind transposes and reversals."""
+    permute = ring(program, step)
+    array = step.reads[1] if permute is None else permute.reads[0]
+    while (maker := program.arrays[array].maker) >= 0 and program.steps[maker].kind in ("transpose", "reverse"):
+        array = program.steps[maker].reads[0]
+    return array

@@ -1,0 +1,130 @@
+"""In which order libtpu's latency hiding scheduler puts the kernels of a TPU of one core.
+
+It is XLA's (`cost/compiler/latency.py`), with costs of its own, in cycles. Its log gives all of them, and every choice
+(libtpu 0.0.51, `TPU_VMODULE=latency_hiding_scheduler=10`): from the graph and the costs that it logs all 5,333 choices
+of seven steps compiled for a v5e follow, and all but one of 1,185 in an eighth. Without elements of tuples, as here,
+all of 106 and 73 kernels of more than 5,000 cycles stand as chosen in two steps (BERT, DLRM), 76 of 81, 92 of 105 and
+125 of 138 in others (GPT-2 twice, BART). A program without asynchronous collectives is not scheduled again: the order
+stays the memory scheduler's, as it does where sparse cores do the gathering (v5p, v6e).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered
+from autoshard.cost.compiler.schedule import Dependencies
+from autoshard.cost.compiler.tpu.place import SHARE
+from autoshard.cost.machine.device import Device
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
+
+CYCLE = 1 / 1.5e9
+"""Seconds: what an instruction that is no fusion takes (copies, gathers and scatters too), and the way to a reader."""
+
+LAUNCH = 3600 * CYCLE
+"""Seconds of a fusion beside its work."""
+
+LINKS = 62.2 / CYCLE
+"""Bytes a second of what is gathered, or summed, along any axes; a sum of several arrays counts the first of them."""
+
+PERMUTED, EXCHANGED = 2, 3.5
+"""How much longer a permute, or an exchange, takes than a gather of as many bytes."""
+
+PRODUCTS = 40_000 / CYCLE
+"""FLOPs a second of products, with what is fused into them: 13,000 to 80,000 a cycle in the logs."""
+
+LANES, PLAIN, HEAVY = 1024, 0.25 * CYCLE, 4 * CYCLE
+"""Elements that are worked on at once, and seconds of a plain and of another step for them; fitted to the logs."""
+
+HEAVIER = frozenset({"exponential", "log", "tanh", "divide", "sqrt", "rsqrt", "power", "logistic", "sine", "cosine"})
+
+SMALLEST = 2**12
+"""Bytes that a gather makes at least to be asynchronous: none of 1,572 in 105 programs makes less."""
+
+AT_ONCE = {"all-gather": 1, "collective-permute": 5}
+"""How many collectives of a kind are in flight at once; all others run alone."""
+
+
+def hides_latency(device: Device) -> bool:
+    """Whether collectives run beside kernels on a device kind."""
+    return device.cores == 1 and not device.sparse_copy_bytes
+
+
+def asynchronous(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a kernel is a collective that others run beside."""
+    if kernel.kind == "all-gather":
+        return sum(program.arrays[array].bytes for array in kernel.writes) >= SMALLEST
+    return kernel.kind in AT_ONCE
+
+
+def hidden(
+    order: Sequence[int],
+    kernels: Sequence[Kernel],
+    deps: Dependencies,
+    program: Lowered,
+    device: Device,
+    size: Callable[[Array], int],
+) -> list[int]:
+    """The memory scheduler's `order`, scheduled again; a gather stands where it starts.
+
+    What reads nothing, such as zeros, is placed right before its reader, at no cost.
+
+    Args:
+        size: bytes of an array's buffer.
+    """
+    moves = [asynchronous(kernel, program) for kernel in kernels]
+    placed = overlapped(
+        order,
+        deps,
+        [_seconds(kernel, program, device, size) for kernel in kernels],
+        moves,
+        [len(kernel.writes) > 1 for kernel in kernels],
+        edge=CYCLE,
+        elements=True,
+        at_once=AT_ONCE,
+        kinds=[kernel.kind for kernel in kernels],
+        viewing=CYCLE,
+    )
+    found = dict.fromkeys(number for number, end in placed if not (end and moves[number]))
+    return right_before(list(found), filling(kernels, deps), deps.makers)
+
+
+def filling(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
+    """Kernels that read nothing, such as zeros, and are read."""
+    return {number for number, kernel in enumerate(kernels) if not kernel.reads and deps.users[number]}
+
+
+def right_before(order: Sequence[int], these: set[int], makers: Sequence[Sequence[int]]) -> list[int]:
+    """`order`, in which each of `these` stands right before what reads it first."""
+    done: dict[int, None] = {}
+    for number in (*(one for one in order if one not in these), *order):
+        todo = [number]
+        while todo:
+            before = [maker for maker in makers[todo[-1]] if maker in these and maker not in done]
+            if before and todo[-1] not in done:
+                todo.append(before[0])
+            else:
+                done[todo.pop()] = None
+    return list(done)
+
+
+def _seconds(kernel: Kernel, program: Lowered, device: Device, size: Callable[[Array], int]) -> float:
+    """What the scheduler takes a kernel to last."""
+    arrays = program.arrays
+    made, read = ([size(arrays[array]) for array in several] for several in (kernel.writes, kernel.reads))
+    if kernel.kind == BARRIER:
+        return 0.0
+    if kernel.kind in COLLECTIVES:
+        moved = {"all-reduce": made[0], "reduce-scatter": sum(read)}.get(kernel.kind, sum(made))
+        return moved / LINKS * {"collective-permute": PERMUTED, "all-to-all": EXCHANGED}.get(kernel.kind, 1.0)
+    if kernel.kind in ("gather", "scatter") or (len(kernel.steps) <= 1 and not kernel.flops):
+        return CYCLE
+    work = kernel.flops / PRODUCTS
+    for step in (program.steps[number] for number in kernel.steps):
+        if step.kind in ELEMENTWISE or step.kind == "reduce":
+            elements = max((arrays[array].elements for array in (*step.reads, *step.writes)), default=0)
+            work += elements / LANES * (HEAVY if step.kind in HEAVIER else PLAIN)
+    touched = sum(size(arrays[array]) for array in {*kernel.reads, *kernel.writes})
+    return LAUNCH + max(touched / (SHARE * device.memory_bandwidth), work)

@@ -1,0 +1,413 @@
+"""Which values of a TPU's program lie in on-chip memory, and what device memory holds beside them.
+
+XLA's memory space assignment: `on_chip.py` gives room to one value after the other; here is what each of them
+gains, when it is copied, and what is then left to device memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cache, partial
+
+from autoshard.cost.compiler.backend import Placement
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
+from autoshard.cost.compiler.schedule import Liveness
+from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
+from autoshard.cost.compiler.tpu.gathers import JOINED, joined_bytes, turned_bytes
+from autoshard.cost.compiler.tpu.on_chip import Life, off_chip
+from autoshard.cost.compiler.tpu.sparse_copies import COPIED
+from autoshard.cost.compiler.tpu.strips import passes_of
+from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.machine.device import Device
+from autoshard.graph.groups import BARRIER, ELEMENTWISE, INDEXED
+
+TUPLE_BYTES = 16 * 2**10
+"""Device memory that a kernel of several results takes beside them, and each asynchronous copy; a slice of one takes
+two. It is a table of where the parts lie: all blocks begin at multiples of this in libtpu's buffer assignment."""
+SLICES, SLICED = 4, 2**20
+"""Into how many slices a copy to on-chip memory is cut, and from how many bytes on (on a v5p it is not)."""
+
+LONGEST = 8.0
+"""How many times on-chip memory could be copied while a value waits there between two uses (libtpu's
+`xla_msa_max_overlap_to_mem_size_async_copy_ratio`)."""
+
+SHARE, SHARE_OF_CORES = 0.9, 0.85
+"""Of the bandwidth of device memory, what the cost model of memory space assignment counts with, for kernels and for
+copies, on one core and on two. As libtpu 0.0.51 logs it (`TPU_VMODULE=algorithm=4`, "Initial resource", "Interval
+max"): 737.7 GB/s on a v5e and 2350.2 on a v5p; a value waits 1273.7 µs at most, 171.1 on a v5p."""
+
+ROWS = 8
+"""Rows of a tile: what is gathered from a table row by row reads the tiles that the rows lie in, a scatter reads and
+writes them. Of 54 programs for v5e, logged and so counted: 205 of 220 gathers (of the rest most are of vectors), all of
+37 scatters onto an operand, 131 of 152 onto zeros."""
+
+BESIDE = 3
+"""How often a gather counts that runs beside a product: its start, and its end, which reads and writes it again."""
+
+TILE_FLOPS = 14 * 4 * 2 * 128 * 128
+"""What a core could multiply (four units of 128 x 128) while it works on one tile between convolutions: 14 cycles. It
+stands for copies of tiles that are not predicted one by one, and libtpu's cost model knows nothing of it: the clocks of
+ResNet, U-Net and denoiser on a v5e are 6 % below to 31 above what libtpu counts, without it 14 to 35 below; loops of
+FSDP 16 below to 64 above. It keeps the proportion of a tile to the longest wait that 16 cycles had to 1434 µs."""
+
+STILL = COLLECTIVES | {BARRIER, ALLOCATED, COPIED}
+"""Kinds of kernels whose traffic of device memory is not reported: a link is slower than that, or nothing moves. The
+compiler's clock and gains count them, but for barriers and what is only allocated; with the ends of what sparse cores
+do DLRM's memory under FSDP on v5p is 7 % low, without them 11.
+"""
+
+VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim"})
+"""Kinds whose results lie as their operands do, in other dims."""
+
+LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
+"""Kinds of kernels that two cores run half each, their results in on-chip memory."""
+
+
+def _in_heap(size: int) -> int:
+    """Bytes of the heap that a buffer takes."""
+    return -(-size // TUPLE_BYTES) * TUPLE_BYTES
+
+
+class Placing:
+    """Where the values of one program lie.
+
+    What a value gains is XLA's count (`CostAnalysis::GetMemoryBoundedness`): seconds that its maker and its readers are
+    faster by. As libtpu logs it, nothing is taken off for copying: of equal ones arguments come first, so moments are
+    fetched for the updates before the sums of gradients find room. An all-reduce reads faster on chip; what it writes
+    counts only where it sums one value. As seen: two gradients of 16 MB are read on chip and their sums written to
+    device memory (an MLP), 45 gradients of 23 MB stay on chip (ELECTRA, 256 wide).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        buffer_bytes: Callable[[Array], int],
+        kernels: Sequence[Kernel],
+        program: Lowered,
+        live: Liveness,
+        ahead: int | None = None,
+    ) -> None:
+        """`kernels` in the order in which they run; `live` what is in memory meanwhile.
+
+        `ahead` is the argument that is on chip when the program begins (`cost/compiler/tpu/ahead.py`).
+        """
+        self.device, self.buffer_bytes = device, buffer_bytes
+        self.kernels, self.program, self.live = kernels, program, live
+        self.slices = any(step.kind == SLICE for step in program.steps)
+        self.touched = [self._touched(kernel) for kernel in kernels]
+        self.reads = [frozenset(kernel.reads) for kernel in kernels]  # of which there may be thousands
+        self.rate = (SHARE if device.cores == 1 else SHARE_OF_CORES) * device.memory_bandwidth
+        self.counted = [self._counted(kernel, sizes) for kernel, sizes in zip(kernels, self.touched, strict=True)]
+        self.clock = self._clock()
+        self.uses = {array: [start] for array, (start, _) in live.spans.items()}
+        self.read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
+        self.gains: dict[int, float] = {}
+        self.written: list[Life] = []
+        self.ahead = ahead
+        self._count()
+
+    def _count(self) -> None:
+        """What each value gains on chip, and where it is used."""
+        for position, (kernel, sizes) in enumerate(zip(self.kernels, self.counted, strict=True)):
+            saved = self._bound_by_memory(kernel, sum(sizes.values()))
+            for array, size in sizes.items():
+                gain = min(size / self.rate, saved)
+                if kernel.kind == "all-reduce" and not (array in self.reads[position] or len(kernel.writes) == 1):
+                    gain = 0.0
+                held = self.live.buffers.get(array)
+                if held is not None:
+                    self.gains[held] = _and_gain(self.gains.get(held), gain)
+                    if self.uses[held][-1] < position:
+                        self.uses[held].append(position)
+                elif array in self.reads[position]:
+                    self.gains[array] = _and_gain(self.gains.get(array), gain)
+                    fetched = self._fetched(position, self.touched[position][array])
+                    self.read.setdefault(array, [fetched]).append(position)
+                else:
+                    self.written.append(Life(self.touched[position][array], (position, position + 1), gain))
+        for array in self.uses:
+            self.gains.setdefault(array, 0.0)
+
+    def placement(self) -> Placement:
+        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
+        live, read, uses = self.live, self.read, self.uses
+        far = {
+            live.buffers.get(array, array)
+            for kernel in self.kernels
+            if self._writes_far(kernel)
+            for array in kernel.writes
+        }
+        lives = [self._argument(array, at) for array, at in read.items()]  # of equal gain first: they are there before
+        lives += [Life(live.sizes[array], tuple(at), self.gains[array], array in far) for array, at in uses.items()]
+        off = off_chip([*lives, *self.written], self.device.on_chip_bytes, self.clock, self._longest(), self.rate)
+        beside = {array: off[place] for place, array in enumerate((*read, *uses)) if place in off}
+        moved, copied = [], []
+        for position, (kernel, sizes) in enumerate(zip(self.kernels, self.touched, strict=True)):
+            far_off, copies = {}, {}
+            parts = self._moved(kernel, sizes)
+            for array, size in sizes.items():
+                held = live.buffers.get(array, array)
+                known = held in uses or held in read
+                reads = array in self.reads[position]
+                if known and held in beside and (position in beside[held].fetched if reads else beside[held].evicted):
+                    copies[array] = self.buffer_bytes(self.program.arrays[array]) if array == self.ahead else size
+                    continue
+                near = known and (held not in beside or (reads and position in beside[held].near))
+                if not near and kernel.kind not in STILL:
+                    far_off[array] = parts[array]
+            moved.append(far_off)
+            copied.append(copies)
+        spans = {array: (at[0], beside[array].until) for array, at in uses.items() if array in beside}
+        _take_over(spans, {array for array in beside if beside[array].evicted}, live, self.kernels, self.program)
+        blocks = tuple((*span, _in_heap(live.sizes[array])) for array, span in spans.items())
+        tables = sum(self._tables(life, off[place].copies) for place, life in enumerate(lives) if place in off)
+        tables += sum(place not in off for place in range(len(lives), len(lives) + len(self.written)))
+        tables += sum(len(kernel.writes) > 1 for kernel in self.kernels)
+        return Placement(blocks, tables * TUPLE_BYTES, tuple(moved), tuple(copied))
+
+    def _argument(self, array: int, at: Sequence[int]) -> Life:
+        size = self.buffer_bytes(self.program.arrays[array])
+        if array == self.ahead:
+            return Life(size, tuple(at[1:]), self.gains[array], far=True, argument=True, ahead=True)
+        half = self._fetched(at[0], size) if at[0] and self._in_slices(size) else None
+        return Life(size, tuple(dict.fromkeys(at)), self.gains[array], far=True, half=half, argument=True)
+
+    def _fetched(self, position: int, size: int) -> int:
+        """Where the copy of an argument to on-chip memory must begin, to be there at `position`."""
+        copied = size / self.rate
+        start = max(position - 1, 0)
+        while start and self.clock[position] - self.clock[start] < copied and not self._moves(start):
+            start -= 1
+        return start
+
+    def _moves(self, position: int) -> bool:
+        return self.kernels[position].kind in COLLECTIVES
+
+    def _tables(self, life: Life, count: int) -> int:
+        """Tables of parts that `count` copies of a value to on-chip memory take."""
+        return count * (2 * SLICES if self._in_slices(life.bytes) and not life.ahead else 1)
+
+    def _in_slices(self, size: int) -> bool:
+        return size >= SLICED and self.device.cores == 1
+
+    def _writes_far(self, kernel: Kernel) -> bool:
+        """Whether a kernel writes its results to device memory, as on devices of two cores.
+
+        These split loops and sums between their cores; what other kernels make must be where both reach it.
+        """
+        return self.device.cores > 1 and not _split_between_cores(kernel, self.program)
+
+    def _clock(self) -> list[float]:
+        """Seconds at which each kernel begins, and the end, as the compiler counts: all in device memory.
+
+        A collective takes as long as its operands and results take there; links are left out.
+        """
+        takes = [self._takes(kernel, sizes) for kernel, sizes in zip(self.kernels, self.counted, strict=True)]
+        for position in self._gathered_beside():
+            takes[position] *= BESIDE
+        return list(itertools.accumulate(takes, initial=0.0))
+
+    def _takes(self, kernel: Kernel, sizes: dict[int, int]) -> float:
+        """Seconds of a kernel, everything in device memory."""
+        if kernel.kind in (BARRIER, ALLOCATED):
+            return 0.0
+        tiles = max((self.program.arrays[array].tiles for array in sizes), default=0)
+        flops = max(kernel.flops, tiles * passes_of(kernel, self.program) * TILE_FLOPS) if tiles else kernel.flops
+        return max(sum(sizes.values()) / self.rate, flops / self.device.peak_flops("bf16"))
+
+    def _gathered_beside(self) -> set[int]:
+        """Gathers that run beside a product, on one core: those with one between them and the gather before."""
+        found: set[int] = set()
+        product = False
+        for position, kernel in enumerate(self.kernels if self.device.cores == 1 else ()):
+            if kernel.kind == "all-gather":
+                found.update([position] if product else ())
+                product = False
+            product = product or bool(kernel.flops)
+        return found
+
+    def _counted(self, kernel: Kernel, sizes: dict[int, int]) -> dict[int, int]:
+        """Array -> bytes that the compiler counts for it: of rows of a table, the tiles that they lie in."""
+        moves = (self.program.steps[number] for number in kernel.steps)
+        step = next((step for step in moves if step.kind == kernel.kind), None)
+        if step is None or kernel.kind not in ("gather", "scatter") or not step.reads:
+            return sizes
+        table = step.reads[0]
+        rank = len(self.program.graph.type_of(self.program.graph.ops[step.op].operands[0]).shape)
+        tile = ROWS if rank <= 2 else 1
+        taken = step.writes if kernel.kind == "gather" else step.reads[1:]
+        rows = tile * sum(sizes.get(array, 0) for array in taken)
+        if kernel.kind == "gather":
+            return {array: rows if array == table else size for array, size in sizes.items()}
+        if tile > 1 and self._zeros(table) and sum(sizes.get(array, 0) for array in step.writes) < 2 * rows:
+            return {array: size if array in step.writes else 0 for array, size in sizes.items()}
+        return {array: rows if array in (table, *step.writes) else size for array, size in sizes.items()}
+
+    def _zeros(self, array: int) -> bool:
+        """Whether an array is a constant that is written for a scatter: small ones are part of it."""
+        maker = self.program.arrays[array].maker
+        return maker >= 0 and self.program.steps[maker].kind == "broadcast_in_dim"
+
+    def _longest(self) -> float:
+        """Seconds that a value may wait on chip."""
+        return LONGEST * self.device.on_chip_bytes / self.rate
+
+    def _touched(self, kernel: Kernel) -> dict[int, int]:
+        """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
+        if kernel.kind == JOINED:
+            return joined_bytes(kernel, self.program, self.buffer_bytes)
+        turned = turned_bytes(kernel, self.program, self.buffer_bytes)
+        if turned is not None:
+            return turned
+        sizes = {array: self.buffer_bytes(self.program.arrays[array]) for array in kernel.writes}
+        most = sum(sizes.values()) if kernel.kind in INDEXED else None
+        sliced = self._sliced(kernel) if most is None and self.slices else {}
+        for array in kernel.reads:
+            size = self.buffer_bytes(self.program.arrays[array])
+            taken = sliced.get(array) if most is None else most
+            sizes[array] = size if taken is None else min(size, taken)
+        return sizes
+
+    def _moved(self, kernel: Kernel, sizes: Mapping[int, int]) -> Mapping[int, int]:
+        """What is reported of a kernel: of the array that a scatter adds to as much as it adds.
+
+        Keys and values of attention are read again for each block of rows, unless they are one block.
+        """
+        if kernel.kind == ATTENTION:
+            step = self.program.steps[kernel.steps[-1]]
+            return {array: size * step.turns if array in step.reads[1:] else size for array, size in sizes.items()}
+        if kernel.kind != "scatter":
+            return sizes
+        scatter = self.program.steps[kernel.steps[-1]]
+        added = self.buffer_bytes(updates_of(self.program, scatter))
+        within = (scatter.reads[0], *scatter.writes)
+        return {array: min(size, added) if array in within else size for array, size in sizes.items()}
+
+    def _sliced(self, kernel: Kernel) -> dict[int, int]:
+        """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
+        found: dict[int, int] = {}
+        whole: set[int] = set()
+        for number in kernel.steps:
+            step = self.program.steps[number]
+            if step.kind == SLICE:
+                made = sum(self.buffer_bytes(self.program.arrays[array]) for array in step.writes)
+                for array in dict.fromkeys(step.reads):
+                    found[array] = found.get(array, 0) + made
+            else:
+                whole.update(step.reads)
+        return {array: size for array, size in found.items() if array not in whole}
+
+    def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
+        """Seconds that a kernel takes longer than its products do; negative where they take longer."""
+        if kernel.kind in (BARRIER, ALLOCATED):
+            return 0.0
+        return size / self.rate - kernel.flops / self.device.peak_flops("bf16")
+
+
+def _take_over(
+    spans: dict[int, tuple[int, int]],
+    evicted: Set[int],
+    live: Liveness,
+    kernels: Sequence[Kernel],
+    program: Lowered,
+) -> None:
+    """Results that take over the buffer of an operand in device memory, which ends there: one span for the two.
+
+    So do all-reduces, and kernels that read an array of the same size element by element (XLA's `HeapSimulator`), also
+    products that add it; not an array that is one of several results of its kernel, as what reads it is no user of
+    that kernel, nor where operand or result are buffers of scatters. Counted in 82 plans compiled with libtpu 0.0.51
+    (`aliasing_operands`), of 0.5 MB and more: 112 share such a buffer, 4 that should do not.
+    """
+    together = {held for array, held in live.buffers.items() if array != held}
+    alone = {kernel.writes[0] for kernel in kernels if len(kernel.writes) == 1} - together
+    for position, kernel in enumerate(kernels):
+        if kernel.kind == "all-reduce":
+            for number in kernel.steps:
+                step = program.steps[number]
+                before, after = (live.buffers.get(array) for array in (step.reads[0], step.writes[0]))
+                if before is not None and after is not None:
+                    _join(spans, before, after, live)
+            continue
+        ends = [one for one in kernel.reads if one in alone and spans.get(one, (0, -1))[1] == position]
+        made_of = cache(partial(_by_element, kernel=kernel, program=program))
+        for after in kernel.writes if ends else ():
+            if after not in spans or after in together or after in evicted:
+                continue
+            before = next((one for one in ends if live.sizes[one] == live.sizes[after] and after in made_of(one)), None)
+            if before is not None:
+                _join(spans, before, after, live)
+                ends.remove(before)
+
+
+def _join(spans: dict[int, tuple[int, int]], before: int, after: int, live: Liveness) -> None:
+    """One span for two arrays, if both are in device memory, of one size, and one ends where the other is made."""
+    if before not in spans or after not in spans or live.sizes[before] != live.sizes[after]:
+        return
+    if spans[before][1] == spans[after][0]:
+        spans[after] = (spans.pop(before)[0], spans[after][1])
+
+
+def _by_element(before: int, kernel: Kernel, program: Lowered) -> Set[int]:
+    """Arrays of which a kernel makes each element from the same one of `before`; none where it multiplies that."""
+    found = {before}
+    for number in kernel.steps:
+        step = program.steps[number]
+        if found.isdisjoint(step.reads):
+            continue
+        if step.kind in ELEMENTWISE or (step.kind in VIEWS and _same_elements(program, step)):
+            found.update(step.writes)
+        elif step.kind != "reduce":
+            return frozenset()
+    return found
+
+
+def _same_elements(program: Lowered, step: Step) -> bool:
+    shapes = [program.arrays[array].shape for array in (*step.reads, *step.writes)]
+    return None not in shapes and len({math.prod(shape or ()) for shape in shapes}) == 1
+
+
+def _and_gain(before: float | None, gain: float) -> float:
+    """The seconds that uses of one value save together: a kernel that is not bound by memory adds nothing."""
+    if before is None:
+        return gain
+    return before + gain if before > 0 and gain > 0 else max(before, gain)
+
+
+def multiplies_matrices(program: Lowered, step: Step) -> bool:
+    """Whether a product has dims of both operands: a TPU runs the others as loops, in f32, and sums them."""
+    op = program.graph.ops[step.op]
+    if op.kind != "dot_general":
+        return True
+    for value, side in zip(op.operands, ("lhs", "rhs"), strict=True):
+        taken = {*op.attrs[f"{side}_batch"], *op.attrs[f"{side}_contract"]}
+        shape = program.graph.type_of(value).shape
+        if all(size == 1 for dim, size in enumerate(shape) if dim not in taken):
+            return False
+    lhs = program.graph.type_of(op.operands[0]).shape
+    return any(lhs[dim] > 1 for dim in op.attrs["lhs_contract"])
+
+
+def product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
+    """The product that a kernel runs as a loop: an outer product, or that of a matrix and a vector."""
+    for number in kernel.steps:
+        step = program.steps[number]
+        if step.kind in CONTRACTIONS:
+            return None if multiplies_matrices(program, step) else step
+    return None
+
+
+def _split_between_cores(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a kernel is a loop or a sum over what it reads, products of matrices left out (libtpu on a v5p).
+
+    Of several ops: one alone is no fusion, and runs whole (35 programs for v5p: none of 1,260 results of single ops of
+    1 kB and more is on chip, adds, broadcasts, sums, slices and reshapes among them; of loops and sums that are fused
+    2,605 of 3,186 are).
+    """
+    if len(kernel.steps) == 1:
+        return False
+    if kernel.flops and product_with_vectors(kernel, program) is None:
+        return False
+    return kernel.kind in LOOPS_OF_CORES or bool(kernel.flops)

@@ -1,0 +1,573 @@
+"""Rewrites of a device's program that XLA's TPU compiler does before it fuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.cost.compiler.lowered import (
+    ATTENTION,
+    COLLECTIVES,
+    ROUNDING,
+    SLICE,
+    WITH_LOGITS,
+    Array,
+    Lowered,
+    Step,
+    updates_of,
+)
+from autoshard.cost.compiler.rewrite import Rewriter, by_rows, writes_onto_constant
+from autoshard.cost.compiler.tpu.layout import LANES, ROWS, for_convolution, row_major, tiled
+from autoshard.cost.compiler.tpu.strip_widths import SPLITS
+from autoshard.cost.partitioner.passes.simplify import fold
+from autoshard.cost.partitioner.tpu import minor_dims
+from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.ops import Graph, Op, Value
+
+Dims = tuple[int, int]
+
+
+def gathered_results(program: Lowered) -> Lowered:
+    """No all-gather writes into an argument's buffer: its result is copied there, the argument read from a copy.
+
+    So where a parameter is whole and its optimizer's state is split. Found on single updates, and in ALBERT's.
+    """
+    gathered = {
+        result: argument
+        for result, argument in program.updates.items()
+        if program.steps[program.arrays[result].maker].kind == "all-gather"
+    }
+    if not gathered:
+        return program
+    rewriter = Rewriter(program)
+    for argument in gathered.values():
+        if program.arrays[argument].readers:
+            copy = rewriter.array(argument)
+            rewriter.emit(Step("copy", program.steps[program.arrays[argument].readers[0]].op, (argument,), (copy,)))
+            rewriter.instead[argument] = copy
+    return _with_results_copied(rewriter, gathered)
+
+
+def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
+    """The rewriter's source, of which some results are copies, made at the end."""
+    program = rewriter.source
+    for step in program.steps:
+        rewriter.emit(step)
+    for result in results:
+        copy = rewriter.array(result)
+        rewriter.emit(Step("copy", program.steps[program.arrays[result].maker].op, (result,), (copy,)))
+        rewriter.instead[result] = copy
+    return rewriter.result()
+
+
+def results_as_they_lie(program: Lowered) -> Lowered:
+    """A result lies as pads least; a product's with its last two dims in tiles. Where these are others it is copied.
+
+    And what is elementwise behind the product. So logits of 50,257 words whose batch is 2 or 8 (compiled for v5e and
+    v5p, 88 results of products, alone, with a bias, an activation or a norm behind them; f32 and bf16).
+    """
+    copied = [array for array in dict.fromkeys(program.results) if _lies_otherwise(program, array)]
+    return _with_results_copied(Rewriter(program), copied) if copied else program
+
+
+def _lies_otherwise(program: Lowered, array: int) -> bool:
+    shape = program.arrays[array].shape
+    if array in program.updates or shape is None or len(shape) < 3 or not math.prod(shape):
+        return False
+    packed = max(1, 4 * program.arrays[array].elements // program.arrays[array].bytes)
+    if {*minor_dims(shape, packed)} == {len(shape) - 2, len(shape) - 1}:
+        return False
+    seen, behind = set[int](), [array]
+    while behind:
+        maker = program.arrays[behind.pop()].maker
+        if maker < 0 or maker in seen:
+            continue
+        seen.add(maker)
+        step = program.steps[maker]
+        if step.kind == "dot_general":
+            return True
+        if step.kind in ELEMENTWISE:
+            behind += [read for read in step.reads if program.arrays[read].shape == shape]
+    return False
+
+
+def gathered_as_sums(program: Lowered) -> Lowered:
+    """What is gathered by a sum over devices is written into zeros first: two kernels for each."""
+    parts = {number for number, step in enumerate(program.steps) if _sums_parts(program, step)}
+    if not parts:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number in parts:
+            zeros, whole = rewriter.array(step.writes[0]), rewriter.array(step.writes[0])
+            rewriter.emit(Step("copy", step.op, (), (zeros,)))
+            rewriter.emit(Step("dynamic_update_slice", step.op, (zeros, *step.reads), (whole,)))
+            step = replace(step, reads=(whole,))
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _sums_parts(program: Lowered, step: Step) -> bool:
+    if step.kind != "all-reduce" or len(step.reads) != 1 or len(step.writes) != 1:
+        return False
+    return program.arrays[step.reads[0]].bytes < program.arrays[step.writes[0]].bytes
+
+
+def scattered_by_rows(program: Lowered) -> Lowered:
+    """Rows are scattered into an array whose last dim is the innermost, which is copied to the layout that pads less.
+
+    The rows of a narrow table take 128 numbers each while they are scattered, unless that is twice as much or more and
+    too much for so few rows: they are scattered to where they lie.
+    """
+    narrow = {number for number, step in enumerate(program.steps) if _narrow(program, step)}
+    if not narrow:
+        return program
+    fills = {program.arrays[program.steps[number].reads[0]].maker for number in narrow}
+    fills = {fill for fill in fills if fill >= 0 and _fill(program, fill)}
+    kept = [number for number in sorted(narrow) if program.arrays[program.steps[number].reads[0]].maker not in fills]
+    updates = _updates_by_rows(program, [number for number in kept if _little_padded(program, number)])
+    rewriter = Rewriter(program)
+    copies = {argument: by_rows(rewriter, argument) for argument in updates.arguments}
+    for argument, copy in copies.items():
+        op = program.steps[program.arrays[argument].readers[0]].op
+        rewriter.emit(Step("copy", op, (argument,), (copy,)))
+    for number, step in enumerate(program.steps):
+        if number in updates.steps or number in updates.lookups:
+            step = replace(step, reads=tuple(copies.get(array, array) for array in step.reads))
+        if number in updates.steps and program.arrays[step.writes[0]].returned:
+            made = copies[step.writes[0]] = by_rows(rewriter, step.writes[0])
+            rewriter.emit(replace(step, writes=(made,)))
+            rewriter.emit(Step("copy", step.op, (made,), step.writes))
+        elif number in fills:
+            rewriter.instead[step.writes[0]] = by_rows(rewriter, step.writes[0])
+            rewriter.emit(replace(step, writes=(rewriter.instead[step.writes[0]],)))
+        elif number in narrow:
+            onto, made = step.reads[0], by_rows(rewriter, step.writes[0])
+            if program.arrays[onto].maker not in fills:
+                onto = by_rows(rewriter, step.writes[0])
+                rewriter.emit(Step("copy", step.op, (step.reads[0],), (onto,)))
+            rewriter.emit(replace(step, reads=(onto, *step.reads[1:]), writes=(made,)))
+            if number in updates.scatters:
+                copies[step.writes[0]] = made
+            else:
+                rewriter.emit(Step("copy", step.op, (made,), step.writes))
+        else:
+            rewriter.emit(step)
+    return rewriter.result()
+
+
+def looked_up_by_rows(program: Lowered) -> Lowered:
+    """Rows are gathered from an array whose last dim is the innermost: a table that pads less else is copied.
+
+    Once for all its lookups; the rows of a narrow table take 128 numbers each (DLRM: 64 MB for 125,000 rows of 64).
+    """
+    narrow = {number for number, step in enumerate(program.steps) if _looks_up_narrow(program, step)}
+    if not narrow:
+        return program
+    rewriter = Rewriter(program)
+    copies: dict[int, int] = {}
+    for number, step in enumerate(program.steps):
+        if number in narrow:
+            table = step.reads[0]
+            if table not in copies:
+                copies[table] = by_rows(rewriter, table)
+                rewriter.emit(Step("copy", step.op, (table,), (copies[table],)))
+            step = replace(step, reads=(copies[table], *step.reads[1:]))
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _looks_up_narrow(program: Lowered, step: Step) -> bool:
+    """Whether a gather takes whole rows of an array that pads less with another dim innermost."""
+    if step.kind != "gather" or not step.reads:
+        return False
+    shape = program.arrays[step.reads[0]].shape
+    attrs = program.graph.ops[step.op].attrs
+    if shape is None or len(shape) < 2 or len(shape) - 1 in (*attrs["start_index_map"], *attrs["operand_batch_dims"]):
+        return False
+    by_rows, least = row_major(shape), tiled(shape)
+    item = program.arrays[step.reads[0]].bytes // max(1, math.prod(shape))
+    if by_rows > MOST_PADDED * least and (by_rows - least) * item > MOST_WASTED:
+        return False  # rows are read from where they lie
+    return bool(attrs["start_index_map"]) and by_rows > least
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """Elementwise work on what rows are scattered into, which lies as the scatter leaves it.
+
+    Attributes:
+        scatters: numbers of the scatters.
+        steps: of the elementwise steps that follow.
+        arguments: what these read of the same shape: a table and its moments, which are copied to lie so too.
+        lookups: gathers from these.
+    """
+
+    scatters: frozenset[int] = frozenset()
+    steps: frozenset[int] = frozenset()
+    arguments: tuple[int, ...] = ()
+    lookups: frozenset[int] = frozenset()
+
+
+def _updates_by_rows(program: Lowered, scatters: Sequence[int]) -> _Updates:
+    """Updates of tables from rows that are scattered onto another gradient of theirs (tied weights).
+
+    As seen: in GPT-2 and BERT under FSDP (96 columns to a device) and in small programs. In small programs also where
+    rows are scattered onto zeros, but not in DLRM: there what is scattered is copied instead.
+    """
+    steps: dict[int, None] = {}
+    arguments: dict[int, None] = {}
+    found: list[int] = []
+    for number in scatters:
+        shape = program.arrays[program.steps[number].writes[0]].shape
+        todo, mine = [program.steps[number].writes[0]], dict[int, None]()
+        while todo:
+            for reader in program.arrays[todo.pop()].readers:
+                step = program.steps[reader]
+                if step.kind in ELEMENTWISE and program.arrays[step.writes[0]].shape == shape and reader not in mine:
+                    mine[reader] = None
+                    todo.append(step.writes[0])
+        read = {array for reader in mine for array in program.steps[reader].reads}
+        todo = [array for array in read if program.arrays[array].shape == shape]
+        while todo:  # what goes into the update beside the gradient: a moment and its decay
+            maker = program.arrays[todo.pop()].maker
+            step = program.steps[maker]
+            if maker >= 0 and maker not in mine and maker != number and step.kind in ELEMENTWISE:
+                mine[maker] = None
+                todo += [array for array in step.reads if program.arrays[array].shape == shape]
+                read.update(step.reads)
+        own = [array for array in read if program.arrays[array].maker < 0 and program.arrays[array].shape == shape]
+        if own:
+            found.append(number)
+            steps |= mine
+            arguments |= dict.fromkeys(sorted(own))
+    lookups = {
+        reader
+        for array in arguments
+        for reader in program.arrays[array].readers
+        if program.steps[reader].kind == "gather" and program.steps[reader].reads[0] == array
+    }
+    return _Updates(frozenset(found), frozenset(steps), tuple(arguments), frozenset(lookups))
+
+
+def _little_padded(program: Lowered, number: int) -> bool:
+    """Whether a table by rows takes less than twice as much: 96 columns of 128, not 64 or 8."""
+    shape = program.arrays[program.steps[number].writes[0]].shape or ()
+    return row_major(shape) < COPIED * tiled(shape)
+
+
+def moved_by_rows(program: Lowered) -> Lowered:
+    """Rows are gathered into, and scattered from, an array of one row per index: narrow ones take 128 numbers each.
+
+    A copy before or after has the layout that pads less (T5's relative positions: 8 MB of 8 heads are 134).
+    """
+    widened = {number: sizes for number, step in enumerate(program.steps) if (sizes := _rows_moved(program, step))}
+    if not widened:
+        return program
+    cut = {number: _cut(program, number) for number in widened if program.steps[number].kind == "gather"}
+    gone = {one for chain in cut.values() for one in chain}
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        if number in gone:
+            continue
+        if number not in widened:
+            rewriter.emit(step)
+            continue
+        place, size = widened[number]
+        if step.kind == "gather":
+            made = rewriter.array(step.writes[0], size)
+            rewriter.emit(replace(step, writes=(made,)))
+            last = step
+            for one in cut[number]:
+                last = program.steps[one]
+                part = rewriter.array(last.writes[0], _by_columns(program, last.writes[0], _window(program, step)))
+                rewriter.emit(replace(last, reads=(made,), writes=(part,)))
+                made = part
+            rewriter.emit(Step("copy", step.op, (made,), last.writes))
+        else:
+            read = rewriter.array(step.reads[place], size)
+            rewriter.emit(Step("copy", step.op, (step.reads[place],), (read,)))
+            rewriter.emit(replace(step, reads=(*step.reads[:place], read, *step.reads[place + 1 :])))
+    return rewriter.result()
+
+
+def _cut(program: Lowered, number: int) -> list[int]:
+    """The steps that take a device's part of what a gather alone makes for them: they leave it lying as it does."""
+    found: list[int] = []
+    while True:
+        made = program.arrays[program.steps[number].writes[0]]
+        if made.returned or len(made.readers) != 1 or program.steps[made.readers[0]].kind != SLICE:
+            return found
+        number = made.readers[0]
+        if program.arrays[program.steps[number].writes[0]].shape is None:
+            return found
+        found.append(number)
+
+
+def _window(program: Lowered, step: Step) -> tuple[int, ...]:
+    """The dims of what a gather makes, or of a scatter's updates, that lie in one row."""
+    return tuple(program.graph.ops[step.op].attrs["offset_dims" if step.kind == "gather" else "window_dims"])
+
+
+def _by_columns(program: Lowered, number: int, window: tuple[int, ...]) -> int:
+    """Bytes of an array that lies as one row per index, the dims of `window` in the row."""
+    array = program.arrays[number]
+    shape = array.shape or ()
+    columns = math.prod(shape[dim] for dim in window)
+    return array.bytes * row_major((math.prod(shape) // columns, columns)) // math.prod(shape)
+
+
+def _rows_moved(program: Lowered, step: Step) -> tuple[int, int] | None:
+    """Of a gather or scatter of narrow rows: where among its operands they are read, and their bytes in rows."""
+    if step.kind not in ("gather", "scatter") or len(step.writes) != 1:
+        return None
+    place = len(step.reads) - 1
+    array = program.arrays[step.writes[0] if step.kind == "gather" else step.reads[place]]
+    window = _window(program, step)
+    if array.shape is None or not window or max(window) >= len(array.shape) or not all(array.shape):
+        return None
+    columns = math.prod(array.shape[dim] for dim in window)
+    if columns == 1 or row_major((math.prod(array.shape) // columns, columns)) < COPIED * tiled(array.shape):
+        return None
+    return place, _by_columns(program, step.writes[0] if step.kind == "gather" else step.reads[place], window)
+
+
+def _narrow(program: Lowered, step: Step) -> bool:
+    if step.kind != "scatter" or len(step.writes) != 1:
+        return False
+    shape = program.arrays[step.writes[0]].shape
+    if shape is None or row_major(shape) <= tiled(shape):
+        return False
+    table, updates = program.arrays[step.writes[0]], updates_of(program, step)
+    wasted = (row_major(shape) - tiled(shape)) * table.bytes // max(1, math.prod(shape))
+    rows = updates.bytes * shape[0] // max(1, table.bytes)
+    return wasted <= max(MOST_WASTED, rows * WASTED_A_ROW) or row_major(shape) < MOST_PADDED * tiled(shape)
+
+
+def _fill(program: Lowered, number: int) -> bool:
+    """Whether a step makes an array of one constant that one scatter alone reads."""
+    array = program.arrays[program.steps[number].writes[0]]
+    return len(array.readers) == 1 and writes_onto_constant(program, program.steps[array.readers[0]])
+
+
+def attentions_by_rows(program: Lowered) -> Lowered:
+    """What kernels of attention read is copied to lie by rows, and what they make from there (`spmd_attention`).
+
+    Not where that pads nothing (heads of 128): it lies so anyway. Logits are made so.
+    """
+    if all(step.kind != ATTENTION for step in program.steps):
+        return program
+    rewriter = Rewriter(program)
+    copies: dict[int, int] = {}
+    for step in program.steps:
+        if step.kind != ATTENTION:
+            rewriter.emit(step)
+            continue
+        reads = list(step.reads)
+        for place in range(len(reads) == WITH_LOGITS, len(reads)):
+            source = reads[place]
+            if source not in copies and not _lies_by_rows(program, source):
+                copies[source] = by_rows(rewriter, source)
+                rewriter.emit(Step("copy", step.op, (source,), (copies[source],)))
+            reads[place] = copies.get(source, source)
+        made, written = step.writes[0], step.writes[0]
+        if not _lies_by_rows(program, made):
+            written = by_rows(rewriter, made)
+        wide = written
+        if len(reads) != WITH_LOGITS and program.arrays[made].dtype != "f32":
+            wide = rewriter.array(written, 2 * rewriter.arrays[written].bytes)
+            rewriter.arrays[wide].dtype = "f32"
+        rewriter.emit(replace(step, reads=tuple(reads), writes=(wide,)))
+        if wide != written:
+            rewriter.emit(Step("convert", step.op, (wide,), (written,)))
+        if written != made:
+            rewriter.emit(Step("copy", step.op, (written,), (made,)))
+    return rewriter.result()
+
+
+def _lies_by_rows(program: Lowered, array: int) -> bool:
+    """Whether an array's last dim is the innermost as it lies, where it pads least."""
+    shape = program.arrays[array].shape
+    return shape is not None and row_major(shape) <= tiled(shape)
+
+
+MOST_PADDED, MOST_WASTED = 2, 128 * 2**20
+"""How much more a table may take by rows, and how many bytes more, for lookups to copy it. As seen, for 64 to 65,536
+lookups: 32 columns of 300,000 rows are copied, of 400,000 not; 48 of 400,000 are, of 600,000 not; 64 of 1,600,000 are.
+128 to 1,024 rows are scattered by rows into 32 columns of 345,000, not of 355,000; 8 of 270,000, not of 290,000; 64 of
+3,000,000 (a little less than twice as much), not of 2,000,000 (v5e and v5p)."""
+
+WASTED_A_ROW = 120 * 2**10
+"""How many bytes more for each row that is scattered. As seen, into 8 columns: 2,048 rows by rows into 500,000, not
+560,000; 4,096 into 1,000,000, not 1,100,000; 8,192 into 2,000,000, not 3,000,000."""
+
+COPIED = 2.0
+"""How much more an argument takes as a convolution reads it, where that is called a copy of its own."""
+
+KEEPS_DIMS = ELEMENTWISE | {"reduce_window", "select_and_scatter", "pad", "reverse", SLICE, *COLLECTIVES}
+"""Kinds of steps whose operands and results of one rank lie alike."""
+
+
+def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Convolutions read and write batch and features as the two dims of a tile; what is elementwise around them too.
+
+    An argument that few of both make mostly padding, such as images of three channels, is copied. The copy is in bf16,
+    as products read it, and kept from the forward pass to the gradient of the kernel, which reads it too; where the
+    forward pass works on strips, the gradient has a copy of its own.
+
+    Args:
+        widths: arrays in strips -> positions in each.
+    """
+    if not any(step.kind == "convolution" for step in program.steps):
+        return program
+    rewriter = Rewriter(program)
+    copies: dict[tuple[int, Dims, int], int] = {}
+    for step in program.steps:
+        reads = list(step.reads)
+        width = widths.get(step.writes[0], 0)
+        for array, dims in _tile_dims(program, step):
+            found = program.arrays[array]
+            if array not in reads or found.shape is None or _made(program, found):
+                continue
+            size = for_convolution(found.shape, dims)
+            if size < COPIED * tiled(found.shape):
+                continue
+            cut = width if array == step.reads[0] else 0
+            if (array, dims, cut) not in copies:
+                narrow = found.dtype == "f32"
+                item = 2 if narrow else found.bytes // math.prod(found.shape)
+                shape = (SPLITS * found.shape[0], *found.shape[1:-1], cut) if cut else found.shape
+                copy = copies[array, dims, cut] = rewriter.array(array, for_convolution(shape, dims) * item)
+                rewriter.arrays[copy].dtype = "bf16" if narrow else found.dtype
+                rewriter.emit(Step("copy", step.op, (array,), (copy,)))
+            reads[reads.index(array)] = copies[array, dims, cut]
+        rewriter.emit(step if tuple(reads) == step.reads else replace(step, reads=tuple(reads)))
+    return rewriter.result()
+
+
+def masks_of_operands(program: Lowered) -> Lowered:
+    """The mask of a ReLU between convolutions asks of what goes in whether it is positive (`AlgebraicSimplifier`)."""
+    around = convolved(program)
+    splat = fold(program.graph).splat if around else {}
+    into = {
+        step.writes[0]: step.reads[0]
+        for step in program.steps
+        if step.kind == "maximum" and step.writes[0] in around and _beside(program, step, splat) == 0
+    }
+    if not into:
+        return program
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        positive = step.kind == "compare" and program.graph.ops[step.op].attrs["direction"] == "GT"
+        if positive and step.reads and step.reads[0] in into and _beside(program, step, splat) == 0:
+            step = replace(step, reads=(into[step.reads[0]], *step.reads[1:]))
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _beside(program: Lowered, step: Step, splat: Mapping[Value, float]) -> float | None:
+    """The number that all elements of a step's second operand are; None if they differ."""
+    operands = program.graph.ops[step.op].operands
+    return splat.get(operands[1]) if len(operands) == 2 else None
+
+
+def updated_kernels(program: Lowered) -> Lowered:
+    """What replaces a kernel of a convolution, or its moments, is made as the gradient lies, and copied back.
+
+    Tiles have 128 of the features that pad less; of those alike an argument has the features that are read, a gradient
+    those that are made. An argument of one tap has rows of one (twelve kernels compiled for v5e, with 3 and 1 taps and
+    64 to 256 features: copied are 9, not 128 x 64 and 64 x 128 of 3 x 3 taps, nor 64 x 3 of 7 x 7).
+    """
+    taps = {_taps(program.graph.ops[step.op], program.graph) for step in program.steps if step.kind == "convolution"}
+    found = [number for number in range(len(program.arrays)) if _copied_back(program, number, taps)]
+    if not found:
+        return program
+    rewriter = Rewriter(program)
+    made = {array: rewriter.array(array) for array in found}
+    updated = {program.updates[array] for array in found if array in program.updates}
+    updated = {array for array in updated if _pads_alike(program.arrays[array].shape or ())}
+    copies: dict[int, int] = {}
+    for step in program.steps:
+        reads, writes = (tuple(made.get(array, array) for array in arrays) for arrays in (step.reads, step.writes))
+        for array in updated.intersection(reads):
+            if step.kind in ELEMENTWISE or math.prod((program.arrays[array].shape or ())[2:]) == 1:
+                if array not in copies:
+                    copies[array] = rewriter.array(array)
+                    rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+                reads = tuple(copies[array] if each == array else each for each in reads)
+        rewriter.emit(replace(step, reads=reads, writes=writes))
+        for array in step.writes:
+            if array in made:
+                rewriter.emit(Step("copy", step.op, (made[array],), (array,)))
+    return rewriter.result()
+
+
+def _taps(op: Op, graph: Graph) -> tuple[int, ...]:
+    """Extents of a kernel: of what a convolution reads, or of what it makes where that is smaller, a gradient."""
+    read, made = graph.type_of(op.operands[1]).shape, op.results[0].shape
+    sizes = [tuple(shape[dim] for dim in op.attrs[name][2:]) for shape, name in ((read, "rhs"), (made, "out"))]
+    return min(sizes, key=math.prod)
+
+
+def _copied_back(program: Lowered, number: int, taps: Collection[tuple[int, ...]]) -> bool:
+    array = program.arrays[number]
+    if not (array.returned and array.donated) or array.maker < 0 or array.shape is None or len(array.shape) != 4:
+        return False
+    if program.steps[array.maker].kind not in ELEMENTWISE or array.shape[2:] not in taps:
+        return False
+    return math.prod(array.shape[2:]) == 1 or _pads_alike(array.shape)
+
+
+def _pads_alike(shape: Sequence[int]) -> bool:
+    """Whether a kernel's features pad alike, whichever of them are the lanes of a tile."""
+    out, into = shape[:2]
+    by_out, by_into = (
+        -(-lanes // LANES) * LANES * (-(-rows // ROWS) * ROWS) for lanes, rows in ((out, into), (into, out))
+    )
+    return by_out == by_into
+
+
+def _made(program: Lowered, array: Array) -> bool:
+    """Whether an array is more than a device's part of an argument, or a collective of one."""
+    while array.maker >= 0:
+        step = program.steps[array.maker]
+        if step.kind not in (SLICE, ROUNDING) and step.kind not in COLLECTIVES:
+            return True
+        array = program.arrays[step.reads[0]]
+    return False
+
+
+def convolved(program: Lowered) -> dict[int, Dims]:
+    """Arrays that lie as a convolution reads or writes them -> their two dims that make a tile; no arguments."""
+    found: dict[int, Dims] = {}
+    for step in program.steps:
+        if step.kind == "convolution":
+            for array, dims in _tile_dims(program, step):
+                found.setdefault(array, dims)
+    if not found:
+        return found
+    for steps in (program.steps, reversed(program.steps)):
+        for step in steps:
+            if step.kind not in KEEPS_DIMS:
+                continue
+            around = [array for array in (*step.reads, *step.writes) if program.arrays[array].shape is not None]
+            known = next((array for array in around if array in found), None)
+            if known is not None:
+                rank = len(program.arrays[known].shape or ())
+                same = [array for array in around if len(program.arrays[array].shape or ()) == rank]
+                found |= {array: found[known] for array in same if array not in found}
+    return {array: dims for array, dims in found.items() if program.arrays[array].maker >= 0}
+
+
+def _tile_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:
+    """What a convolution reads and writes, and the dims of that which are not spatial."""
+    if step.kind != "convolution" or len(step.reads) < 2:
+        return []
+    found = []
+    for array, name in zip((*step.reads[:2], *step.writes), ("lhs", "rhs", "out"), strict=True):
+        dims = tuple(program.graph.ops[step.op].attrs[name])
+        shape = program.arrays[array].shape
+        if shape is not None and len(shape) == len(dims) and all(shape):
+            found.append((array, (min(dims[:2]), max(dims[:2]))))
+    return found

@@ -1,0 +1,195 @@
+"""What a TPU's sparse cores do, beside the kernels that neither make nor read it: copies of tables, and lookups.
+
+libtpu hands to them copies between rows and columns of a table (pass `sparsecore-data-format-offloader`): of matrices
+of 32-bit numbers, at most 64 to a row, that are larger than `sparse_copy_bytes` of a device kind; and gathers of more
+than 1,024 rows (`offload-gather-to-sparsecore`), unless the table has at most half as many, or rows of less than 512
+bytes in tiles. The latency hiding scheduler then puts starts and ends where it sees fit, from the end of the program
+backwards; as seen in compiled programs (libtpu 0.0.51, v5p):
+
+1. one copy or lookup is under way at a time; its end is placed as soon as all that reads its result stands behind it;
+2. its start is placed once the kernels placed since take as long as it does, or where nothing else could run;
+3. the last reader of another's result comes first, as its end can be placed then; and a start that another end waits
+   for comes before all other kernels;
+4. else what stood last.
+
+What is read is held until the end, what is made from the start on. So tables that are read by little work are copied
+at the start of the program one after the other, and all copies are there before the first is read; and a gradient
+is scattered while the one before it is copied back. The copy of a table that the other cores make is there until the
+lookup ends, beside that for the next lookup.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
+from autoshard.cost.compiler.schedule import Dependencies, dependencies
+from autoshard.cost.compiler.tpu.layout import LANES
+from autoshard.cost.machine.device import Device
+
+COPIED = "copied"
+"""The kind of the end of such a copy or lookup."""
+
+MOST_COLUMNS = LANES // 2
+"""As seen: of 33, 48, 56, 63 and 64 numbers to a row, not of 65, 72, 80, 96, 192 and 320; not of bf16, nor of int8."""
+
+FEWEST = 1024
+"""Rows, of which more are looked up. As seen: 1,025 of 50,000 are, 1,024 not; 8,192 of 4,505 are, of 4,096 not."""
+
+LEAST_ROW = 512
+"""Bytes of a row in tiles. As seen: of f32 8 numbers are (128 in tiles), of bf16 160, not 128; of int8 512, not 256."""
+
+COPIES, LOOKUPS, MOVES, MULTIPLIES = 1.2, 0.51, 0.44, 0.64
+"""What the scheduler takes copies, lookups, loops and products to last: so often as many bytes a second as device
+memory has (of the table without padding; of what is looked up; of all that is read and written), and such a part of the
+peak. As seen: a copy of 256 MB goes beside 12 loops over 4 MB or 11 products of 1024 x 1024 x 1024, lookups of 67 and
+134 MB beside 27 and 54 loops over 1 MB."""
+
+UNIT = 1e-6
+"""Seconds of a gather, and of writing a part of what is put together. Loops of less than that count as none, nor do
+copies, zeros and scatters (at most 16 gathers go beside a copy of 51 MB, 150 scatters or small loops)."""
+
+FREE = frozenset({"copy", "scatter", "broadcast_in_dim", "iota", "end"})
+"""Kinds of kernels that count as no time."""
+
+
+def by_sparse_cores(kernels: Sequence[Kernel], program: Lowered, device: Device) -> dict[int, float]:
+    """Kernels that sparse cores run -> the seconds that the scheduler takes them to last."""
+    if not device.sparse_copy_bytes:
+        return {}
+    found: dict[int, float] = {}
+    for number, kernel in enumerate(kernels):
+        if kernel.kind == "copy" and (size := _table(kernel, program)) > device.sparse_copy_bytes:
+            found[number] = size / (COPIES * device.memory_bandwidth)
+        elif kernel.kind == "gather" and _looks_up(kernel, program):
+            size = sum(program.arrays[array].bytes for array in kernel.writes)
+            found[number] = size / (LOOKUPS * device.memory_bandwidth)
+    return found
+
+
+def _table(kernel: Kernel, program: Lowered) -> int:
+    """Bytes without padding of the table that a copy is of; 0 where it is of none of few columns."""
+    for number in (*kernel.reads, *kernel.writes):
+        array = program.arrays[number]
+        if array.shape is not None and len(array.shape) == 2 and array.shape[-1] <= MOST_COLUMNS:
+            return 4 * math.prod(array.shape) if array.dtype.endswith("32") else 0
+    return 0
+
+
+def _looks_up(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a gather takes many rows of a table that has at least half as many."""
+    step = program.steps[kernel.steps[-1]]
+    if len(step.reads) < 2:  # what is constant is part of the kernel
+        return False
+    table, indices = program.arrays[step.reads[0]], program.arrays[step.reads[-1]]
+    if table.shape is None and table.maker >= 0:  # a copy that lies by rows
+        table = program.arrays[program.steps[table.maker].reads[0]]
+    attrs = program.graph.ops[step.op].attrs
+    if table.shape is None or len(table.shape) != 2 or tuple(attrs["start_index_map"]) != (0,):
+        return False
+    item = table.bytes // max(1, math.prod(table.shape))
+    row = -(-table.shape[1] // LANES) * LANES * item
+    count = indices.bytes // 4 if indices.shape is None else math.prod(indices.shape)  # gathered: of 32 bits
+    return FEWEST < count < 2 * table.shape[0] and row >= LEAST_ROW
+
+
+def beside_sparse_cores(
+    kernels: list[Kernel], order: Sequence[int], program: Lowered, device: Device
+) -> tuple[list[Kernel], list[int]]:
+    """Kernels and order with the ends of what sparse cores run, each of which stands at its start."""
+    apart = by_sparse_cores(kernels, program, device)
+    if not apart:
+        return kernels, list(order)
+    joined = {array for step in program.steps if step.kind == "concatenate" for array in step.reads}
+    takes = [_seconds(kernel, program, device, not joined.isdisjoint(kernel.writes)) for kernel in kernels]
+    found, numbers = list(kernels), list[int]()
+    for number, ends in _Backwards(order, dependencies(kernels), takes, apart).placed():
+        if ends:
+            kernel = kernels[number]
+            numbers.append(len(found))
+            found.append(Kernel((), (*kernel.reads, *kernel.writes), (), COPIED, kernel.place))
+        else:
+            numbers.append(number)
+    return found, numbers
+
+
+def _seconds(kernel: Kernel, program: Lowered, device: Device, joined: bool) -> float:
+    """What the scheduler takes a kernel to last; `joined`: what it makes is put together with other results."""
+    least = UNIT * (joined + (kernel.kind == "gather"))
+    if kernel.kind in FREE or kernel.kind == "gather":
+        return least
+    moved = sum(program.arrays[array].bytes for array in (*kernel.reads, *kernel.writes))
+    if kernel.kind in COLLECTIVES:
+        return moved / device.links[0].bandwidth
+    seconds = max(moved / (MOVES * device.memory_bandwidth), kernel.flops / (MULTIPLIES * device.peak_flops("bf16")))
+    return max(least, seconds if seconds >= UNIT else 0.0)
+
+
+class _Backwards:
+    """The state of the scheduler, which goes from the end of the program backwards."""
+
+    def __init__(
+        self, order: Sequence[int], deps: Dependencies, takes: Sequence[float], apart: Mapping[int, float]
+    ) -> None:
+        """`takes`: seconds of kernels; `apart`: of those that run on sparse cores, one at a time."""
+        self.deps, self.takes, self.apart = deps, takes, apart
+        self.place = {number: position for position, number in enumerate(order)}
+        self.waiting = [len(after) for after in deps.frees]
+        self.is_placed = [False] * len(takes)
+        self.now = 0.0
+        self.flying: tuple[int, float] | None = None  # what starts next, and when it may
+        self.ends: list[tuple[int, int]] = []  # a heap of those of which all readers are placed
+        self.ready: list[tuple[bool, int, int]] = []  # a heap of kernels that may come next
+        self.found: list[tuple[int, bool]] = []
+        for number in order:
+            if not self.waiting[number]:
+                self._release(number)
+
+    def placed(self) -> list[tuple[int, bool]]:
+        """(kernel, whether it is the end of one that runs apart) of all, in order."""
+        while True:
+            if self.ends and self.flying is None:
+                number = heapq.heappop(self.ends)[1]
+                self.found.append((number, True))
+                self.flying = number, self.now + self.apart[number]
+            while self.ready and self.is_placed[self.ready[0][2]]:
+                heapq.heappop(self.ready)
+            if self.flying is not None and self._starts(*self.flying):
+                number, due = self.flying
+                self.now, self.flying = max(self.now, due), None
+                self._put(number)
+            elif self.ready:
+                number = heapq.heappop(self.ready)[2]
+                self.now += self.takes[number]
+                self._put(number)
+            else:
+                return self.found[::-1]
+
+    def _starts(self, number: int, due: float) -> bool:
+        """Whether a start comes before all kernels that are ready."""
+        if not self.ready:
+            return True
+        return due <= self.now and (bool(self.ends) or (True, -self.place[number]) < self.ready[0][:2])
+
+    def _put(self, number: int) -> None:
+        self.found.append((number, False))
+        self.is_placed[number] = True
+        for maker in self.deps.waits[number]:
+            self.waiting[maker] -= 1
+            if not self.waiting[maker]:
+                self._release(maker)
+            elif self.waiting[maker] == 1 and maker in self.apart:
+                last = next(reader for reader in self.deps.frees[maker] if not self.is_placed[reader])
+                if not self.waiting[last] and last not in self.apart:
+                    self._release(last)
+
+    def _release(self, number: int) -> None:
+        """All that reads a kernel is placed."""
+        if number in self.apart:
+            heapq.heappush(self.ends, (-self.place[number], number))
+            return
+        unlocks = any(self.waiting[maker] == 1 for maker in self.deps.waits[number] if maker in self.apart)
+        heapq.heappush(self.ready, (not unlocks, -self.place[number], number))

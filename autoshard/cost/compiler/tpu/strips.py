@@ -1,0 +1,586 @@
+"""Convolutions of few images on a TPU: the compiler makes a larger batch of strips of space of them.
+
+A tile has 8 rows, so fewer images than that are cut into strips (XLA's `SpaceToBatchConverter`: 4 images are 32). What
+is elementwise around a convolution stays in strips; what the backward pass makes of it does not always, and what leaves
+the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to a device):
+
+- An activation that a collective moves is put together before it, or cut into strips after, by copies and reshapes that
+  read and write it whole; on the other side of an all-to-all its parts are put in order. Around four all-to-alls there
+  were 10, 5, 6 and 7 such kernels, and more where strips end for what is near. Three plans with four all-to-alls each
+  (1.2 to 1.6 MB a part), compiled for v5p, had 74 to 130 kernels more than data parallelism, and took 0.10, 0.13 and
+  0.16 ms more of compute though they update fewer weights: as 30 kernels for each would (`COPIES` and `PARTS`).
+- Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
+  has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
+  (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
+- Where a gather is in flight, copies for the backward pass run beside it and wait in device memory (one core). That is
+  not predicted, but a plan with gathers must be worth it (`early_seconds`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered, Step
+from autoshard.cost.compiler.multi_output import merged_outputs
+from autoshard.cost.compiler.rewrite import Rewriter
+from autoshard.cost.compiler.tpu.conv_loops import passes
+from autoshard.cost.compiler.tpu.layout import ROWS, for_convolution
+from autoshard.cost.compiler.tpu.rewrite import KEEPS_DIMS
+from autoshard.cost.compiler.tpu.strip_widths import (
+    FEW,
+    SPLITS,
+    annotated_view,
+    as_annotated,
+    taps_of,
+    with_images_apart,
+)
+from autoshard.cost.machine.device import Device
+from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec
+
+if TYPE_CHECKING:
+    from autoshard.cost.compiler.backend import Compiled
+
+Key = TypeVar("Key")
+
+COPIES = 20
+"""Kernels that put an activation together before it leaves a device, or cut it into strips when it arrives, and what is
+near with it."""
+
+PARTS = 10
+"""Kernels that put the parts of an all-to-all in order, on the side that is not in strips."""
+
+AROUND, ORDERED = 4, 2
+"""What of these is predicted as kernels: the rest are copies where strips end, which are predicted where they do."""
+
+IN_FLIGHT = 2**12
+"""Bytes that a gather makes at least that other kernels run beside. Of 1,572 gathers in 105 programs compiled for v5e
+no smaller one is asynchronous, and of those of 4 to 8 KiB a tenth; tables are copied beside indices of 4 KiB."""
+
+MASK = "mask"
+"""The kind of a step that makes what sums over padded strips leave out."""
+
+EDGES = "edges"
+"""The kind of a step that cuts out, or pads, what a convolution needs of strips beside its own."""
+
+READ_WHOLE = frozenset({"reduce_window", "select_and_scatter", "pad"})
+"""Kinds of steps that read strips put together, where they do not keep to them."""
+
+MOVING = COLLECTIVES - {"all-reduce"}
+
+
+def batch_dims(graph: Graph) -> dict[Value, int]:
+    """Activations that convolutions read or make, and what is elementwise between them -> their batch dim."""
+    if not any(op.kind == "convolution" for op in graph.ops):
+        return {}
+    ops = [
+        _Node(op.kind, op.operands, tuple(Value(op.id, result) for result in range(len(op.results))), op.attrs)
+        for op in graph.ops
+        if op.kind != "argument"
+    ]
+    return _batch_dims(ops, lambda value: graph.type_of(value).shape)
+
+
+def early_seconds(compiled: Compiled, device: Device) -> float:
+    """Seconds of copies that run early, beside a gather: written and read once more in device memory.
+
+    They are those of activations in strips that the backward pass reads, on one core.
+    """
+    kernels, program = compiled.kernels, compiled.program
+    backward = _backward(kernels, program) if device.cores == 1 else None
+    if backward is None:
+        return 0.0
+    gathers = [position for position, kernel in enumerate(kernels) if _in_flight(kernel, program)]
+    made, uses = _uses(kernels)
+    size = 0
+    for array, position in made.items():
+        late = next((use for use in uses.get(array, ()) if use >= backward), None)
+        if late is not None and position < backward and program.arrays[array].strips:
+            ready = max([position, *(use for use in uses[array] if use < backward)])
+            size += program.arrays[array].bytes * any(ready < gather < late for gather in gathers)
+    return 2 * size / (device.memory_bandwidth * device.achievable_memory)
+
+
+def copied_seconds(
+    shape: Sequence[int], item: int, dim: int, src: Spec, dst: Spec, mesh: Mesh, device: Device
+) -> float:
+    """Seconds of the kernels around a collective that moves an activation of which `dim` counts images."""
+    seconds = 0.0
+    for spec, other in ((src, dst), (dst, src)):
+        strips = shape[dim] / mesh.ways(spec[dim]) < FEW
+        count = COPIES if strips else PARTS if shape[dim] / mesh.ways(other[dim]) < FEW else 0
+        moved = 2 * math.prod(mesh.shard_shape(shape, spec)) * item if device.cores > 1 else 0
+        seconds += count * (device.kernel_overhead + moved / (device.memory_bandwidth * device.achievable_memory))
+    return seconds
+
+
+def few(program: Lowered) -> list[int]:
+    """Activations of fewer images on a device than a tile has rows."""
+    if not any(step.kind == "convolution" for step in program.steps):
+        return []
+    ops = [_Node(step.kind, step.reads, step.writes, program.graph.ops[step.op].attrs) for step in program.steps]
+    arrays = program.arrays
+    found = _batch_dims(ops, lambda array: arrays[array].shape)
+    return [array for array, dim in found.items() if (arrays[array].shape or (FEW,))[dim] < FEW]
+
+
+@dataclass(frozen=True)
+class _Node(Generic[Key]):
+    kind: str
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+    attrs: Mapping[str, Any] = field(repr=False)
+
+
+def _batch_dims(ops: Sequence[_Node[Key]], shape_of: Callable[[Key], tuple[int, ...] | None]) -> dict[Key, int]:
+    computed = _computed((op.kind, op.reads, op.writes) for op in ops)
+    found: dict[Key, int] = {}
+    for op in ops:
+        if op.kind == "convolution" and len(op.reads) == 2 and op.reads[1] not in computed:
+            for key, name in ((op.reads[0], "lhs"), (op.writes[0], "out")):
+                if len(shape_of(key) or ()) == len(op.attrs[name]):
+                    found.setdefault(key, op.attrs[name][0])
+    for way in (ops, ops[::-1]):
+        for op in way:
+            if op.kind in KEEPS_DIMS and op.kind not in COLLECTIVES:
+                around = (*op.reads, *op.writes)
+                known = next((key for key in around if key in found), None)
+                if known is not None:
+                    rank, size = len(shape_of(known) or ()), (shape_of(known) or ())[found[known]]
+                    alike = [key for key in around if len(shape_of(key) or ()) == rank]
+                    found |= {
+                        key: found[known]
+                        for key in alike
+                        if key not in found and (shape_of(key) or ())[found[known]] == size
+                    }
+    return found
+
+
+def _computed(ops: Iterable[tuple[str, tuple[Key, ...], tuple[Key, ...]]]) -> set[Key]:
+    """What follows from what a convolution makes; of each op its kind, what it reads and what it writes."""
+    found: set[Key] = set()
+    for kind, reads, writes in ops:
+        if kind == "convolution" or not found.isdisjoint(reads):
+            found.update(writes)
+    return found
+
+
+def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Activations in strips are marked; they are put together before a collective moves them, and cut again after."""
+    strips = few(program)
+    if any(step.kind in MOVING and _moves(step, strips) for step in program.steps):
+        program = _put_together(program, strips)
+    widths = dict(widths)
+    program = _summed_apart(_recut(_whole_again(_masked(program, widths), widths), widths), widths)
+    for array, width in widths.items():
+        program.arrays[array].strips = width
+    for number, step in enumerate(program.steps):
+        if step.kind == "convolution":
+            program.steps[number] = replace(step, flops=step.flops * _padded(program, step))
+    return program
+
+
+def _padded(program: Lowered, step: Step) -> float:
+    """Positions that a convolution works on, those that strips are padded with among them, over those of the images.
+
+    Of what it makes; the gradient of a kernel sums over those of the gradients that it reads.
+    """
+    found = (program.arrays[array] for array in (step.writes[0], *step.reads[::-1]))
+    strips = next((array for array in found if array.strips and array.shape is not None), None)
+    return max(1.0, SPLITS * strips.strips / strips.shape[-1]) if strips is not None and strips.shape else 1.0
+
+
+def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
+    """Copies where strips begin and end, and where a convolution needs them in another width.
+
+    What strips are padded with is cut off behind the copy that puts them together, and added before the one that cuts
+    them; `widths` gets the new strips.
+    """
+    if not widths:
+        return program
+    rewriter = Rewriter(program)
+    computed = _computed((step.kind, step.reads, step.writes) for step in program.steps)
+    for array, width in widths.items():
+        program.arrays[array].strips = width
+    free = with_images_apart(program)
+    whole: dict[int, int] = {}  # strips -> their copy that lies whole
+    strips: dict[tuple[int, int], int] = {}  # array and width -> its copy in strips
+
+    def padded(array: int, width: int) -> tuple[int, ...] | None:
+        shape = program.arrays[array].shape or ()
+        return (*shape[:-1], SPLITS * width) if SPLITS * width > shape[-1] else None
+
+    def put_together(step: Step, array: int) -> int:
+        if array in free and widths[array] % ROWS == 0 and padded(array, widths[array]) is None:
+            return array  # whose tiles lie within a strip
+        if array not in whole:
+            shape, size = padded(array, widths[array]), program.arrays[array].bytes
+            if shape is not None:
+                size = size * shape[-1] // (program.arrays[array].shape or shape)[-1]
+            made = whole[array] = rewriter.array(array, size, shape or program.arrays[array].shape)
+            rewriter.emit(Step("copy", step.op, (array,), (made,)))
+            if shape is not None:
+                whole[array] = rewriter.array(array)
+                rewriter.emit(Step("slice", step.op, (made,), (whole[array],)))
+        return whole[array]
+
+    def cut(step: Step, array: int, width: int) -> int:
+        if (array, width) not in strips:
+            source = put_together(step, array) if array in widths else array
+            shape = padded(array, width)
+            if shape is not None:
+                size = program.arrays[array].bytes * shape[-1] // (program.arrays[array].shape or shape)[-1]
+                wider = rewriter.array(array, size, shape)
+                rewriter.emit(Step("pad", step.op, (source,), (wider,)))
+                source = wider
+            made = strips[array, width] = rewriter.array(array)
+            rewriter.emit(Step("copy", step.op, (source,), (made,)))
+            widths[made] = width
+        return strips[array, width]
+
+    for step in program.steps:
+        reads = list(step.reads)
+        for place, array in enumerate(step.reads):
+            if program.arrays[array].shape is None:
+                continue
+            needed = _read_as(program, step, place, widths, computed)
+            if needed == 0 and array in widths:
+                reads[place] = put_together(step, array)
+            elif needed and widths.get(array, 0) != needed:
+                reads[place] = cut(step, array, needed)
+        if reads != [*step.reads]:
+            step = replace(step, reads=tuple(reads))
+        rewriter.emit(_with_edges(rewriter, step, widths))
+    return rewriter.result()
+
+
+def _with_edges(rewriter: Rewriter, step: Step, widths: Mapping[int, int]) -> Step:
+    """A convolution of strips, which reads the edges of their neighbours beside them.
+
+    These are cut out by one kernel and padded by one for each side. For the gradient of a kernel strips are shifted by
+    each of its taps, and put together.
+    """
+    program = rewriter.source
+    array = step.reads[0] if step.reads else -1
+    if step.kind != "convolution" or len(step.reads) != 2 or array not in widths:
+        return step
+    taps, gradient = taps_of(program, step)
+    if taps == 1 or (step.writes[0] not in widths and not gradient):
+        return step
+    found = rewriter.arrays[array]
+    size = found.bytes // 2 if found.dtype == "f32" else found.bytes
+
+    def emit(reads: tuple[int, ...], size: int) -> int:
+        rewriter.arrays.append(Array(None, "bf16", size, -1))
+        rewriter.emit(Step(EDGES, step.op, reads, (len(rewriter.arrays) - 1,)))
+        return len(rewriter.arrays) - 1
+
+    if gradient:
+        shifted = [emit((array,), size) for _ in range(taps - 1)]
+        return replace(step, reads=(emit((array, *shifted), taps * size), step.reads[1]))
+    edge = size * (taps - 1) // (2 * widths[array])
+    cut = emit((array,), 2 * edge)
+    return replace(step, reads=(*step.reads, *(emit((cut,), edge) for _ in range(2))))
+
+
+def _read_as(
+    program: Lowered, step: Step, place: int, widths: Mapping[int, int], computed: Container[int]
+) -> int | None:
+    """How wide the strips are in which a step reads an operand; 0: whole, None: however it lies."""
+    array, made = step.reads[place], widths.get(step.writes[0], 0) if step.writes else 0
+    if step.kind == "convolution" and len(step.reads) == 2:
+        if step.reads[1] in computed:  # the gradient of a kernel
+            return None if all(one in widths for one in step.reads) else 0
+        attrs = program.graph.ops[step.op].attrs
+        needed = made * attrs["stride"][-1] // max(1, attrs["lhs_dilation"][-1])
+        copied = program.arrays[array].maker
+        if place or (copied >= 0 and program.steps[copied].kind == "copy" and array not in widths):
+            return None  # images are copied as they are needed
+        return int(needed)
+    if step.kind in ("reduce", "copy", *READ_WHOLE):
+        return None
+    if step.kind in ELEMENTWISE and made:
+        return None
+    return 0
+
+
+def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """What pools strips whole, or puts them beside others, reads a copy, one for both passes (`BatchToSpace`)."""
+    copies: dict[int, int] = {}
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        view = annotated_view(program, step)
+        if not (view or step.kind in READ_WHOLE) or step.writes[0] in widths:
+            rewriter.emit(step)
+            continue
+        for array in step.reads:
+            if array in widths and array not in copies:
+                found = program.arrays[array]
+                item = found.bytes // _count(found)
+                size = item * as_annotated(program, step, found.shape or ()) if view else found.bytes
+                copies[array] = rewriter.array(array, size)
+                rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+        rewriter.emit(replace(step, reads=tuple(copies.get(array, array) for array in step.reads)))
+    return rewriter.result() if copies else program
+
+
+def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Sums over images leave out what strips are padded with: they read a mask, one for all strips of one shape."""
+    masks: dict[tuple[int, ...], int] = {}
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        shape = program.arrays[step.reads[0]].shape if step.reads else None
+        width = widths.get(step.reads[0], 0) if step.reads else 0
+        if not width or not shape or width * SPLITS <= shape[-1]:
+            rewriter.emit(step)
+            continue
+        if step.kind != "reduce" or not _over_images(program, step):
+            rewriter.emit(step)
+            continue
+        key = shape[0], shape[-1], width
+        if key not in masks:
+            size = shape[0] * SPLITS * width
+            rewriter.arrays.append(Array((shape[0] * SPLITS, width), "i1", size, -1))
+            masks[key] = len(rewriter.arrays) - 1
+            rewriter.emit(Step(MASK, step.op, (), (masks[key],)))
+        rewriter.emit(replace(step, reads=(*step.reads, masks[key])))
+    return rewriter.result() if masks else program
+
+
+def _summed_apart(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Sums for each image put its strips together: those that are padded in a copy, of others a sum each, summed again.
+
+    As compiled (a convolution of 64 features and a group norm, 2 images to a device, v5e and v5p): of 64 positions, 8
+    strips of 9, both sums read a copy, without what strips are padded with; of 32 positions of stride 2, 8 strips of 4
+    from a convolution before, the convolution makes sums of its strips. What is negated is summed before.
+    """
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind == "reduce" and step.reads and _negated(program, step.reads[0]) in widths:
+            step = replace(step, reads=(_negated(program, step.reads[0]), *step.reads[1:]))
+        width = widths.get(step.reads[0], 0) if step.kind == "reduce" and step.reads else 0
+        shape = program.arrays[step.reads[0]].shape if width else None
+        if shape is None or len(shape) < 3 or _over_images(program, step) or not _over_space(program, step):
+            rewriter.emit(step)
+            continue
+        read = program.arrays[step.reads[0]]
+        item = read.bytes // max(1, read.elements)
+        cut = (SPLITS * shape[0], *shape[1:-1], width)
+        if width * SPLITS > shape[-1]:
+            copy = rewriter.array(step.reads[0], item * for_convolution(cut, (0, 1)))
+            rewriter.arrays[copy].shape = None
+            rewriter.emit(Step("copy", step.op, (step.reads[0],), (copy,)))
+            rewriter.emit(replace(step, reads=(copy, *step.reads[1:])))
+        else:
+            made = program.arrays[step.writes[0]]
+            each = rewriter.array(step.writes[0], SPLITS * made.bytes, (SPLITS, *(made.shape or ())))
+            rewriter.emit(replace(step, writes=(each,)))
+            rewriter.emit(Step("copy", step.op, (each,), step.writes))
+    return rewriter.result()
+
+
+def _negated(program: Lowered, array: int) -> int:
+    """What an array is the negative of; -1 if it is none."""
+    maker = program.arrays[array].maker
+    return program.steps[maker].reads[0] if maker >= 0 and program.steps[maker].kind == "negate" else -1
+
+
+def _over_images(program: Lowered, step: Step) -> bool:
+    """Whether a sum leaves the features alone."""
+    made = program.arrays[step.writes[0]]
+    read = program.arrays[step.reads[0]].shape or ()
+    return 0 in program.graph.ops[step.op].attrs["dims"] and len(read) > 1 and _count(made) == read[1]
+
+
+def _over_space(program: Lowered, step: Step) -> bool:
+    """Whether a step is one sum, and of more than the features."""
+    read = program.arrays[step.reads[0]].shape or ()
+    return len(step.writes) == 1 and _count(program.arrays[step.writes[0]]) * read[1] != math.prod(read)
+
+
+def _count(array: Array) -> int:
+    return math.prod(array.shape) if array.shape is not None else array.bytes // 4
+
+
+def sums_together(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
+    """Sums that read one mask run as one, if neither needs another: what they sum waits for the last of them."""
+    masks = {step.writes[0] for step in program.steps if step.kind == MASK}
+    if not masks:
+        return kernels
+
+    def key(kernel: Kernel) -> Hashable:
+        step = program.steps[kernel.steps[-1]]
+        if step.kind != "reduce" or step.reads[-1] not in masks:
+            return None
+        return program.arrays[step.reads[0]].shape
+
+    return merged_outputs(kernels, key, lambda array: array in masks)
+
+
+def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind not in MOVING or not _moves(step, strips):
+            rewriter.emit(step)
+            continue
+        parts = ORDERED if step.kind == "all-to-all" else 0
+        counts = [AROUND if array in strips else parts for array in (step.reads[0], step.writes[0])]
+        read, made = step.reads[0], step.writes[0]
+        for _ in range(counts[0]):
+            read = _copied(rewriter, step, read)
+        moved = rewriter.array(made) if counts[1] else made
+        rewriter.emit(replace(step, reads=(read, *step.reads[1:]), writes=(moved,)))
+        for left in reversed(range(counts[1])):
+            moved = _copied(rewriter, step, moved, into=None if left else made)
+    return rewriter.result()
+
+
+def _moves(step: Step, strips: Container[int]) -> bool:
+    return any(array in strips for array in (*step.reads, *step.writes))
+
+
+def _copied(rewriter: Rewriter, step: Step, array: int, into: int | None = None) -> int:
+    made = rewriter.array(array) if into is None else into
+    rewriter.emit(Step("copy", step.op, (array,), (made,)))
+    return made
+
+
+def passes_of(kernel: Kernel, program: Lowered) -> int:
+    """How often a kernel between convolutions goes over its tiles, with the copies that it needs.
+
+    What a sum for each image reads of strips is put together first; a sum over all images of what a convolution makes
+    runs with it.
+    """
+    steps = [program.steps[number] for number in kernel.steps]
+    if kernel.kind == "reduce" and not any(step.kind == "convolution" for step in steps):
+        sums = [step for step in steps if step.kind == "reduce"]
+        if all(_over_images(program, step) for step in sums):
+            return 0 if len(steps) == 1 and _convolved(program, steps[0].reads[0]) else 1
+        return max(1, sum(program.arrays[array].strips > 0 for array in kernel.reads))
+    return max((passes(program, step) * halo_passes(program, step) for step in steps), default=1)
+
+
+def _convolved(program: Lowered, array: int) -> bool:
+    """Whether an array is what a convolution makes, with a bias perhaps."""
+    maker = program.arrays[array].maker
+    if maker < 0 or program.steps[maker].kind == "convolution":
+        return maker >= 0
+    if program.steps[maker].kind != "add":
+        return False
+    before = (program.arrays[one].maker for one in program.steps[maker].reads)
+    return any(one >= 0 and program.steps[one].kind == "convolution" for one in before)
+
+
+def halo_passes(program: Lowered, step: Step) -> int:
+    """How often a convolution of strips goes over its tiles: each strip is put together with the edge of the next.
+
+    As seen in a denoiser's kernels of 3 x 3 taps on v5e, cycles a tile: 18 for the convolution and 25 before it; for
+    the gradient of an input 12 and 42, for that of a kernel 9 and 98; 48 before a convolution of what lies whole.
+    """
+    arrays = program.arrays
+    strips = any(arrays[array].strips for array in (*step.reads, *step.writes))
+    if step.kind != "convolution" or len(step.reads) < 2 or not strips:
+        return 1
+    taps, gradient = taps_of(program, step)
+    if taps == 1:
+        return 1
+    return 6 if gradient else 2 if arrays[step.reads[0]].strips else 4
+
+
+def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) -> tuple[list[Kernel], list[int]]:
+    """Strips whose edges a convolution takes from their neighbours are kept twice until its kernel's gradient.
+
+    Once as they are made, once as images in strips; the gradient puts them together anew.
+    """
+    found, behind = list(kernels), dict[int, int]()
+    for kernel in kernels:
+        for place in kernel.steps:
+            step = program.steps[place]
+            if halo_passes(program, step) <= 1 or program.graph.ops[step.op].attrs["stride"][-1] != 1:
+                continue
+            array = step.reads[0]
+            if not program.arrays[array].strips or taps_of(program, step)[1]:
+                continue
+            gradients = [reader for reader in program.arrays[array].readers if _gradient_of(program, reader, array)]
+            readers = [one for one, other in enumerate(kernels) if any(g in other.steps for g in gradients)]
+            if array not in kernel.reads or not readers or array in behind:
+                continue
+            kind = program.arrays[array]
+            size = kind.bytes // 2 if kind.dtype == "f32" else kind.bytes  # as products read it
+            program.arrays.append(Array(None, "bf16", size, kind.maker, strips=kind.strips, tiles=kind.tiles))
+            copy = len(program.arrays) - 1
+            behind[array] = len(found)
+            found.append(Kernel((), (array,), (copy,), "copy", kernel.place))
+            for one in readers[-1:]:
+                found[one] = replace(
+                    found[one], reads=tuple(copy if each == array else each for each in found[one].reads)
+                )
+    makers = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    after = {makers[array]: copy for array, copy in behind.items() if array in makers}
+    return found, [each for number in order for each in ((number, after[number]) if number in after else (number,))]
+
+
+def _gradient_of(program: Lowered, number: int, array: int) -> bool:
+    """Whether a step is the gradient of the kernel that an activation was convolved with."""
+    step = program.steps[number]
+    return step.kind in ("convolution", EDGES) and step.reads[0] == array and taps_of(program, step)[1]
+
+
+def arguments_beside_gathers(
+    kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, early: bool
+) -> list[int]:
+    """Copies of arguments to another layout are made early, however late they are read.
+
+    Args:
+        early: whether all run beside the first gather; else each before the first that makes more than it.
+    """
+    copies = {
+        number: _made(kernels[number], program)
+        for number in order
+        if kernels[number].kind == "copy" and all(program.arrays[array].maker < 0 for array in kernels[number].reads)
+    }
+    changed: dict[int, None] = {}
+    for number in order:
+        if copies and _in_flight(kernels[number], program):
+            made = math.inf if early else _made(kernels[number], program)
+            changed |= dict.fromkeys(copy for copy, size in copies.items() if size < made)
+        changed[number] = None
+    return list(changed)
+
+
+def _made(kernel: Kernel, program: Lowered) -> int:
+    """Bytes of what a kernel makes."""
+    return sum(program.arrays[array].bytes for array in kernel.writes)
+
+
+def _in_flight(kernel: Kernel, program: Lowered) -> bool:
+    """Whether other kernels run beside this one: a gather of some size."""
+    return kernel.kind == "all-gather" and _made(kernel, program) >= IN_FLIGHT
+
+
+def _backward(kernels: Sequence[Kernel], program: Lowered) -> int | None:
+    """The position of the first gradient of a kernel: a convolution of which both operands are computed."""
+    computed = _computed((step.kind, step.reads, step.writes) for step in program.steps)
+    gradients = {
+        number
+        for number, step in enumerate(program.steps)
+        if step.kind == "convolution" and len(step.reads) > 1 and step.reads[1] in computed
+    }
+    return next((at for at, kernel in enumerate(kernels) if not gradients.isdisjoint(kernel.steps)), None)
+
+
+def _uses(kernels: Sequence[Kernel]) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Array -> the position at which it is made, and those at which it is read."""
+    made: dict[int, int] = {}
+    uses: dict[int, list[int]] = {}
+    for position, kernel in enumerate(kernels):
+        for array in kernel.writes:
+            made[array] = position
+        for array in kernel.reads:
+            uses.setdefault(array, []).append(position)
+    return made, uses

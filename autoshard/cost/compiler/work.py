@@ -1,0 +1,250 @@
+"""What the target's compiler makes of each fusion group, before it is known how anything is split.
+
+The solver decides groups, and the compiler runs kernels: a group may be part of a product's kernel, several kernels, or
+run in each of its readers; on a TPU much of what is read and written never leaves the chip. Here the backend's model
+compiles the program whole, for a device that is as large as the mesh (memory on chip, bandwidth and rates: what every
+device has when all is split), and its kernels' work is told apart by group and value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autoshard.cost.compiler.backend import Compiled, backend_of
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import Lowered, Step, lower
+from autoshard.cost.compiler.rewrite import Rewriter
+from autoshard.cost.compiler.traffic import PARTIAL
+from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
+from autoshard.cost.machine.device import Device
+from autoshard.cost.partitioner.partition import OpRun, Partitioned
+from autoshard.cost.partitioner.propagate import Shardings
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.graph.groups import BARRIER, Groups
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh
+
+Weights = Mapping[Value, float]
+"""Value -> how often as many bytes as its part has are read or written."""
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """The kernels of a group.
+
+    Attributes:
+        with_products: traffic of kernels that hold products of this group: such a kernel takes the longer of both.
+        alone: all other traffic.
+        launches: kernels that end in this group.
+    """
+
+    with_products: Weights = field(default_factory=dict)
+    alone: Weights = field(default_factory=dict)
+    launches: float = 0.0
+
+
+@dataclass(frozen=True)
+class Works:
+    """The work of every group of a program, in their order.
+
+    Attributes:
+        kept: where sums stay on a device.
+        summed: where all are taken over many devices: that ends a kernel. Gradients of parameters are in both.
+    """
+
+    kept: tuple[GroupWork, ...]
+    summed: tuple[GroupWork, ...]
+
+
+def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dict[int, Works]:
+    """The work of every group by how many devices the program is split over: each finds as much more room on chip.
+
+    One device, where that makes a difference, and all of the mesh.
+    """
+    program = replicated_program(graph, mesh, device)
+    last = last_products(graph, groups)
+    gradients = {op for group, own in zip(groups.groups, last, strict=True) if own for op in group.ops}
+    variants = [
+        summed(program, partial(_ends, kinds, gradients, graph)) for kinds in (frozenset[str](), frozenset({"reduce"}))
+    ]
+    compiled = [backend_of(larger(device, mesh.size)).compile(each) for each in variants]
+    shared = [_Attribution(each.program, graph, groups, device) for each in compiled]
+    found = {mesh.size: Works(*(each.works(one) for each, one in zip(shared, compiled, strict=True)))}
+    if device.on_chip_bytes and mesh.size > 1:
+        backend = backend_of(device)
+        found[1] = Works(*(each.works(backend.placed(one)) for each, one in zip(shared, compiled, strict=True)))
+    return found
+
+
+def _ends(kinds: Set[str], gradients: Set[int], graph: Graph, step: Step) -> bool:
+    if step.op not in gradients or not step.flops:
+        return step.kind in kinds
+    return step.flops > 2 * math.prod(graph.ops[step.op].results[0].shape)  # outer products sum nothing
+
+
+def summed(program: Lowered, chosen: Callable[[Step], bool]) -> Lowered:
+    """`program` with all-reduces of what the chosen steps make."""
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        rewriter.emit(step)
+        if len(step.writes) == 1 and chosen(step):
+            whole = rewriter.array(step.writes[0])
+            size = rewriter.arrays[whole].bytes
+            collective = Collective("all-reduce", ("all",), size, op=step.op)
+            rewriter.emit(Step("all-reduce", step.op, step.writes, (whole,), collective=collective))
+            rewriter.instead[step.writes[0]] = whole
+    return rewriter.result()
+
+
+def last_products(graph: Graph, groups: Groups) -> list[bool]:
+    """Per group whether no product is made from what it makes: gradients of parameters, and what follows on them."""
+    readers: Mapping[int, set[int]] = {group.id: set() for group in groups.groups}
+    for group in groups.groups:
+        for value in group.inputs:
+            maker = groups.maker(value)
+            if maker is not None:
+                readers[maker].add(group.id)
+    found = [True] * len(groups.groups)
+    for group in reversed(groups.groups):
+        found[group.id] = all(
+            found[reader] and not any(graph.ops[op].kind in CONTRACTIONS for op in groups.groups[reader].ops)
+            for reader in readers[group.id]
+        )
+    return found
+
+
+def larger(device: Device, ways: int) -> Device:
+    """A device that has as much of everything as `ways` devices."""
+    return replace(
+        device,
+        on_chip_bytes=device.on_chip_bytes * ways,
+        multiprocessors=device.multiprocessors * ways,
+        memory_bandwidth=device.memory_bandwidth * ways,
+        flops={dtype: rate * ways for dtype, rate in device.flops.items()},
+    )
+
+
+def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
+    """A device's program when nothing is split."""
+    whole: dict[Value, Tiling] = {}
+    runs: list[OpRun] = []
+    known: dict[tuple[Tiling, ...], OpRun] = {}  # by how operands are read: there are few ranks
+    for op in graph.ops:
+        for result, kind in enumerate(op.results):
+            whole[Value(op.id, result)] = ((),) * len(kind.shape)
+        reads = tuple([whole[value] for value in op.operands])
+        run = known.get(reads)
+        if run is None:
+            run = known[reads] = OpRun((), 1.0, reads)
+        runs.append(run)
+    shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
+    partitioned = Partitioned(tuple(runs), (), {})
+    return lower(graph, shardings, partitioned, barriers=device.target != "cpu")
+
+
+class _Attribution:
+    """The kernels of a program of which nothing is split, told apart by group."""
+
+    def __init__(self, program: Lowered, graph: Graph, groups: Groups, device: Device) -> None:
+        self.program, self.graph, self.groups, self.device = program, graph, groups, device
+        self.inputs: dict[int, frozenset[Value]] = {}  # by group
+        self.origin = {number: Value(number) for number, op in enumerate(graph.ops) if op.kind == "argument"}
+        for step in self.program.steps:
+            op = graph.ops[step.op]
+            if step.kind == BARRIER:
+                self.origin.update(zip(step.writes, step.values, strict=False))
+                continue
+            if step.kind == op.kind and len(step.writes) == len(op.results):
+                for place, array in enumerate(step.writes):
+                    self.origin[array] = Value(step.op, place)
+                continue
+            made = self._read(step, 0) if step.reads else Value(step.op)
+            self.origin.update(dict.fromkeys(step.writes, made))
+
+    def works(self, compiled: Compiled) -> tuple[GroupWork, ...]:
+        """Of the program as it is placed."""
+        self.products: list[dict[Value, float]] = [{} for _ in self.groups.groups]
+        self.alone: list[dict[Value, float]] = [{} for _ in self.groups.groups]
+        self.launches = [0.0] * len(self.groups.groups)
+        for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
+            if kernel.steps:
+                self._kernel(kernel, touched)
+        parts = zip(self.products, self.alone, self.launches, strict=True)
+        return tuple(GroupWork(*each) for each in parts)
+
+    def _kernel(self, kernel: Kernel, touched: Mapping[int, int]) -> None:
+        steps = self.program.steps
+        found: dict[int, Counter[Value]] = {}
+        left = dict(touched)
+        writes = frozenset(kernel.writes)
+        for number in kernel.steps:
+            if not left:
+                break
+            step = steps[number]
+            group = self.groups.of.get(step.op)
+            if group is None:
+                continue
+            if group not in found:
+                found[group] = Counter()
+            mine = found[group]
+            for place, array in enumerate(step.reads):
+                if array in left and array not in writes:
+                    partial = step.kind in PARTIAL and place == 0
+                    value = Value(step.op) if partial else self._read(step, place)
+                    mine[self._local(value, step)] += left.pop(array)
+            for array in step.writes:
+                if array in left:
+                    mine[self._local(self.origin[array], step)] += left.pop(array)
+        if touched or kernel.flops:
+            root = self.groups.of.get(steps[kernel.steps[-1]].op)
+            if root is not None:
+                self.launches[root] += 1
+        self._share(kernel, found)
+
+    def _share(self, kernel: Kernel, found: Mapping[int, Counter[Value]]) -> None:
+        """Traffic beside a product counts as far as the kernel takes longer for it."""
+        steps = self.program.steps
+        head = next((steps[number] for number in kernel.steps if steps[number].flops), None)
+        owner = None if head is None else self.groups.of.get(head.op)
+        scale = 1.0
+        if head is not None and owner is not None:
+            dtype = self.program.arrays[head.reads[0]].dtype if head.reads else "f32"
+            work = roofline_seconds(kernel.flops, 0.0, dtype, self.device, kernels=0)
+            own = self._seconds(found.get(owner, Counter()))
+            beside = sum(self._seconds(each) for group, each in found.items() if group != owner)
+            if beside:
+                scale = (max(work, own + beside) - max(work, own)) / beside
+        for group, each in found.items():
+            into = self.products[group] if group == owner else self.alone[group]
+            for value, size in each.items():
+                kind = self.graph.type_of(value)
+                total = math.prod(kind.shape) * dtype_bytes(kind.dtype)
+                if total:
+                    into[value] = into.get(value, 0.0) + (1.0 if group == owner else scale) * size / total
+
+    def _inputs(self, group: int) -> frozenset[Value]:
+        """What a group reads; it may be thousands of values."""
+        if group not in self.inputs:
+            self.inputs[group] = frozenset(self.groups.groups[group].inputs)
+        return self.inputs[group]
+
+    def _seconds(self, sizes: Counter[Value]) -> float:
+        return roofline_seconds(0.0, sum(sizes.values()), "f32", self.device, kernels=0)
+
+    def _read(self, step: Step, place: int) -> Value:
+        if len(step.values) == len(step.reads):
+            return step.values[place]
+        return self.origin.get(step.reads[place], Value(step.op))
+
+    def _local(self, value: Value, step: Step) -> Value:
+        """`value` where the step's group knows its sharding, else the step's result."""
+        group = self.groups.of.get(step.op)
+        if group is None:
+            return Value(step.op)
+        known = self.groups.maker(value) == group or value in self._inputs(group)
+        return value if known else Value(step.op)

@@ -1,0 +1,84 @@
+"""The latency hiding scheduler against orders that XLA's has chosen (jaxlib 0.10.2, 8 H100)."""
+
+from __future__ import annotations
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.schedule import dependencies
+
+US = 1e-6
+
+
+class Program:
+    """Kernels in the order in which they run, each with one result that is called as it is."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.kernels: list[Kernel] = []
+        self.takes: list[float] = []
+        self.moves: list[bool] = []
+        self.views: list[bool] = []
+
+    def add(self, name: str, *reads: str, us: float, moves: bool = False, view: bool = False) -> None:
+        """One kernel."""
+        number = len(self.names)
+        operands = tuple(self.names.index(read) for read in reads)
+        self.names.append(name)
+        self.kernels.append(Kernel((), operands, (number,), "", number))
+        self.takes.append(us * US)
+        self.moves.append(moves)
+        self.views.append(view)
+
+    def scheduled(self) -> list[str]:
+        """Names in the order chosen; a collective's end is called `end of` it."""
+        deps = dependencies(self.kernels)
+        order = overlapped(range(len(self.names)), deps, self.takes, self.moves, self.views)
+        return [f"end of {self.names[number]}" if end else self.names[number] for number, end in order]
+
+
+def test_gradients_of_kernels_wait_for_those_of_inputs() -> None:
+    """Six convolutions, data parallel: each kernel's gradient ran before its input's, and runs behind it."""
+    program = Program()
+    program.add("g0", us=0.6)
+    for layer in range(6):
+        program.add(f"kernel{layer}", f"g{layer}", us=10, view=True)
+        if layer < 5:
+            program.add(f"input{layer}", f"g{layer}", us=10, view=True)
+            program.add(f"g{layer + 1}", f"input{layer}", us=0.6)
+    program.add("together", *(f"kernel{layer}" for layer in range(6)), us=0.02)
+    program.add("sum", "together", us=22, moves=True)
+    program.add("update", "sum", us=0.02)
+    layers = [name for layer in range(5) for name in (f"g{layer}", f"input{layer}", f"kernel{layer}")]
+    assert program.scheduled() == [*layers, "g5", "kernel5", "together", "sum", "end of sum", "update"]
+
+
+def test_a_cheap_kernel_goes_to_where_something_is_due_soon() -> None:
+    """GPT-2 under FSDP: of two padded operands the larger is made first, so that what it is padded from is free."""
+    program = Program()
+    program.add("table", us=449, moves=True)
+    program.add("logits", "table", us=242)
+    program.add("padded logits", "logits", us=74, view=True)
+    program.add("padded table", "table", us=92, view=True)
+    program.add("gradient", "padded logits", "padded table", us=213)
+    order = program.scheduled()
+    assert order.index("padded table") < order.index("padded logits")
+
+
+def test_so_many_collectives_of_a_kind_are_in_flight_at_once() -> None:
+    """Three gathers for one kernel, two of them at once: the third waits for one of these to start."""
+    program = Program()
+    for number in range(3):
+        program.add(f"gather{number}", us=100, moves=True)
+    program.add("reader", "gather0", "gather1", "gather2", us=1)
+    deps = dependencies(program.kernels)
+
+    def most(at_once: int) -> int:
+        kinds = ["all-gather"] * 3 + [""]
+        order = overlapped(range(4), deps, program.takes, program.moves, at_once={"all-gather": at_once}, kinds=kinds)
+        flying, found = 0, 0
+        for number, end in order:
+            flying += 0 if number == 3 else -1 if end else 1
+            found = max(found, flying)
+        return found
+
+    assert [most(1), most(2), most(5)] == [1, 2, 3]

@@ -1,0 +1,190 @@
+"""Activations of few images on a TPU: what is copied around collectives and for the backward pass, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import Array, Lowered
+from autoshard.cost.compiler.tpu.strips import (
+    AROUND,
+    COPIES,
+    ORDERED,
+    PARTS,
+    arguments_beside_gathers,
+    batch_dims,
+    copied_seconds,
+    early_seconds,
+)
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import Prediction
+from autoshard.decision import Decision, decide, plan_graph, with_or_without_gathers
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec
+from autoshard.plan import NoPlanError
+from autoshard.solver.formulate import formulate
+from autoshard.solver.problem import Status
+from autoshard.written import predict_annotations
+from tests.graph.helpers import graph_from_text
+
+BOTH = ("data", "model")
+BATCH = (BOTH, (), (), ())
+WHOLE = ((), (), (), ())
+
+
+def mesh_of(device: str) -> Mesh:
+    return Mesh((2, 4), BOTH, device=device)
+
+
+def network(images: int, features: int = 256) -> Graph:
+    """Three convolutions, and the gradient of the second's kernel: what it reads waits while the third runs."""
+    image, kernel = f"tensor<{images}x{features}x16x16xf32>", f"tensor<{features}x{features}x1x1xf32>"
+    window = "window = {stride = [1, 1]} {batch_group_count = 1 : i64, feature_group_count = 1 : i64}"
+
+    def convolution(labels: str, operands: str, types: str) -> str:
+        return f"stablehlo.convolution({operands}) dim_numbers = {labels}, {window} : {types}"
+
+    forward, kinds = "[b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1]", f"({image}, {kernel}) -> {image}"
+    turned = f"tensor<1x1x{features}x{features}xf32>"
+    return graph_from_text(
+        f"""module {{ func.func public @main(%x: {image}, %u: {kernel}, %v: {kernel}, %w: {kernel}) -> {turned} {{
+      %a = {convolution(forward, "%x, %u", kinds)}
+      %n = stablehlo.negate %a : {image}
+      %b = {convolution(forward, "%n, %v", kinds)}
+      %c = {convolution(forward, "%b, %w", kinds)}
+      %g = {convolution("[f, b, 0, 1]x[i, o, 0, 1]->[0, 1, b, f]", "%n, %c", f"({image}, {image}) -> {turned}")}
+      return %g : {turned} }} }}""",
+        roles=["input", *3 * ["parameter"]],
+    )
+
+
+def predicted(graph: Graph, device: str, last: tuple[tuple[str, ...], ...] = WHOLE) -> Prediction:
+    """Images are split over all devices, the third kernel as `last` says."""
+    pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, last), strict=True)}
+    return predict_annotations(graph, Annotations(pins), mesh_of(device))
+
+
+def test_batch_dims_are_found_through_elementwise_ops_and_not_for_kernels() -> None:
+    graph = network(32)
+    kinds = {graph.ops[value.op].kind for value in batch_dims(graph)}
+    assert kinds == {"argument", "convolution", "negate"}
+    assert not any(Value(op) in batch_dims(graph) for op in graph.arguments[1:])
+    assert set(batch_dims(graph).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("device", "images", "split", "early"),
+    [
+        ("tpu-v5e", 32, True, True),  # a gather is in flight: copies for the gradient run beside it
+        ("tpu-v5e", 32, False, False),  # nothing is
+        ("tpu-v5p", 32, True, False),  # two cores copy where it is read
+        ("tpu-v5e", 64, True, False),  # eight images fill a tile: no copies
+    ],
+)
+def test_copies_for_the_backward_pass_are_asked_after(device: str, images: int, split: bool, early: bool) -> None:
+    compiled = predicted(network(images), device, (BOTH, (), (), ()) if split else WHOLE).compiled
+    assert bool(early_seconds(compiled, load_device(device))) == early
+
+
+def test_activations_are_put_together_around_an_all_to_all() -> None:
+    graph = network(32)
+    pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, WHOLE), strict=True)}
+    first = next(op.id for op in graph.ops if op.kind == "convolution")
+    moved = Annotations(pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
+    kinds = [kernel.kind for kernel in predict_annotations(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
+    place = kinds.index("all-to-all")
+    assert kinds[place - AROUND : place] == ["copy"] * AROUND
+    assert kinds[place + 1 : place + 1 + ORDERED] == ["copy"] * ORDERED
+
+
+def test_the_solver_pays_for_copies_where_images_are_few() -> None:
+    mesh, device = mesh_of("tpu-v5p"), load_device("tpu-v5p")
+    columns = ((), BOTH, (), ())
+    few = copied_seconds((32, 256, 14, 14), 4, 0, BATCH, columns, mesh, device)
+    assert few > (COPIES + PARTS) * device.kernel_overhead
+    assert copied_seconds((64, 256, 14, 14), 4, 0, BATCH, columns, mesh, device) == 0.0
+
+
+@pytest.mark.parametrize("none_is_faster", [True, False])
+def test_gathers_that_bring_about_copies_must_be_worth_it(
+    none_is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, mesh = network(32), mesh_of("tpu-v5e")
+    whole = Annotations({Value(op): spec for op, spec in zip(graph.arguments, (BATCH, *3 * [WHOLE]), strict=True)})
+    split = Annotations({Value(op): BATCH for op in graph.arguments})
+    first = next(op.id for op in graph.ops if op.kind == "convolution")
+    moved = Annotations(split.pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
+    asked: list[bool] = []
+
+    def decided(gathers: bool) -> Decision:
+        asked.append(gathers)
+        return replace(plan, annotations=split if gathers else whole if none_is_faster else moved)
+
+    plan = plan_graph(graph, mesh)
+    assert with_or_without_gathers(graph, mesh, decided).annotations == (whole if none_is_faster else split)
+    assert asked == [True, False]
+
+    # The copies count twice: a plan without them that is slower by less than they take is taken.
+    gathered = predict_annotations(graph, split, mesh)
+    early = early_seconds(gathered.compiled, load_device("tpu-v5e"))
+    slower = replace(gathered, step_time_s=gathered.step_time_s + early / 2)
+    monkeypatch.setattr(
+        "autoshard.decision.predict_annotations",
+        lambda graph, annotations, mesh: (
+            slower if annotations == moved else predict_annotations(graph, annotations, mesh)
+        ),
+    )
+    chosen = with_or_without_gathers(
+        graph, mesh, lambda gathers: replace(plan, annotations=split if gathers else moved)
+    )
+    assert chosen.annotations == moved
+
+    def held(gathers: bool) -> Decision:
+        if not gathers:
+            raise NoPlanError("a hint wants one")
+        return decided(gathers)
+
+    assert with_or_without_gathers(graph, mesh, held).annotations == split
+
+
+def test_a_plan_without_gathers_may_move_parts_otherwise() -> None:
+    """ResNet on v5e 2x4: 2.48 ms with gathers, 2.12 data parallel, 2.03 with all-to-alls alone."""
+    graph, mesh = network(32), mesh_of("tpu-v5e")
+    images, kernel = (Value(op) for op in graph.arguments[:2])
+    first = Value(next(op.id for op in graph.ops if op.kind == "convolution"))
+
+    def chosen(gathers: bool, fixed: dict[Value, Spec]) -> Decision:
+        formulation = formulate(graph, mesh, load_device("tpu-v5e"), gathers=gathers)
+        return decide(formulation.fixed({first: BATCH, **fixed}), mesh)
+
+    columns = ((), BOTH, (), ())
+    moved = chosen(False, {images: columns})  # from channels to images, all to all
+    assert moved.solution.objective == pytest.approx(chosen(True, {images: columns}).solution.objective)
+    assert chosen(True, {kernel: columns}).solution.status is Status.OPTIMAL
+    with pytest.raises(NoPlanError):  # a kernel that is split has to be gathered for images that are
+        chosen(False, {kernel: columns})
+
+
+def test_an_input_of_which_parts_are_read_is_split() -> None:
+    """A whole one is copied on chip whole, and gives every device all images."""
+    graph = network(64)
+    chosen = plan_graph(graph, mesh_of("tpu-v5e")).annotations
+    assert chosen.pins[Value(graph.arguments[0])][0]
+
+
+def test_two_cores_copy_arguments_beside_a_gather_that_makes_more() -> None:
+    """GPT-2's moments, 26 MB, beside the gather of its head; ViT's images, 51 MB, right before their gradient."""
+    kinds = ["all-gather", "all-gather", "copy", "copy", "dot_general"]
+    sizes = [2**20, 2**25, 2**24, 2**26, 2**20]
+    kernels = [
+        Kernel((), (5,) if kind == "copy" else (0, 1, 2, 3) if number == 4 else (), (number,), kind, number)
+        for number, kind in enumerate(kinds)
+    ]
+    arrays = [Array((size // 4,), "f32", size, number) for number, size in enumerate(sizes)]
+    nothing = "module @m { func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> } }"
+    program = Lowered([*arrays, Array((4,), "f32", 16, -1)], [], [], graph_from_text(nothing))
+    assert arguments_beside_gathers(kernels, [0, 1, 2, 3, 4], program, early=True) == [2, 3, 0, 1, 4]
+    assert arguments_beside_gathers(kernels, [0, 1, 2, 3, 4], program, early=False) == [0, 2, 1, 3, 4]
