@@ -10,7 +10,6 @@ Those modules are imported first, below, so that the functions keep the names; r
 __version__ = "0.1.0"
 
 # isort: off
-import autoshard.capture
 import autoshard.plan  # noqa: F401
 
 # isort: on

@@ -90,7 +90,7 @@ def plan(
         CaptureError: the program cannot be captured; says which op or input, and where.
         PlanError: no plan meets the memory limit; says the least that is possible.
     """
-    from autoshard.capture.frontends import choose
+    from autoshard.frontends.choose import choose
 
     through = choose(frontend)
     meshes = meshes_for(mesh, devices, device, refine)
@@ -164,7 +164,7 @@ def capture(
     frontend: str = "auto",
 ) -> Program:
     """The program that `plan`, `evaluate` and `verify` work on; see `plan` for the arguments."""
-    from autoshard.capture.frontends import capture_of
+    from autoshard.frontends.choose import capture_of
 
     return capture_of(frontend)(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import autoshard
-from autoshard.capture.frontends import FRONTENDS
 from autoshard.cli_progress import Stages
+from autoshard.frontends.choose import FRONTENDS
 from autoshard.plan import Plan
 from autoshard.sources import is_stablehlo
 from autoshard.terminal import say
@@ -78,7 +78,7 @@ def module(
     given = {"--batch": batch, "--seq": seq, "--set": fields, "--train": train}
     for option in (option for option, value in given.items() if value):
         raise click.ClickException(f"{source} is a whole program already: {option} is for models")
-    from autoshard.capture.stablehlo_file import read_program
+    from autoshard.frontends.stablehlo_file import read_program
 
     stages.begin("read")
     return read_program(source)

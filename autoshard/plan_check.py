@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from autoshard.capture.frontends import PYTORCH
+from autoshard.frontends.choose import PYTORCH
 from autoshard.plan import ROLES, OpSignature, Plan, format_type, signature
 
 if TYPE_CHECKING:

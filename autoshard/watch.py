@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 
 import autoshard
 from autoshard import api
-from autoshard.capture import switches
 from autoshard.errors import AutoshardError, AutoShardingError, AutoShardingWarning, CaptureError
+from autoshard.frontends.switches import table as switches
 from autoshard.lower.annotator import Annotator
 from autoshard.lower.beneath import Beneath
 from autoshard.lower.even import split_evenly, unsplit

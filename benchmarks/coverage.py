@@ -91,12 +91,12 @@ def plan_and_run(name: str, folder: Path) -> None:
 
     said()
 
-    from autoshard.capture.torch_xla import prepare_runtime
+    from autoshard.frontends.torch_xla.program import prepare_runtime
 
     prepare_runtime(DEVICES)
     from autoshard.api import collector_paused, plan_program
-    from autoshard.capture.torch_xla import capture
     from autoshard.errors import AutoshardError
+    from autoshard.frontends.torch_xla.program import capture
     from autoshard.graph.rules.base import GATHERED
     from autoshard.mesh import Mesh
     from autoshard.verify import run_worker

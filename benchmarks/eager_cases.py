@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autoshard.capture.inputs import split_inputs
+from autoshard.frontends.tracing.inputs import split_inputs
 from autoshard.sources import Source
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]

@@ -133,7 +133,7 @@ def main() -> None:
     if given.table:
         print(table(found))
         return
-    from autoshard.capture.torch_xla import prepare_runtime
+    from autoshard.frontends.torch_xla.program import prepare_runtime
 
     prepare_runtime()
     for name in MODELS:

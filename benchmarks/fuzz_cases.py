@@ -139,7 +139,7 @@ def program_of(text: bytes) -> Any:
     """The program of a module's text."""
     import tempfile
 
-    from autoshard.capture.stablehlo_file import read_program
+    from autoshard.frontends.stablehlo_file import read_program
 
     with tempfile.NamedTemporaryFile(suffix=".mlir") as file:
         Path(file.name).write_bytes(text)

@@ -149,7 +149,7 @@ ROW_PER_DEVICE = ("gpt2", "llama", "bert", "t5", "mixtral", "moe", *LARGE)
 
 def program(name: str, devices: int = 8) -> Program:
     """The captured training step of the model called `name`; at least a row of the batch for each of `devices`."""
-    from autoshard.capture.torch_xla import capture
+    from autoshard.frontends.torch_xla.program import capture
 
     made = (MODELS | LARGE)[name]
     source = made(batch=devices) if devices > 8 and name in ROW_PER_DEVICE else made()

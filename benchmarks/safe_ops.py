@@ -1,8 +1,8 @@
-"""Make `autoshard/capture/safe_ops.json` anew: which ops torch_xla takes without ending the process.
+"""Make `autoshard/frontends/torch_xla/safe_ops.json` anew: which ops torch_xla takes without ending the process.
 
 Every sample that torch's own tests have of an op (`pip install expecttest`) is captured, with a backward pass where
 there is one, twice: on inputs, and on results of nodes that have several (`max`). No op is known to be safe meanwhile,
-so each is tried in a fork (`capture/probe.py`). An overload is safe if none of its trials on
+so each is tried in a fork (`frontends/torch_xla/probe.py`). An overload is safe if none of its trials on
 tensors with elements ended the process. Rows are kept, and a run goes on where another stopped.
 
     python benchmarks/safe_ops.py rows.jsonl [--write]
@@ -29,7 +29,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autoshard.capture import probe
+from autoshard.frontends.torch_xla import probe
 
 TABLE = Path(probe.__file__).with_name(probe.TABLE)
 SAMPLES = {torch.float32: 6, torch.bfloat16: 1, torch.int64: 2, torch.int32: 1, torch.bool: 1, torch.complex64: 1}

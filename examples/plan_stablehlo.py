@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from autoshard.capture.stablehlo_file import read_program
+from autoshard.frontends.stablehlo_file import read_program
 from autoshard.stablehlo.annotate import annotate
 from autoshard.written import captured_graph
 

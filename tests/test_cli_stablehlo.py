@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.capture.test_stablehlo_file import FORWARD
+from tests.frontends.test_stablehlo_file import FORWARD
 
 
 @pytest.fixture(autouse=True)

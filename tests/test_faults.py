@@ -18,7 +18,7 @@ from autoshard import files, kept
 from autoshard.errors import FileError
 from autoshard.plan_json import to_dict
 from autoshard.terminal import printable
-from tests.capture.test_stablehlo_file import FORWARD
+from tests.frontends.test_stablehlo_file import FORWARD
 from tests.plans import plan, saved
 
 ROOT = Path(__file__).resolve().parents[1]

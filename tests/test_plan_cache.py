@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from autoshard import api, files, kept
-from autoshard.capture.stablehlo_file import read_program
 from autoshard.errors import FileError
+from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
 from autoshard.plan_cache import cached_plan, key
-from tests.capture.test_stablehlo_file import FORWARD
+from tests.frontends.test_stablehlo_file import FORWARD
 
 MESH = Mesh((2, 2))
 HINTS = {"arg1": "[],[model]"}
@@ -132,7 +132,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(program, monkeypatch, tmp_pa
 CHILD = """
 import sys
 from autoshard import api, files, plan_cache
-from autoshard.capture.stablehlo_file import read_program
+from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
 
 made = api.plan_program

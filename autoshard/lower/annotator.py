@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autoshard.capture.device import is_xla, tensor_id
-from autoshard.capture.known import described
-from autoshard.capture.sequence import WRITES_BACK, AtenSequence, Call, Producer
-from autoshard.capture.tracing import takes_values, tensor_type
+from autoshard.frontends.tracing.device import is_xla, tensor_id
+from autoshard.frontends.tracing.known import described
+from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer
+from autoshard.frontends.tracing.trace import takes_values, tensor_type
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, describe
 from autoshard.lower.step import StepWriter

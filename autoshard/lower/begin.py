@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.optimizer import optimizers_in, step, twin_of
 from autoshard.errors import LoweringError
+from autoshard.frontends.tracing.optimizer import optimizers_in, step, twin_of
 
 
 def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:

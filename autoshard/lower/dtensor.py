@@ -30,9 +30,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.frontends import PYTORCH
-from autoshard.capture.optimizer import put
 from autoshard.errors import LoweringError
+from autoshard.frontends.choose import PYTORCH
+from autoshard.frontends.tracing.optimizer import put
 from autoshard.lower import place
 from autoshard.lower.begin import create_state
 from autoshard.lower.dtensor_errors import say_where

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.tracing import tensor_type
+from autoshard.frontends.tracing.trace import tensor_type
 from autoshard.lower.module_values import BorderValue
 
 if TYPE_CHECKING:

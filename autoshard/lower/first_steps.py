@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autoshard.capture.optimizer import STEADY_STEP, optimizers_in
+from autoshard.frontends.tracing.optimizer import STEADY_STEP, optimizers_in
 from autoshard.lower.annotator import Annotator
 from autoshard.lower.host_scalars import counted, ops_of_a_step, small_twin
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.device import is_xla, tensor_id
-from autoshard.capture.sequence import WRITES_BACK, AtenSequence, Call, Producer, tensors_in
+from autoshard.frontends.tracing.device import is_xla, tensor_id
+from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer, tensors_in
 from autoshard.lower import runtime
 from autoshard.lower.annotator import Annotator, format_tensor
 from autoshard.lower.schedule import Schedule

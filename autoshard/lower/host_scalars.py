@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoshard.capture.optimizer import STEADY_STEP, changed, fill_state, state_leaves
 from autoshard.errors import LoweringError
+from autoshard.frontends.tracing.optimizer import STEADY_STEP, changed, fill_state, state_leaves
 from autoshard.lower.begin import create_state
 from autoshard.program import Program
 

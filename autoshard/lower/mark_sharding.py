@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from autoshard.capture import switches
 from autoshard.errors import LoweringError
+from autoshard.frontends.switches import table as switches
 from autoshard.lower import place, runtime
 from autoshard.lower.annotator import Annotator
 from autoshard.lower.first_steps import FirstSteps

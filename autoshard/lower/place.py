@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 from torch.utils._pytree import KeyPath
 
-from autoshard.capture.optimizer import put, state_leaves
 from autoshard.errors import LoweringError
+from autoshard.frontends.tracing.optimizer import put, state_leaves
 from autoshard.lower import runtime
 from autoshard.lower.annotator import format_tensor
 from autoshard.lower.begin import begin_by_trial, create_state, dampened, is_torchs_own

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.device import is_xla
-from autoshard.capture.modules import ModulePaths
-from autoshard.capture.sequence import WRITES_BACK, Call
-from autoshard.capture.torch_xla import XlaLabels, trace
+from autoshard.frontends.torch_xla.program import XlaLabels, trace
+from autoshard.frontends.tracing.device import is_xla
+from autoshard.frontends.tracing.modules import ModulePaths
+from autoshard.frontends.tracing.sequence import WRITES_BACK, Call
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule
 from autoshard.lower.step import StepWriter

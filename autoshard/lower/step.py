@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autoshard.capture.device import is_xla, tensor_id
-from autoshard.capture.sequence import Call, Producer
+from autoshard.frontends.tracing.device import is_xla, tensor_id
+from autoshard.frontends.tracing.sequence import Call, Producer
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, Shared, beginnings
 

@@ -417,7 +417,7 @@ class JaxStep:
         """Write a state back into a PyTorch model, in place, and into its optimizer: state, and what it counts."""
         import torch
 
-        from autoshard.capture.optimizer import put
+        from autoshard.frontends.tracing.optimizer import put
         from autoshard.lower import place
         from autoshard.lower.begin import create_state
 

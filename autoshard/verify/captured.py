@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from autoshard.capture.inputs import key_name
 from autoshard.errors import LoweringError
+from autoshard.frontends.tracing.inputs import key_name
 from autoshard.lower.arrays import numpy_dtypes, to_numpy
 from autoshard.lower.host_scalars import HostScalars
 from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from autoshard.capture.inputs import input_names, key_name, split_inputs
-from autoshard.capture.optimizer import make_optimizer
+from autoshard.frontends.tracing.inputs import input_names, key_name, split_inputs
+from autoshard.frontends.tracing.optimizer import make_optimizer
 from autoshard.lower.arrays import to_torch
 from autoshard.plan import Plan
 from autoshard.program import Program

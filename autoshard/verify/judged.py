@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.optimizer import STEADY_STEP
 from autoshard.errors import LoweringError
+from autoshard.frontends.tracing.optimizer import STEADY_STEP
 from autoshard.program import AtenOp, Program
 from autoshard.sources import Source
 from autoshard.verify.batches import random_batch

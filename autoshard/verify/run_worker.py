@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoshard.capture import switches
-from autoshard.capture.optimizer import make_optimizer
-from autoshard.capture.torch_xla import capture, prepare_runtime
 from autoshard.errors import AutoshardError
+from autoshard.frontends.switches import table as switches
+from autoshard.frontends.torch_xla.program import capture, prepare_runtime
+from autoshard.frontends.tracing.optimizer import make_optimizer
 from autoshard.lower.place import free_of_weak_references
 from autoshard.plan import Plan
 from autoshard.program import Program

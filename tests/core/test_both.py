@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 import autoshard
 from autoshard.api import captured_graph
-from autoshard.capture.torch_xla import prepare_runtime
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.decision import formulated
+from autoshard.frontends.torch_xla.program import prepare_runtime
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.lower.mark_sharding import annotated_program
 from autoshard.mesh import Mesh

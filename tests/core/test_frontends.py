@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture import frontends, torchax_library
 from autoshard.errors import CaptureError
+from autoshard.frontends import choose as frontends
+from autoshard.frontends.torchax import library as torchax_library
 
 
 def plan_of_linear(**options):

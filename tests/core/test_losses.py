@@ -17,7 +17,7 @@ def test_likelihoods_are_torchs(reduction, weighted, single):
     import jax
     import jax.numpy as jnp
 
-    from autoshard.capture.aten_jax_losses import _nll_loss, _nll_loss_backward
+    from autoshard.frontends.torchax.aten_losses import _nll_loss, _nll_loss_backward
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, CLASSES, generator=generator).log_softmax(-1)

@@ -19,7 +19,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 
-from autoshard.capture.torch_xla import capture, prepare_runtime
+from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.lower.mark_sharding import annotated_program, input_shardings
 from autoshard.mesh import Mesh
 from tests.lower.alternating import alternating

@@ -163,8 +163,8 @@ def stablehlo_file():
 
     import jax.numpy as jnp
 
-    from autoshard.capture.stablehlo_file import read_program
-    from tests.capture.test_stablehlo_file import step as train
+    from autoshard.frontends.stablehlo_file import read_program
+    from tests.frontends.test_stablehlo_file import step as train
 
     def value(*shape):
         return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32) / 4

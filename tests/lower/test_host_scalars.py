@@ -5,8 +5,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autoshard
-from autoshard.capture import optimizer as capturing
 from autoshard.errors import LoweringError
+from autoshard.frontends.tracing import optimizer as capturing
 from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.host_scalars import HostScalars, small_twin
 from autoshard.lower.to_jax import optimizer_scalars

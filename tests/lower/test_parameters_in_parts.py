@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from autoshard.api import plan_program
 from autoshard.sources import Source
-from autoshard.capture.torch_xla import capture, prepare_runtime
+from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh
 from autoshard.verify import run_worker
 from benchmarks.eager_steps import DEVICE

@@ -20,7 +20,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.utils.checkpoint
 
-from autoshard.capture.torch_xla import capture, prepare_runtime
+from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.plan import PlanMismatchError
 from tests.lower import scenarios

@@ -212,7 +212,7 @@ def snippets_program(cases: Sequence[Case], scale: int = 1) -> Written:
 
 def torch_program(cases: Sequence[Case]) -> Written:
     """What PyTorch and torch_xla make of cases named `torch.NAME` or `torch.NAME.backward`."""
-    from autoshard.capture.torch_xla import capture
+    from autoshard.frontends.torch_xla.program import capture
     from tests.rules.torch_cases import Cases, gradient_of
     from tests.rules.torch_forms import FUNCTIONS
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.capture.torch_xla import capture
+from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
 from autoshard.stablehlo.annotate import AnnotationError, annotate, donated, gspmd_sharding

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoshard import manual
-from autoshard.capture.torch_xla import capture
+from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh

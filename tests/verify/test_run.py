@@ -11,7 +11,7 @@ pytest.importorskip("torch_xla")
 
 import torch
 
-from autoshard.capture.torch_xla import capture
+from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh

@@ -11,7 +11,7 @@ pytest.importorskip("torch_xla")
 import torch
 
 from autoshard import cli
-from autoshard.capture import torch_xla as front_end
+from autoshard.frontends.torch_xla import program as front_end
 from autoshard.sources import Source
 from autoshard.stablehlo.reader import mlir_context, parse_module
 from autoshard.verify import run_worker

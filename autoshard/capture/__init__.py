@@ -1,1 +1,0 @@
-"""PyTorch -> Program: the step as StableHLO, every argument and op named after what it was in PyTorch."""

@@ -1,0 +1,47 @@
+"""Which way a PyTorch program is captured: through torch_xla where it is installed, else through torchax and jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from autoshard.errors import CaptureError
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
+
+FRONTENDS = ("auto", "torch_xla", "torchax")
+PYTORCH = frozenset({"torch_xla", "torchax"})
+"""Frontends whose programs are sequences of aten ops; of one program both give the same, see docs/capture.md."""
+
+
+def choose(frontend: str = "auto") -> str:
+    """The frontend that `auto` stands for here; any other as it is.
+
+    Raises:
+        ValueError: there is no such frontend.
+        CaptureError: neither torch_xla nor torchax is installed.
+    """
+    if frontend not in FRONTENDS:
+        raise ValueError(f"frontend {frontend!r}: there are {', '.join(FRONTENDS)}")
+    if frontend != "auto":
+        return frontend
+    for package in ("torch_xla", "torchax"):
+        if find_spec(package) is not None:
+            return package
+    raise CaptureError(
+        "a PyTorch program is captured through torch_xla (pip install 'autoshard[xla]', with torch 2.9) or through "
+        "torchax (pip install 'autoshard[torchax]', with torch 2.9 or later); neither is installed"
+    )
+
+
+def capture_of(frontend: str = "auto") -> Callable[..., Program]:
+    """The function that captures; arguments as those of `autoshard.frontends.torch_xla.program.capture`."""
+    chosen: Any
+    if choose(frontend) == "torch_xla":
+        from autoshard.frontends.torch_xla import program as chosen
+    else:
+        from autoshard.frontends.torchax import program as chosen
+    capture: Callable[..., Program] = chosen.capture
+    return capture

@@ -1,0 +1,1 @@
+"""What is replaced in PyTorch while a step is traced."""

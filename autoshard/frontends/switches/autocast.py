@@ -1,0 +1,139 @@
+"""`torch.autocast` without torch_xla: what it casts on XLA devices, on the placeholders that stand for them.
+
+torch knows autocast for `xla` also where torch_xla is not installed, but the casts themselves are kernels of torch_xla
+(`torch_xla/csrc/autocast_mode.cpp` lists which ops). Here a function mode does them, above autograd as they are. Inside
+a captured step, autocast of the placeholders' own device type and of `cuda`, which the step may be planned for, count
+as autocast of `xla`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from autoshard.frontends.tracing.device import is_xla
+
+DEVICE = "xla"
+_SAME = frozenset({"meta", "cuda"})
+
+LOWER = frozenset({
+    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bmm", "mm",
+    "baddbmm", "addmm", "addbmm", "linear", "matmul", "__matmul__", "__rmatmul__", "prelu", "relu", "max_pool2d",
+    "_max_pool2d", "einsum",
+})  # fmt: skip
+"""Functions whose floating-point operands autocast casts to its dtype."""
+
+FULL = frozenset({
+    "batch_norm", "softmax", "log_softmax", "binary_cross_entropy", "binary_cross_entropy_with_logits", "prod", "pow",
+    "__pow__", "__rpow__", "cdist", "trace", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse",
+    "linalg_inv_ex", "svd", "linalg_svd", "qr", "triangular_solve", "mse_loss", "cosine_embedding_loss", "nll_loss",
+    "hinge_embedding_loss", "smooth_l1_loss", "cross_entropy", "l1_loss", "margin_ranking_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "ctc_loss", "kl_div",
+})  # fmt: skip
+"""Those whose operands it casts to float32."""
+
+WIDEST = frozenset({"stack", "cat", "concat", "concatenate", "index_copy"})
+"""Those whose operands it casts to the widest dtype among them."""
+
+
+class Autocast(TorchFunctionMode):  # type: ignore[misc]
+    """Casts the operands of torch functions while autocast of XLA devices is on."""
+
+    def __init__(self, body_of_functional: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """`body_of_functional`: has torch.nn.functional run its own code in place of asking a mode."""
+        super().__init__()
+        self.body_of_functional = body_of_functional
+        self.cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Cast, or leave as it is."""
+        kwargs = kwargs or {}
+        if not torch.is_autocast_enabled(DEVICE):
+            self.cast.clear()
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in LOWER:
+            dtype = torch.get_autocast_dtype(DEVICE)
+        elif name in FULL or (func is F.pad and _mode(args, kwargs) in ("reflect", "replicate")):
+            dtype = torch.float32
+        elif name in WIDEST:
+            found = [t.dtype for t in tree_leaves((args, kwargs)) if _eligible(t)]
+            dtype = torch.float32 if torch.float32 in found else torch.get_autocast_dtype(DEVICE)
+        elif isinstance(func, types.FunctionType) and func.__module__ == F.__name__:
+            with self, self.body_of_functional():
+                return func(*args, **kwargs)
+        else:
+            return func(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        cast = [self.to(leaf, dtype) for leaf in reversed(leaves)]  # the last operand's first, as it is there
+        args, kwargs = tree_unflatten(cast[::-1], structure)
+        with torch.autocast(DEVICE, enabled=False):  # what a function is made of is cast once
+            return func(*args, **kwargs)
+
+    def to(self, value: Any, dtype: torch.dtype) -> Any:
+        """A tensor in another dtype; a weight is cast once while autocast is on."""
+        if not _eligible(value) or value.dtype == dtype:
+            return value
+        keeps = value.is_leaf and value.requires_grad and value.dtype == torch.float32
+        if not keeps:
+            return value.to(dtype)
+        if id(value) not in self.cast:
+            self.cast[id(value)] = value, value.to(dtype)
+        return self.cast[id(value)][1]
+
+
+def _mode(args: Any, kwargs: Any) -> Any:
+    """Of a call of `F.pad`."""
+    return args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+
+
+def _eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and is_xla(value)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def autocast_of_placeholders() -> Iterator[None]:
+    """Have autocast of the devices that placeholders stand for be that of XLA devices."""
+    autocast: Any = torch.amp.autocast_mode.autocast
+    original = autocast.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, DEVICE if device_type in _SAME else device_type, *args, **kwargs)
+
+    def maybe(device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
+        """transformers' own, which takes `meta` for a device where nothing is computed."""
+        device_type = DEVICE if device_type in _SAME else device_type
+        if not enabled and not torch.is_autocast_enabled(device_type):
+            return contextlib.nullcontext()
+        return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+    users: list[Any] = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers.") and "maybe_autocast" in getattr(module, "__dict__", {})
+    ]
+    saved = [(module, module.maybe_autocast) for module in users]
+    autocast.__init__ = init
+    for module, _ in saved:
+        module.maybe_autocast = maybe
+    try:
+        outside = torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(DEVICE)
+        with autocast(DEVICE, torch.get_autocast_dtype("cuda")) if outside else contextlib.nullcontext():
+            yield
+    finally:
+        autocast.__init__ = original
+        for module, function in saved:
+            module.maybe_autocast = function

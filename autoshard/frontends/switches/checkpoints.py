@@ -1,0 +1,290 @@
+"""`torch.utils.checkpoint` on the device that programs are captured on, so that XLA computes again what it is to.
+
+Without a barrier XLA would see that what is computed again is what was computed before, and keep it. As in jax's
+`checkpoint`, everything that the second pass reads and did not make itself (inputs of the block, its parameters, what
+it closes over) goes through one `optimization_barrier` first, together with the gradients of the block's results: the
+second pass starts no earlier than these are there. What it saves for the backward pass is read behind the barrier too.
+
+torch_xla's own checkpoint has its barriers already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autoshard.frontends.switches.autocast import DEVICE as AUTOCAST
+from autoshard.frontends.tracing import ops
+from autoshard.frontends.tracing.device import current, is_xla, tensor_id
+from autoshard.frontends.tracing.sequence import ALIASES, computes, name_of, tensors_in
+
+
+@contextlib.contextmanager
+def recomputed() -> Iterator[None]:
+    """torch's checkpoints are computed again meanwhile, those of both kinds."""
+    import torch.utils.checkpoint as library
+
+    saved = {name: getattr(library, name) for name in _REPLACED}
+    regions: WeakKeyDictionary[Any, _Region] = WeakKeyDictionary()
+    body = inspect.unwrap(library.checkpoint).__code__
+    first: Any = saved["_checkpoint_hook"]
+    again: Any = saved["_recomputation_hook"]
+
+    class First(first):  # type: ignore[misc]
+        """Around the first pass."""
+
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            self.region = regions[frame] = _Region()
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.watch = _Watch(self.region)
+            self.watch.__enter__()
+
+        def __exit__(self, *raised: Any) -> None:
+            self.watch.__exit__(*raised)
+            super().__exit__(*raised)
+            if raised[0] is None:
+                self.region.follow(_returned(body))
+
+    class Again(again):  # type: ignore[misc]
+        """Around the second pass."""
+
+        def __init__(self, frame: Any, task: int) -> None:
+            super().__init__(frame, task)
+            self.hide = _Hide(regions[frame()])
+            save = self.__dict__["pack_hook"]
+            self.pack_hook = lambda tensor: save(self.hide.saved(tensor))
+
+        def __enter__(self) -> None:
+            self.stack = contextlib.ExitStack()
+            self.stack.enter_context(self.hide.beginning())
+            self.stack.enter_context(self.hide.region.autocast())
+            super().__enter__()
+            self.stack.enter_context(self.hide)
+
+        def __exit__(self, *raised: Any) -> None:
+            super().__exit__(*raised)
+            self.stack.__exit__(None, None, None)
+
+    library.CheckpointFunction = _reentrant(saved["CheckpointFunction"])
+    library._checkpoint_hook, library._recomputation_hook = First, Again
+    library._infer_device_type = lambda *args: (
+        saved["_infer_device_type"](*args) if any(isinstance(leaf, torch.Tensor) for leaf in args) else current().type
+    )
+    had = getattr(torch, "xla", None)
+    if had is None:
+        torch.xla = _Device()
+    try:
+        yield
+    finally:
+        for name, own in saved.items():
+            setattr(library, name, own)
+        if had is None:
+            del torch.xla
+
+
+_REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type")
+"""What is replaced of `torch.utils.checkpoint`."""
+
+
+def _returned(body: Any) -> Any:
+    """What the function that is checkpointed returned, out of `torch.utils.checkpoint.checkpoint`, which called it."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not body:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get("ret")
+
+
+class _Region:
+    """What a checkpointed function reads.
+
+    Attributes:
+        reads: what it did not make itself, by its id.
+        gradients: of its results, as far as the backward pass has come.
+        random: the state of the device's random numbers when it begins.
+    """
+
+    def __init__(self) -> None:
+        self.reads: dict[int, torch.Tensor] = {}
+        self.gradients: list[torch.Tensor] = []
+        self.random = current().random_state()
+        self.autocasts = {
+            "dtype": torch.get_autocast_dtype(AUTOCAST),
+            "enabled": torch.is_autocast_enabled(AUTOCAST),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as it was; torch looks at that of the device on which the tensors are that a function is given."""
+        found: contextlib.AbstractContextManager[Any] = torch.autocast(AUTOCAST, **self.autocasts)
+        return found
+
+    def follow(self, results: Any) -> None:
+        """Take note of gradients of these."""
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None and is_xla(leaf):
+                leaf.register_hook(self._note)
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.gradients.append(_bare(gradient.detach()))
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without functionalization's wrapper, as dispatch modes see it."""
+    if torch._is_functional_tensor(tensor):
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor)
+    return tensor
+
+
+def _hidden(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is read goes through a barrier; whole numbers and single ones are as good as known."""
+    return is_xla(tensor) and tensor.is_floating_point() and tensor.dim() > 0
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Notes what is read and was not made under it."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self.reads = region.reads
+        self.made: set[int] = set()
+        self.aliases: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The id of a tensor, or of that which it was made an alias of."""
+        own = tensor_id(tensor)
+        return self.aliases.get(own, own)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if computes(func, tensors_in((args, kwargs)), kwargs):
+            args, kwargs = self.read(args, kwargs)
+        given = [tensor for tensor in tensors_in((args, kwargs)) if is_xla(tensor)]
+        before = set(map(tensor_id, given))
+        result = func(*args, **kwargs)
+        after = (*given, *(tensor for tensor in tensors_in((result,)) if is_xla(tensor)))
+        new = [number for number in map(tensor_id, after) if number not in before]
+        if name_of(func) in ALIASES and given and self.number(given[0]) not in self.made:
+            self.aliases.update(dict.fromkeys(new, self.number(given[0])))
+        else:
+            self.made.update(new)
+        return result
+
+    def read(self, args: Any, kwargs: Any) -> Any:
+        """What an op is called with, once it is noted."""
+        for tensor in tensors_in((args, kwargs)):
+            if _hidden(tensor) and self.number(tensor) not in self.made:
+                self.reads.setdefault(self.number(tensor), tensor)
+        return args, kwargs
+
+
+class _Hide(_Watch):
+    """Has what runs under it read, in the place of what it did not make, the same behind a barrier."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__(region)
+        self.region = region
+        self.behind: dict[int, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """All that the first pass read behind one barrier; meanwhile random numbers are drawn as they were then."""
+        random = current().random_state()
+        current().set_random_state(self.region.random)
+        self._put(self.reads)
+        try:
+            yield
+        finally:
+            current().set_random_state(random)
+
+    def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        if tensors:
+            with torch.no_grad():
+                behind = ops.barrier([*tensors.values()], self.region.gradients)
+            self.behind |= dict(zip(tensors, behind, strict=True))
+
+    def read(self, args: Any, kwargs: Any) -> Any:
+        """What an op is called with, behind barriers."""
+        read = {self.number(tensor): tensor for tensor in tensors_in((args, kwargs)) if _hidden(tensor)}
+        known = self.made, self.behind
+        self._put({number: each for number, each in read.items() if all(number not in those for those in known)})
+        return tree_map(self._instead, (args, kwargs))
+
+    def _instead(self, leaf: Any) -> Any:
+        known = isinstance(leaf, torch.Tensor) and is_xla(leaf)
+        return self.behind.get(self.number(leaf), leaf) if known else leaf
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the backward pass reads for a tensor that is saved."""
+        behind = self._instead(tensor)
+        if behind is tensor:
+            return tensor
+        wrapped: torch.Tensor = behind
+        if torch._is_functional_tensor(tensor) and not torch._is_functional_tensor(behind):
+            wrapped = torch._to_functional_tensor(behind)
+        return wrapped
+
+
+def _reentrant(native: Any) -> Any:
+    """torch's reentrant checkpoint, which runs the second pass and its backward pass at once."""
+
+    class Reentrant(native):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
+            region = ctx.region = _Region()
+
+            def run(*given: Any) -> Any:
+                with region.autocast():
+                    return function(*given)
+
+            with _Watch(region):
+                return native.forward(ctx, run, preserve, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            for gradient in tensors_in(gradients):
+                ctx.region.reads[tensor_id(gradient)] = _bare(gradient)
+            hide = _Hide(ctx.region)
+            with hide.beginning(), hide:
+                return native.backward(ctx, *gradients)
+
+    return Reentrant
+
+
+class _Device:
+    """What torch asks of `torch.<device>` to draw the same random numbers again."""
+
+    _initialized = True
+
+    @staticmethod
+    def device(_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def get_rng_state(_: Any = None) -> Any:
+        import torch_xla.core.xla_model as xla_model
+
+        return xla_model.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: Any, _: Any = None) -> None:
+        import torch_xla.core.xla_model as xla_model
+
+        xla_model.set_rng_state(state)

@@ -1,0 +1,414 @@
+"""Capture switches: named ways of computing the same numbers that GSPMD partitions better.
+
+A switch is a mode. It is on while a program is captured and again while the plan for it runs (`Program.switches` says
+which), and it never edits the model: torch functions are replaced on their way in (`TorchFunctionMode`), and only for
+tensors on an XLA device.
+
+| switch | what it replaces | why (measured on the CPU, TPU and GPU partitioners) |
+|---|---|---|
+| `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
+| `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
+| `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
+| `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
+| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
+| `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
+| `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
+| `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
+| `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
+| `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
+| `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
+| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` | torch_xla has no lowering of them, or of their gradients; one looks at values |
+| `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
+| `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
+| `checks` | distributions' look at their arguments is off by default | it reads values |
+| `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from autoshard.frontends.switches import images, losses, pools  # noqa: F401  (they register their handlers)
+from autoshard.frontends.switches.checkpoints import recomputed
+from autoshard.frontends.switches.dots import conv1d
+from autoshard.frontends.switches.handlers import HANDLERS, SWITCHES, UNTOUCHED, Handler, on_xla, replaces
+from autoshard.frontends.switches.loops import unrolled
+from autoshard.frontends.switches.transformers_library import transformers_traced
+from autoshard.frontends.tracing import exact, ops
+
+DEFAULT: tuple[str, ...] = SWITCHES
+
+
+@contextlib.contextmanager
+def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """Have these switches on.
+
+    Args:
+        names: of switches, as in `DEFAULT`.
+        model: the one that runs; the `transformers` switch turns off its `config.use_cache` meanwhile.
+
+    Raises:
+        ValueError: a name is no switch.
+    """
+    unknown = [name for name in names if name not in DEFAULT]
+    if unknown:
+        raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(DEFAULT)}")
+    handlers = {function: handler for name in names for function, handler in HANDLERS[name].items()}
+    with contextlib.ExitStack() as stack:
+        # Of nodes that are ready, autograd takes the one that was made last, and each thread counts for itself: were
+        # gradients of gradients made on a thread of the device's, their order would depend on what ran there before.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if "transformers" in names:
+            stack.enter_context(transformers_traced(model))
+        if "checkpoint" in names:
+            stack.enter_context(recomputed())
+        if "checks" in names:
+            stack.enter_context(_unchecked())
+        if "scan" in names:
+            stack.enter_context(unrolled())
+        if "linear" in names:
+            stack.enter_context(conv1d())
+        stack.enter_context(_Replace(handlers))
+        yield
+
+
+class _Replace(TorchFunctionMode):  # type: ignore[misc]
+    """Sends calls to handlers; remembers which tensors are a flattened view of which."""
+
+    def __init__(self, handlers: dict[Any, Handler]) -> None:
+        super().__init__()
+        self.handlers = handlers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FLATTENS:
+            return _remember_flattened(func, args, kwargs)
+        if func is torch.Tensor.backward:  # what checkpoints compute again runs in here
+            with self:
+                return _backward(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self, body_of_functional():
+                return func(*args, **kwargs)
+        handler = self.handlers.get(func)
+        if handler is not None and any(on_xla(a) for a in (*args, *kwargs.values())):
+            result = handler(*args, **kwargs)
+            if result is not UNTOUCHED:
+                return result
+        return func(*args, **kwargs)
+
+
+def _backward(
+    loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward`, which would ask the mode again."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Distributions do not look at the values of their parameters and samples, unless they were told to."""
+    distribution = torch.distributions.Distribution
+    default = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(default)
+
+
+@contextlib.contextmanager
+def body_of_functional() -> Iterator[None]:
+    """Let a Python function of torch.nn.functional run its body under a function mode, instead of asking it again."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    saved = {name: getattr(F, name) for name in names}
+    try:
+        for name in names:
+            setattr(F, name, lambda *_: False)
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(F, name, function)
+
+
+# Norms.
+
+
+def _standardized(x: torch.Tensor, dims: Sequence[int], eps: float) -> torch.Tensor:
+    centered = x - x.mean(dims, keepdim=True)
+    return centered * torch.rsqrt((centered * centered).mean(dims, keepdim=True) + eps)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Half precision is normalized in float32, as torch's kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _scaled(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+@replaces("norm", F.layer_norm, torch.layer_norm)
+def _layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    dims = list(range(-len(normalized_shape), 0))
+    if tuple(input.shape[dims[0] :]) != tuple(normalized_shape):
+        return UNTOUCHED
+    return _scaled(_standardized(_wide(input), dims, eps), weight, bias).to(input.dtype)
+
+
+@replaces("norm", F.rms_norm, torch.rms_norm)
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    x, dims = _wide(input), list(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    x = (x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)).to(input.dtype)
+    return x if weight is None else x * weight
+
+
+def _per_channel(t: torch.Tensor | None, rank: int) -> torch.Tensor | None:
+    return None if t is None else t.view(-1, *[1] * (rank - 2))
+
+
+@replaces("norm", F.group_norm, torch.group_norm)
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    if input.dim() < 2 or input.shape[1] % num_groups:
+        return UNTOUCHED
+    x = _wide(input).reshape(input.shape[0], num_groups, input.shape[1] // num_groups, *input.shape[2:])
+    x = _standardized(x, list(range(2, x.dim())), eps).reshape(input.shape)
+    return _scaled(x, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
+
+
+@replaces("norm", F.instance_norm)
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if input.dim() < 3:
+        return UNTOUCHED
+    if not use_input_stats:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    x, dims = _wide(input), list(range(2, input.dim()))
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    variance = (centered * centered).mean(dims, keepdim=True)
+    _average_statistics(running_mean, running_var, mean, variance, math.prod(input.shape[2:]), momentum)
+    out = centered * torch.rsqrt(variance + eps)
+    return _scaled(out, _per_channel(weight, input.dim()), _per_channel(bias, input.dim())).to(input.dtype)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _average_statistics(
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: int,
+    momentum: float,
+) -> None:
+    """Move running statistics, `[C]`, towards those of a batch, `[N or 1, C, 1, ...]`, each of `count` numbers."""
+    if running_mean is None or running_var is None:
+        return
+    unbiased = variance.detach() * (count / max(count - 1, 1))
+    for running, now in ((running_mean, mean.detach()), (running_var, unbiased)):
+        running.mul_(1 - momentum).add_(now.flatten(1).mean(0).to(running.dtype), alpha=momentum)
+
+
+@replaces("norm", F.batch_norm)
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    rank = input.dim()
+    x, dims = _wide(input), [0, *range(2, rank)]
+    if training:
+        mean = x.mean(dims, keepdim=True)
+        centered = x - mean
+        variance = (centered * centered).mean(dims, keepdim=True)
+        _average_statistics(running_mean, running_var, mean, variance, input.numel() // input.shape[1], momentum)
+    elif running_mean is None or running_var is None:
+        return UNTOUCHED
+    else:
+        shape = (1, -1, *[1] * (rank - 2))
+        centered, variance = x - running_mean.view(shape), running_var.view(shape)
+    out = centered * torch.rsqrt(variance + eps)
+    return _scaled(out, _per_channel(weight, rank), _per_channel(bias, rank)).to(input.dtype)
+
+
+def _adaptive_largest(rank: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:
+    return UNTOUCHED if return_indices else pools.adaptive_largest(input, output_size, rank)
+
+
+replaces("norm", torch._weight_norm)(exact.weight_norm)
+replaces("activation", F.elu)(exact.elu)
+replaces("activation", F.selu, torch.selu)(exact.selu)
+replaces("activation", F.celu, torch.celu)(exact.celu)
+replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
+replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
+for _truth in (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any):
+    replaces("truth", _truth)(partial(exact.of_truth, _truth))
+replaces("losses", F.multi_margin_loss)(losses.multi_margin)
+replaces("losses", F.gaussian_nll_loss)(losses.gaussian_nll)
+replaces("losses", torch.cdist)(losses.cdist)
+replaces("losses", torch.linalg.solve)(losses.solve)
+replaces("losses", torch.logdet, torch.Tensor.logdet)(losses.logdet)
+replaces("losses", torch.slogdet, torch.Tensor.slogdet, torch.linalg.slogdet)(losses.slogdet)
+replaces("losses", F.ctc_loss)(losses.ctc)
+for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1):
+    replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))
+for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):
+    replaces("pools", _largest)(partial(_adaptive_largest, _rank))
+
+
+# Loss and embedding.
+
+_FLATTENS = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten})
+
+
+def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a view; if it merges leading dims of an XLA tensor, the result knows what it was made of."""
+    out, source = func(*args, **kwargs), args[0] if args else None
+    if isinstance(source, torch.Tensor) and on_xla(out) and out.dim() in (1, 2) and out.dim() < source.dim():
+        kept = source.shape[-1:] if out.dim() == 2 else ()
+        if out.shape[1:] == kept and out.shape[0] == math.prod(source.shape[: source.dim() - len(kept)]):
+            out._autoshard_unflattened = source
+    return out
+
+
+def _unflattened(x: torch.Tensor) -> torch.Tensor:
+    source: torch.Tensor = getattr(x, "_autoshard_unflattened", x)
+    return source
+
+
+@replaces("cross_entropy", F.cross_entropy)
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if weight is not None or label_smoothing or size_average is not None or reduce is not None:
+        return UNTOUCHED
+    if target.is_floating_point() or input.dim() != 2 or target.dim() != 1 or input.shape[0] != target.shape[0]:
+        return UNTOUCHED
+    logits, labels = _unflattened(input), _unflattened(target)
+    if logits.shape[:-1] != labels.shape:
+        logits, labels = input, target
+    scores = torch.log_softmax(_wide(logits), -1)
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    hit = classes == labels.unsqueeze(-1)
+    counted = labels != ignore_index
+    if 0 <= ignore_index < logits.shape[-1]:
+        hit = hit & counted.unsqueeze(-1)
+    loss = -torch.where(hit, scores, 0.0).sum(-1)
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / counted.sum()
+
+
+@replaces("embedding", F.embedding)
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse or input.dim() == 0 or not on_xla(input):
+        return UNTOUCHED
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return ops.embedding(weight, input, padding_idx)
+
+
+@replaces("embedding", F.embedding_bag)
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
+        return UNTOUCHED
+    rows = _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if rows is UNTOUCHED or (input.dim() == 2) == (offsets is not None):
+        return UNTOUCHED
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if mode == "max":
+        return _largest_in_bags(rows, input, offsets, None if padding_idx is None else padding_idx % weight.shape[0])
+    counted = torch.ones_like(input, dtype=rows.dtype)
+    if padding_idx is not None:
+        counted = (input != padding_idx % weight.shape[0]).to(rows.dtype)
+        rows = rows * counted.unsqueeze(-1)
+    if offsets is None:
+        total, count = rows.sum(1), counted.sum(1)
+    else:
+        bag = _bags(input, starts := offsets[:-1] if include_last_offset else offsets)
+        total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
+        count = rows.new_zeros(len(starts)).index_add(0, bag, counted)
+    return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
+
+
+def _bags(input: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The bag of each element."""
+    return (torch.arange(len(input), device=input.device).unsqueeze(1) >= starts).sum(1) - 1
+
+
+def _largest_in_bags(rows: torch.Tensor, input: torch.Tensor, offsets: torch.Tensor | None, padding: int | None) -> Any:
+    """Per feature the largest of each bag's rows, 0 where there are none; equal rows share the gradient."""
+    if offsets is not None:
+        return UNTOUCHED
+    if padding is not None:
+        rows = torch.where((input == padding).unsqueeze(-1), -math.inf, rows)
+    largest = rows.amax(1)
+    return largest if padding is None else torch.where(largest == -math.inf, 0.0, largest)

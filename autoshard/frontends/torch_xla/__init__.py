@@ -1,0 +1,1 @@
+"""Capture through torch_xla."""

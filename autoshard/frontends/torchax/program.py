@@ -1,0 +1,517 @@
+"""Capture without torch_xla, on current torch: the step recorded on placeholders, each of its aten ops lowered by jax.
+
+The aten ops are those that torch_xla would be given (`placeholders.py`), under the same numbers. Each different one, by
+its operands' shapes and its options, is lowered once: by `aten_jax.py` and what continues it, else by torchax. The
+module calls these functions in the order of the step, and then has them inlined; labels and marks are as torch_xla's
+capture leaves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoshard.errors import CaptureError
+from autoshard.frontends.switches import table as switches
+from autoshard.frontends.switches.autocast import Autocast, autocast_of_placeholders
+from autoshard.frontends.torchax.library import check_versions, jax_function_of
+from autoshard.frontends.torchax.placeholders import (
+    META,
+    NoDataError,
+    Recorded,
+    Recorder,
+    Ref,
+    Signature,
+    UnlowerableError,
+    inner,
+)
+from autoshard.frontends.tracing import refusals
+from autoshard.frontends.tracing.device import captured_on, names_it
+from autoshard.frontends.tracing.modules import ModulePaths
+from autoshard.frontends.tracing.sequence import Call, tensors_in
+from autoshard.frontends.tracing.trace import (
+    DTYPES,
+    Labels,
+    Lowered,
+    Result,
+    Tracing,
+    check_placeable,
+    takes_values,
+    trace_step,
+)
+from autoshard.program import Argument, Program, TensorType
+
+FRONTEND = "torchax"
+
+
+def capture(
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    train: bool | None = None,
+    switches: Sequence[str] = switches.DEFAULT,
+) -> Program:
+    """Capture a program without running it; arguments and errors as those of `capture.torch_xla.capture`."""
+    check_versions()
+    return trace_step(_Tracing, model, sample_inputs, loss_fn, optimizer, train, switches)
+
+
+class _Meta:
+    """The device that placeholders are on."""
+
+    type = "meta"
+    holds = staticmethod(attrgetter("is_meta"))
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def tensor_id(self, tensor: torch.Tensor) -> int:
+        found = inner(tensor)
+        return found.ident if found is not None else -id(tensor)
+
+    def reads_data(self, tensor: torch.Tensor) -> bool:
+        found = inner(tensor)
+        return found is None or found.recorder.reads[found.recorder.value_of(found)]
+
+    def falls_back(self, op: str) -> bool:
+        return False  # what nothing lowers is met when it is recorded
+
+    def random_state(self) -> int | None:
+        return self.recorder.seed
+
+    def set_random_state(self, state: int | None) -> None:
+        self.recorder.seed = state
+
+
+class _Tracing(Tracing):
+    """A capture on placeholders of our own."""
+
+    frontend = FRONTEND
+    packages = ("torch", "torchax", "jaxlib")
+
+    def begin(self) -> None:
+        self.recorder = Recorder(lambda func: lowering_of(func) is not None, _takes_numbers)
+        self.stack.enter_context(captured_on(_Meta(self.recorder)))
+
+    def begin_step(self) -> None:
+        self.stack.enter_context(_KeepsData())
+        self.stack.enter_context(autocast_of_placeholders())
+        self.stack.enter_context(Autocast(switches.body_of_functional))
+
+    def make_labels(self, paths: ModulePaths) -> Labels:
+        self.recording = _Recording(self.recorder, paths)
+        return self.recording
+
+    def placeholder(self, like: torch.Tensor) -> torch.Tensor:
+        check_placeable(like)
+        return self.recorder.argument(like)
+
+    def annotated(self, tensor: torch.Tensor) -> str:
+        return ""
+
+    def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
+        if isinstance(error, UnlowerableError):
+            return refusals.no_lowering(first, where, refusals.line_of(error))
+        if isinstance(error, NoDataError) or "on meta tensors" in first or "out of meta tensor" in first:
+            return refusals.execution(where, refusals.line_of(error))
+        return None
+
+    def lower(self, results: Sequence[Result]) -> Lowered:
+        found = [inner(result.tensor) for result in results]
+        values = [self.recorder.value_of(each) for each in found if each is not None]
+        names = {self.recording.arguments[k.name]: k for k in self.known.values()}
+        module = _Module(self.recorder, self.recording.marks, values)
+        arguments, scalars = [], 0
+        for value in module.given:
+            kind = _type(*self.recorder.types[value])
+            if value in names:
+                known = names[value]
+                arguments.append(Argument(known.name, known.role, kind, known.of))
+            else:
+                self.values[f"scalar{scalars}"] = self.recorder.constants[value]
+                arguments.append(Argument(f"scalar{scalars}", "scalar", kind))
+                scalars += 1
+        unread = self.unread(results, arguments)
+        module.given += [self.recording.arguments[a.name] for a in unread]
+        kinds = tuple(_type(*self.recorder.types[value]) for value in values)
+        return Lowered(module.stablehlo(), (*arguments, *unread), kinds)
+
+
+def _type(shape: tuple[int, ...], dtype: torch.dtype) -> TensorType:
+    return TensorType(shape, DTYPES[dtype])
+
+
+class _Recording(Labels):
+    """Labels the calls that an op records; a mark is noted beside them."""
+
+    def __init__(self, recorder: Recorder, paths: ModulePaths) -> None:
+        self.recorder = recorder
+        self.arguments: dict[str, int] = {}
+        self.marks: dict[int, tuple[int, int]] = {}
+        super().__init__(paths)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Know an argument, and the value that it is in what is lowered."""
+        super().name(tensor, name)
+        found = inner(tensor)
+        assert found is not None
+        self.arguments[name] = found.value
+
+    def labelled(self, call: Call) -> Any:
+        """Run the op, and have what it records know its number."""
+        self.recorder.label = call.index
+        try:
+            return self.execute(call.func, call.args, call.kwargs)
+        except UnlowerableError as error:
+            raise refusals.no_lowering(str(error), self.paths.describe()) from None
+        finally:
+            self.recorder.label = None
+
+    def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Note which values lowering can annotate."""
+        for j, tensor in self.marked(call, outputs):
+            found = inner(tensor)
+            assert found is not None
+            self.marks.setdefault(self.recorder.value_of(found), (call.index, j))
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Answer what reads values; keep the data of what comes from the host."""
+        if takes_values(func, args, kwargs):
+            return self.read(func, args, kwargs)
+        return self.execute(func, args, kwargs)
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op on placeholders, or make one."""
+        on_meta = any(each.device == META for each in tensors_in((args, kwargs)))
+        return self.recorder.dispatch(func, args, kwargs) if on_meta or names_it(kwargs.get("device")) else func(
+            *args, **kwargs
+        )  # fmt: skip
+
+
+class _KeepsData(TorchFunctionMode):  # type: ignore[misc]
+    """Has tensors made of data on the host before they come to the device: made on `meta`, they would have none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and names_it(kwargs.get("device")):
+            if isinstance(args[0] if args else kwargs.get("data"), torch.Tensor):
+                return func(*args, **kwargs)
+            asked = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad")}
+            return func(*args, **asked).to(META).requires_grad_(bool(kwargs.get("requires_grad")))
+        if func is torch.Tensor.new_tensor and args[0].device == META:
+            asked = {"dtype": args[0].dtype if args[0].is_floating_point() else None} | kwargs
+            asked.pop("device", None)
+            return torch.tensor(*args[1:], **asked).to(META)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], _indices(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _indices(index: Any) -> Any:
+    """An index with tensors of the host in the place of its lists."""
+    if isinstance(index, tuple):
+        return tuple(_indices(each) for each in index)
+    if isinstance(index, list) and not any(isinstance(leaf, torch.Tensor) for leaf in index):
+        return torch.tensor(index)
+    return index
+
+
+# Lowering.
+
+
+def lowering_of(func: Any) -> Callable[..., Any] | None:
+    """What lowers an overload: `(output types, *args, **kwargs) -> arrays`, or None."""
+    from autoshard.frontends.torchax import aten as aten_jax
+    from autoshard.frontends.torchax import aten_index as aten_jax_index  # noqa: F401
+    from autoshard.frontends.torchax import aten_losses as aten_jax_losses  # noqa: F401
+    from autoshard.frontends.torchax import aten_window as aten_jax_window  # noqa: F401
+
+    return aten_jax.LOWERINGS.get(str(func)) or jax_function_of(func)
+
+
+def _takes_numbers(func: Any) -> bool:
+    from autoshard.frontends.torchax.aten import NUMBERS_ARE_OPERANDS
+
+    return str(func) in NUMBERS_ARE_OPERANDS
+
+
+class _Module:
+    """The recorded calls that results depend on, as one StableHLO module.
+
+    `given` are the values that main takes, in its order: of arguments and constants, those that are read.
+    """
+
+    def __init__(self, recorder: Recorder, marks: Mapping[int, tuple[int, int]], results: Sequence[int]) -> None:
+        self.recorder, self.marks, self.results = recorder, marks, results
+        self.calls = _needed(recorder.calls, results)
+        self.given = _leaves(self.calls, results)
+
+    def stablehlo(self) -> bytes:
+        """MLIR bytecode."""
+        import io
+
+        from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context
+
+        with mlir_context(), jax_types():
+            module = _parsed(self._text())
+            _inline(module)
+            for name, function in functions_of(module).items():
+                if name != "main":
+                    function.erase()
+            main = entry_block(functions_of(module)["main"])
+            _concatenate_at_once(main)
+            _without_index_dim(main, {f"op{c.label}" for c in self.calls if str(c.signature.func) in INDEXED_BY_ROW})
+            _in_post_order(main)
+            out = io.BytesIO()
+            module.operation.write_bytecode(out)
+        return out.getvalue()
+
+    def _text(self) -> str:
+        names = {value: f"%a{i}" for i, value in enumerate(self.given)}
+        types = [_mlir(*each) for each in self.recorder.types]
+        functions: dict[int, str] = {}
+        texts: list[str] = []
+        lines = []
+        for number, call in enumerate(self.calls):
+            function = functions.get(id(call.signature))
+            if function is None:
+                function = functions[id(call.signature)] = f"f{len(functions)}"
+                texts.append(_function_text(call.signature, function))
+            reads = ", ".join(names[value] for value in call.operands)
+            kinds = ", ".join(types[value] for value in call.operands)
+            made = [types[value] for value in call.outputs]
+            several = f":{len(made)}" if len(made) > 1 else ""
+            where = f' loc("op{call.label}")' if call.label is not None else ""
+            lines.append(f"  %c{number}{several} = call @{function}({reads}) : ({kinds}) -> ({', '.join(made)}){where}")
+            for j, value in enumerate(call.outputs):
+                names[value] = f"%c{number}#{j}" if several else f"%c{number}"
+                if value in self.marks:
+                    k, output = self.marks[value]
+                    lines.append(
+                        f"  %m{value} = stablehlo.custom_call @Sharding({names[value]}) {_REPLICATED}"
+                        f' : ({types[value]}) -> {types[value]} loc("op{k}.out{output}")'
+                    )
+                    names[value] = f"%m{value}"
+        given = ", ".join(f"{names[value]}: {types[value]}" for value in self.given)
+        made = [types[value] for value in self.results]
+        lines.append(f"  return {', '.join(names[value] for value in self.results)} : {', '.join(made)}")
+        main = f"func.func public @main({given}) -> ({', '.join(made)}) {{\n" + "\n".join(lines) + "\n}\n"
+        return "module {\n" + main + "".join(texts) + "}\n"
+
+
+INDEXED_BY_ROW = frozenset({"aten.index_select.default", "aten.index_add.default"})
+"""Ops that take one index, for one dim."""
+
+_REPLICATED = '{mhlo.sharding = "{replicated}"}'
+
+
+def _needed(calls: Sequence[Recorded], results: Sequence[int]) -> list[Recorded]:
+    """The calls that results depend on, as they were recorded."""
+    live = set(results)
+    kept = []
+    for call in reversed(calls):
+        if not live.isdisjoint(call.outputs):
+            live.update(call.operands)
+            kept.append(call)
+    return kept[::-1]
+
+
+def _leaves(calls: Sequence[Recorded], results: Sequence[int]) -> list[int]:
+    """The values that no call makes, in the order in which torch_xla comes upon them: last operands first."""
+    maker = {value: call for call in calls for value in call.outputs}
+    leaves: dict[int, None] = {}
+    entered: set[int] = set()
+    for result in results:
+        stack = [result]
+        while stack:
+            value = stack.pop()
+            call = maker.get(value)
+            if call is None:
+                leaves.setdefault(value)
+            elif id(call) not in entered:
+                entered.add(id(call))
+                stack += call.operands
+    return list(leaves)
+
+
+def _concatenate_at_once(block: Any) -> None:
+    """Make one op of a concatenation of more than 16 operands, which jax writes as a tree of several."""
+    from jaxlib.mlir import ir
+
+    for view in list(block.operations):
+        op = view.operation
+        if op.name != "stablehlo.concatenate":
+            continue
+        parts: list[Any] = []
+        for value in op.operands:
+            made: Any = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+            own = made is not None and made.name == op.name and made.location == op.location
+            once = own and len(list(value.uses)) == 1 and made.attributes["dimension"] == op.attributes["dimension"]
+            parts += made.operands if once else [value]
+        if len(parts) == len(op.operands):
+            continue
+        whole = ir.Operation.create(
+            op.name, results=[op.results[0].type], operands=parts,
+            attributes={"dimension": op.attributes["dimension"]}, loc=op.location, ip=ir.InsertionPoint(op),
+        )  # fmt: skip
+        op.results[0].replace_all_uses_with(whole.results[0])
+        op.erase()
+
+
+def _without_index_dim(block: Any, labels: set[str]) -> None:
+    """Have the gathers and scatters of some ops read their indices as they are, without a last dim of size 1.
+
+    jax knows indices with such a dim only; torch_xla has none where an aten op takes one index for one dim.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    for view in block.operations:
+        op = view.operation
+        indices = op.operands[1].owner if op.name in ("stablehlo.gather", "stablehlo.scatter") else None
+        if indices is None or getattr(op.location, "name_str", "") not in labels or "reshape" not in indices.name:
+            continue
+        kind, index = op.name.removeprefix("stablehlo."), indices.operands[0]
+        name = "dimension_numbers" if kind == "gather" else "scatter_dimension_numbers"
+        if kind == "gather":
+            had = stablehlo.GatherDimensionNumbers(op.attributes[name])
+            made = stablehlo.GatherDimensionNumbers.get(
+                had.offset_dims, had.collapsed_slice_dims, had.operand_batching_dims, had.start_indices_batching_dims,
+                had.start_index_map, index.type.rank,
+            )  # fmt: skip
+        else:
+            had = stablehlo.ScatterDimensionNumbers(op.attributes[name])
+            made = stablehlo.ScatterDimensionNumbers.get(
+                had.update_window_dims, had.inserted_window_dims, had.input_batching_dims,
+                had.scatter_indices_batching_dims, had.scattered_dims_to_operand_dims, index.type.rank,
+            )  # fmt: skip
+        op.attributes[name] = made
+        op.operands[1] = index
+
+
+def _in_post_order(block: Any) -> None:
+    """Put the ops of a block in the order in which XLA writes out a computation, and torch_xla's captures have.
+
+    Each op stands behind those that it reads, the first operand's first, from the results on. What a compiler fuses
+    and combines follows from the order of a program, and what is planned with it: both captures have to have one.
+    """
+    *ops, last = [view.operation for view in block.operations]
+    number = {result: i for i, op in enumerate(ops) for result in op.results}
+    reads = [[number[value] for value in _reads(op) if value in number] for op in (*ops, last)]
+    entered, left = [False] * len(reads), [False] * len(reads)
+    stack = [len(ops)]
+    while stack:
+        i = stack[-1]
+        if not entered[i]:
+            entered[i] = True
+            stack += [each for each in reversed(reads[i]) if not entered[each]]
+            continue
+        stack.pop()
+        if not left[i]:
+            left[i] = True
+            if i < len(ops):
+                ops[i].move_before(last)
+    for i in reversed(range(len(ops))):
+        if not left[i]:
+            ops[i].erase()
+
+
+def _reads(op: Any) -> Iterator[Any]:
+    """The values that an op reads, in its regions too."""
+    yield from op.operands
+    for region in op.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                yield from _reads(view.operation)
+
+
+def _mlir(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{DTYPES[dtype]}>"
+
+
+def _parsed(text: str) -> Any:
+    from jaxlib.mlir import ir
+
+    try:
+        return ir.Module.parse(text)
+    except ir.MLIRError as error:  # pragma: no cover
+        raise CaptureError(f"the StableHLO that was put together cannot be read: {error}") from error
+
+
+def _inline(module: Any) -> None:
+    """Inline the ops' functions, each op under the label of the call that it came from."""
+    from jaxlib.mlir import ir
+
+    from autoshard.stablehlo.inline import inline_calls
+
+    def of(op: Any, caller: Any) -> Any:
+        return caller if caller is not None else (op.location if op.name == "func.call" else None)
+
+    def note(op: Any, context: Any) -> None:
+        if context is not None:
+            op.location = context
+
+    inline_calls(module, of, note)
+    assert isinstance(module, ir.Module)
+
+
+@contextlib.contextmanager
+def jax_types() -> Iterator[None]:
+    """Have jax keep 64-bit numbers as they are."""
+    import jax
+
+    logger = logging.getLogger("jax._src.xla_bridge")  # complains of plugins for devices that are not there
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _function_text(signature: Signature, name: str) -> str:
+    """The function of one op, in MLIR's text, with the functions that it calls."""
+    import jax
+
+    from autoshard.frontends.torchax.aten import DTYPES as JAX
+
+    lowering = lowering_of(signature.func)
+    assert lowering is not None
+    out = tuple(jax.ShapeDtypeStruct(shape, JAX[dtype]) for shape, dtype in signature.outputs)
+
+    def function(*operands: Any) -> Any:
+        def placed(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return operands[value.position]
+            if isinstance(value, tuple):
+                return tuple(placed(each) for each in value)
+            return value
+
+        made = lowering(out, *placed(signature.args), **{k: placed(v) for k, v in signature.kwargs.items()})
+        made = list(made) if isinstance(made, list | tuple) else [made]
+        return [jax.lax.convert_element_type(m, o.dtype).reshape(o.shape) for m, o in zip(made, out, strict=True)]
+
+    given = [jax.ShapeDtypeStruct(shape, JAX[dtype]) for shape, dtype in signature.operands]
+    try:
+        text = jax.jit(function, keep_unused=True).trace(*given).lower().as_text()
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CaptureError(
+            f"{signature.func} could not be lowered by jax ({type(error).__name__}: {first}); operands "
+            + ", ".join(_mlir(*each) for each in signature.operands)
+        ) from error
+    body = text[text.index("\n") + 1 : text.rindex("}")]
+    for own in re.findall(r"func\.func (?:public|private) @([\w.]+|\"[^\"]+\")\(", body):
+        plain = re.sub(r"\W", "_", own)
+        body = re.sub(rf"@{re.escape(own)}(?=\()", f"@{name}" if own == "main" else f"@{name}_{plain}", body)
+    private: str = body.replace("func.func public", "func.func private")
+    return private

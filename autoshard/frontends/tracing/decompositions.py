@@ -1,0 +1,206 @@
+"""Ops that torch_xla computes on the CPU, and that torch itself knows how to write in ops that it can lower.
+
+Such an op is replaced wherever ops are numbered: while a program is captured, and while a plan for it runs; without
+torch_xla too, so that the sequence of ops is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from autoshard.frontends.tracing import algebra, fourier, writes
+from autoshard.frontends.tracing.device import current
+
+_NAMES = """
+_upsample_nearest_exact1d _upsample_nearest_exact3d aminmax bucketize.Scalar bucketize.Tensor channel_shuffle col2im
+copysign.Tensor exp2 fmax fmin glu_backward heaviside huber_loss hypot im2col isin.Scalar_Tensor
+isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum renorm signbit sinc
+special_entr special_log_ndtr special_xlog1py tril_indices triu_indices unfold_backward
+upsample_linear1d upsample_nearest1d upsample_nearest3d vdot
+""".split()  # noqa: SIM905
+
+
+@cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import decomposition_table
+
+    found = {}
+    for name in _NAMES:
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if op in decomposition_table:
+            found[op] = decomposition_table[op]
+    return found | {torch.ops.aten.unfold.default: _unfold, torch.ops.aten.unfold_copy.default: _unfold} | _own()
+
+
+@cache
+def _own() -> dict[Any, Callable[..., Any]]:
+    """Ops written here; torch_xla's entry of some is no fallback, but leads to one, or is wrong."""
+    aten = torch.ops.aten
+    return {
+        aten.copy.default: writes.copied,
+        aten._foreach_copy.default: writes.several_copied,
+        aten.fill.Tensor: writes.copied,
+        aten.median.default: algebra.median,
+        aten.median.dim: algebra.median_dim,
+        aten.searchsorted.Tensor: algebra.searchsorted,
+        aten.searchsorted.Scalar: algebra.searchsorted,
+        aten.logcumsumexp.default: algebra.logcumsumexp,
+        aten.diagonal_copy.default: algebra.diagonal,
+        aten.diagonal_scatter.default: algebra.diagonal_scatter,
+        aten.diagonal_backward.default: algebra.diagonal_backward,
+        aten.as_strided.default: algebra.as_strided,
+        aten.as_strided_copy.default: algebra.as_strided,
+        aten.as_strided_scatter.default: algebra.as_strided_scatter,
+        aten.masked_scatter_backward.default: algebra.masked_scatter_backward,
+        aten.linalg_cholesky_ex.default: algebra.cholesky_ex,
+        aten.linalg_solve_triangular.default: algebra.solve_triangular,
+        aten.huber_loss_backward.default: algebra.huber_loss_backward,
+        aten._linalg_check_errors.default: lambda *_, **__: None,
+        aten.view_as_complex.default: aten.view_as_complex_copy.default,
+        aten.view_as_real.default: aten.view_as_real_copy.default,
+        aten.complex.default: fourier.complex_of,
+        aten.polar.default: fourier.polar,
+        aten._fft_r2c.default: fourier.fft_r2c,
+        aten._fft_c2c.default: fourier.fft_c2c,
+        aten._fft_c2r.default: fourier.fft_c2r,
+        aten.randperm.default: _permutation,
+        aten.randperm.generator: _permutation,
+        aten.addmv.default: _scaled(aten.mv.default),
+        aten.addbmm.default: _scaled(_summed_products),
+    }
+
+
+def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
+    """Windows of `size` elements of a dim, `step` apart, as a last dim: gathered, where torch names strides."""
+    dim %= x.dim()
+    count = (x.shape[dim] - size) // step + 1
+    at = torch.arange(count, device=x.device).unsqueeze(-1) * step + torch.arange(size, device=x.device)
+    taken = torch.index_select(x, dim, at.reshape(-1)).reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
+    return taken.movedim(dim + 1, -1)
+
+
+def _permutation(n: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """The order of random numbers; torch_xla's own has a slice at an index of one dim, which StableHLO has not."""
+    order = torch.rand(n, device=device).argsort()
+    return order if dtype in (None, order.dtype) else order.to(dtype)
+
+
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """What computes an op overload in others, if the device needs that."""
+    return _decomposition(op, current().type)
+
+
+AVERAGES = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.var.correction, torch.ops.aten.std.correction})
+"""Reductions that torch_xla writes as a sum, a product with a constant, and a reshape to the dims that are kept.
+
+Only what is behind the reshape would be an output, that is annotated. The product would be split as propagation has it,
+which goes through the constant: equal ones of the whole program are merged (measured: BERT's step on 8 H100, whose plan
+splits one mean and not the others, gathers all of them, 11 % of its time).
+"""
+
+REDUCTIONS = AVERAGES | {
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.amax.default,
+    torch.ops.aten.amin.default,
+    torch.ops.aten.linalg_vector_norm.default,
+    torch.ops.aten.var_mean.correction,
+    torch.ops.aten.std_mean.correction,
+}
+"""Reductions of all dims where none is named. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
+
+
+BY_ARGUMENTS = REDUCTIONS | {torch.ops.aten.addmm.default}
+"""Ops that are others for some of their arguments."""
+
+
+def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What computes one of `BY_ARGUMENTS` as it is called here; None where the op itself does."""
+    if op in REDUCTIONS:
+        return _reduced(op, args, kwargs)
+    scales = (_argument(op, "beta", args, kwargs), _argument(op, "alpha", args, kwargs))
+    return None if scales == (1, 1) else _scaled(torch.ops.aten.mm.default)
+
+
+def _scaled(product: Callable[..., Any]) -> Callable[..., Any]:
+    """An op such as `addmm`, with factors, which torch_xla computes on the CPU."""
+
+    def made(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+        found = product(a, b) if alpha == 1 else torch.ops.aten.mul.Tensor(product(a, b), alpha)
+        return found if beta == 0 else torch.ops.aten.add.Tensor(found, x, alpha=beta)
+
+    return made
+
+
+def _summed_products(a: Any, b: Any) -> Any:
+    return torch.ops.aten.sum.dim_IntList(torch.ops.aten.bmm.default(a, b), [0])
+
+
+def _reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What computes one of `REDUCTIONS` as it is called here.
+
+    One of `AVERAGES` that keeps its dims is one that does not, and a view. No dims are all dims, by their numbers.
+    """
+    if not args[0].dim():
+        return None
+    if op in AVERAGES and _argument(op, "keepdim", args, kwargs):
+        return partial(_kept_apart, op)
+    dims = _argument(op, "dim", args, kwargs)
+    return partial(_of_all_dims, op) if dims is not None and not len(dims) else None
+
+
+def _of_all_dims(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A reduction that names no dim, with all of them named."""
+    named = _named(op, args, kwargs) | {"dim": list(range(args[0].dim()))}
+    return op(named.pop("self"), **named)
+
+
+def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip([each.name for each in op._schema.arguments], args, strict=False)) | dict(kwargs)
+
+
+def _argument(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An argument of an op by its name: as it was given, else its default; None where the op has none of that name."""
+    if name in kwargs:
+        return kwargs[name]
+    for place, each in enumerate(op._schema.arguments):
+        if each.name == name:
+            return args[place] if place < len(args) else each.default_value
+    return None
+
+
+def _kept_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A reduction whose reduced dims are kept, as one that does not keep them, and a view."""
+    x, dims = args[0], _argument(op, "dim", args, kwargs)
+    gone = sorted({d % x.dim() for d in dims} if dims else range(x.dim()))
+    rest = _named(op, args, kwargs) | {"dim": gone, "keepdim": False}
+    made = op(rest.pop("self"), **rest)
+    kept = [1 if d in gone else n for d, n in enumerate(x.shape)]
+    return torch.ops.aten.view_copy.default(made, kept)
+
+
+@cache
+def _decomposition(op: Any, device: str) -> Callable[..., Any] | None:
+    return _table().get(op) if device != "xla" or op in _own() or current().falls_back(op.name()) else None
+
+
+@cache
+def functional_form(op: Any) -> Callable[..., Any] | None:
+    """What an op is run as that functionalization would have turned into others; None where there is nothing to do.
+
+    It comes before the modes, but not before what runs inside one, as decompositions do. A view made there would be
+    torch_xla's own kind of view, whose copies read other elements than it (measured: a copy of a permuted tensor).
+    """
+    if not op.name().startswith("aten::") or torch.Tag.view_copy in op.tags:
+        return None
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return op.decompose  # type: ignore[no-any-return]
+    if not op.is_view:
+        return None
+    copied = getattr(torch.ops.aten, f"{op.overloadpacket.__name__}_copy", None)
+    return getattr(copied, op._overloadname, None)

@@ -1,0 +1,108 @@
+"""Complex numbers and Fourier transforms in ops that torch_xla lowers: it has no transform, but products and pairs.
+
+A transform is a product with the matrix of its roots of unity, as long as a dim is: n multiplications per number where
+a fast transform has about log n. That is what a program of short transforms pays; one of long ones is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.errors import CaptureError
+
+LONGEST = 4096
+"""Numbers along a transformed dim; the matrix of roots has their square."""
+
+
+def complex_of(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
+    """`torch.complex`."""
+    real, imaginary = torch.broadcast_tensors(real, imaginary)
+    return torch.view_as_complex(torch.stack([real, imaginary], -1))
+
+
+def polar(length: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """`torch.polar`."""
+    return complex_of(length * angle.cos(), length * angle.sin())
+
+
+def fft_r2c(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> torch.Tensor:
+    """`aten._fft_r2c`: of real numbers; `onesided` keeps half of the last dim's frequencies, and one."""
+    *others, last = (d % x.dim() for d in dim)
+    size = x.shape[last]
+    scale = _scale([x.shape[d] for d in dim], normalization)
+    kept = size // 2 + 1 if onesided else size
+    cos, sin = _roots(size, size, kept, x)
+    pair = _times(x, cos, last) * scale, _times(x, sin, last) * -scale
+    for d in others:
+        pair = _transformed(pair, d, forward=True)
+    return complex_of(*pair)
+
+
+def fft_c2c(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
+    """`aten._fft_c2c`."""
+    scale = _scale([x.shape[d] for d in dim], normalization)
+    pair = _parts(x)
+    for d in dim:
+        pair = _transformed(pair, d % x.dim(), forward)
+    return complex_of(pair[0] * scale, pair[1] * scale)
+
+
+def fft_c2r(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> torch.Tensor:
+    """`aten._fft_c2r`: back to real numbers, from half of the last dim's frequencies, and one."""
+    *others, last = (d % x.dim() for d in dim)
+    scale = _scale([*(x.shape[d] for d in others), last_dim_size], normalization)
+    kept = last_dim_size // 2 + 1
+    pair = _parts(x.narrow(last, 0, kept))
+    for d in others:
+        pair = _transformed(pair, d, forward=False)
+    cos, sin = _roots(last_dim_size, kept, last_dim_size, pair[0])
+    at = torch.arange(kept, device=x.device)
+    single = (at == 0) | (2 * at == last_dim_size)  # these have no mirrored partner
+    weight = torch.where(single, scale, 2 * scale).to(cos.dtype).unsqueeze(-1)
+    return _times(pair[0], cos * weight, last) - _times(pair[1], sin * weight, last)
+
+
+def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.view_as_real(x.resolve_conj() if x.is_conj() else x)
+    return both.select(-1, 0), both.select(-1, 1)
+
+
+def _scale(sizes: Sequence[int], normalization: int) -> float:
+    """What torch's word for a normalization means: 0 nothing, 1 the root of the size, 2 the size."""
+    count = math.prod(sizes)
+    return {0: 1.0, 1: 1 / math.sqrt(count), 2: 1 / count}[normalization]
+
+
+def _roots(size: int, rows: int, columns: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, columns]: cosines and sines of 2 pi jk / size."""
+    if size > LONGEST:
+        raise CaptureError(
+            f"a Fourier transform of {size} numbers is too long: torch_xla has none, and as a product with its matrix "
+            f"it may have {LONGEST}. Transform shorter pieces, or convolve instead"
+        )
+    j, k = torch.arange(rows, device=like.device), torch.arange(columns, device=like.device)
+    angle = ((j.unsqueeze(-1) * k) % size).to(like.dtype) * (2 * math.pi / size)
+    return angle.cos(), angle.sin()
+
+
+def _times(x: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    from autoshard.frontends.tracing import ops
+
+    letters = "abcdefghijklm"[: x.dim()]
+    out = letters.replace(letters[dim], "z")
+    return ops.einsum(f"{letters},{letters[dim]}z->{out}", x, matrix)
+
+
+def _transformed(pair: tuple[torch.Tensor, torch.Tensor], dim: int, forward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A complex transform of one dim, not scaled."""
+    real, imaginary = pair
+    size = real.shape[dim]
+    cos, sin = _roots(size, size, size, real)
+    sin = -sin if forward else sin
+    return (
+        _times(real, cos, dim) - _times(imaginary, sin, dim),
+        _times(real, sin, dim) + _times(imaginary, cos, dim),
+    )

@@ -1,0 +1,744 @@
+"""What every way of capturing shares: the model on placeholders, its step traced once, and what it was made of.
+
+Every parameter, buffer, input and optimizer state is replaced by a *placeholder*, a tensor without data. The
+step runs once on these; a frontend (`torch_xla.py`, `torchax.py`) says what a placeholder is and lowers the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+
+from autoshard.errors import CaptureError
+from autoshard.frontends.switches import table as switches
+from autoshard.frontends.tracing import refusals
+from autoshard.frontends.tracing.attributes import Attributes
+from autoshard.frontends.tracing.copies import Copies
+from autoshard.frontends.tracing.device import is_xla, tensor_id
+from autoshard.frontends.tracing.inputs import Inputs, input_names, key_name, split_inputs
+from autoshard.frontends.tracing.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
+from autoshard.frontends.tracing.modules import ModulePaths, tensor_parallel_plan
+from autoshard.frontends.tracing.next_step import Pass, draw_again
+from autoshard.frontends.tracing.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
+from autoshard.frontends.tracing.sequence import (
+    ALIASES,
+    TRANSFERS,
+    AtenSequence,
+    Call,
+    Producer,
+    name_of,
+    on_cpu,
+    tensors_in,
+)
+from autoshard.program import (
+    Argument,
+    ArgumentRole,
+    AtenOp,
+    Output,
+    OutputRole,
+    Program,
+    TensorType,
+    ValueRead,
+)
+
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "ui8",
+    torch.bool: "i1", torch.complex64: "complex<f32>", torch.complex128: "complex<f64>",
+}  # fmt: skip
+"""torch dtype -> StableHLO's word for it."""
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Leave no lazy tensor of a capture alive, also when it fails.
+
+    torch_xla's next sync runs every lazy tensor that is alive, and a placeholder among them, which has no data, ends
+    the process. What could keep one is a cycle that waits for the collector, or the frames of an error that somebody
+    keeps (a notebook keeps the last one); of the errors behind that one only what they say is kept.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # so that the collection below looks at nothing older than the capture
+    try:
+        yield
+    except BaseException as error:
+        failures: list[BaseException | None] = [error]
+        seen: set[int] = set()
+        while failures:
+            failure = failures.pop()
+            if failure is not None and id(failure) not in seen:
+                seen.add(id(failure))
+                traceback.clear_frames(failure.__traceback__)
+                failures += [failure.__cause__, failure.__context__]
+                if failure is not error:
+                    failure.__traceback__ = None
+        raise
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def trace_step(
+    tracing: Callable[[torch.nn.Module, Any, tuple[str, ...]], Tracing],
+    model: torch.nn.Module,
+    sample_inputs: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    train: bool | None,
+    switches: Sequence[str],
+) -> Program:
+    """Trace a program by a frontend's `Tracing`; the other arguments as in `capture.torch_xla.capture`."""
+    train = bool(loss_fn is not None or optimizer is not None) if train is None else train
+    if optimizer is not None and not train:
+        raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
+    if loss_fn is not None and not callable(loss_fn):
+        raise CaptureError(f"loss_fn is a callable from the model's output to a number, not {type(loss_fn).__name__}")
+    with nothing_left():
+        inputs = split_inputs(model, sample_inputs, loss_fn)
+        with tracing(model, loss_fn, tuple(switches)) as traced:
+            loss_or_output = traced.forward(inputs, loss_fn, train)
+            if train:
+                traced.backward(loss_or_output, optimizer)
+            program = traced.program(loss_or_output, train)
+            return replace(program, once=traced.another_program(program, inputs, loss_fn))
+
+
+def check_placeable(like: torch.Tensor) -> None:
+    """Refuse a tensor that no placeholder can stand for."""
+    if like.dtype not in DTYPES:
+        raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
+    if like.layout is not torch.strided:
+        raise CaptureError(f"tensors of layout {like.layout} cannot be captured; only dense ones (`.to_dense()`)")
+
+
+@dataclass
+class Known:
+    """A tensor that is an argument: what it was first, and what `Program` says of it."""
+
+    name: str
+    role: ArgumentRole
+    tensor: torch.Tensor
+    first: int
+    type: TensorType
+    of: str | None = None
+    annotated: str = ""
+
+
+@dataclass
+class Result:
+    """A result of the step, before it is lowered."""
+
+    name: str
+    role: OutputRole
+    tensor: torch.Tensor
+    updates: str | None = None
+
+
+@dataclass
+class Lowered:
+    """What a frontend made of a trace.
+
+    Attributes:
+        stablehlo: as `Program.stablehlo`.
+        arguments: of its main function.
+        result_types: one for each result that was asked for.
+    """
+
+    stablehlo: bytes
+    arguments: tuple[Argument, ...]
+    result_types: tuple[TensorType, ...]
+
+
+class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
+    """One capture: the model on placeholders while it is entered, restored when it is left, however that is."""
+
+    frontend: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    """Whose versions a program notes."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Any, names: tuple[str, ...]) -> None:
+        """Nothing is replaced yet; `names` are switches."""
+        self.model = model
+        self.switches = names
+        self.known: dict[str, Known] = {}
+        self.results: list[Result] = []
+        self.values: dict[str, torch.Tensor] = {}
+        self.parameters: dict[int, torch.Tensor] = {}
+        self.trained: dict[str, str] = {}
+        self.memo: dict[int, torch.Tensor] = {}
+        self.roots = {"": model}
+        if isinstance(loss_fn, torch.nn.Module):
+            self.roots["loss_fn"] = loss_fn
+        self.attributes = Attributes()
+        self.stack = contextlib.ExitStack()
+        self.data = KnownValues(self.data_of)
+
+    # What a frontend says.
+
+    @abstractmethod
+    def placeholder(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape and dtype that has no data."""
+
+    @abstractmethod
+    def annotated(self, tensor: torch.Tensor) -> str:
+        """The GSPMD sharding that a tensor of the user's carries, in HLO's words; empty where there is none."""
+
+    @abstractmethod
+    def make_labels(self, paths: ModulePaths) -> Labels:
+        """The dispatch mode that the step runs under."""
+
+    @abstractmethod
+    def lower(self, results: Sequence[Result]) -> Lowered:
+        """The trace as StableHLO; of the arguments it takes those that are read, then those that are only written."""
+
+    @staticmethod
+    def data_of(like: torch.Tensor) -> torch.Tensor:
+        """What a tensor of the user's that is not on meta holds, on the CPU."""
+        return like.detach().cpu()
+
+    def begin(self) -> None:
+        """Set what has to be set for placeholders to exist; undone by callbacks on `self.stack`."""
+
+    def begin_step(self) -> None:
+        """The same, once placeholders stand for the model's tensors."""
+
+    def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
+        """What an error of the frontend's own means, if it is one; `first` is the first line that it says."""
+        return None
+
+    # The model on placeholders.
+
+    def __enter__(self) -> Tracing:
+        """Put placeholders in place."""
+        self.stack.callback(self.attributes.restore)
+        try:
+            self.stack.enter_context(
+                torch.inference_mode(False)
+            )  # the caller's would keep gradients from being recorded
+            self.begin()
+            for prefix, root in self.roots.items():
+                self._replace(prefix, root)
+            names = {id(k.tensor): k.name for k in self.known.values()}
+            self.paths = self.stack.enter_context(ModulePaths(self.roots, names))
+            self.labels = self.make_labels(self.paths)
+            self.labels.values = self.data
+            self.begin_step()
+            self.stack.enter_context(torch.random.fork_rng(devices=[]))
+            self.stack.enter_context(switches.active(self.switches, self.model))
+            self.stack.enter_context(refusals.RefuseMasks(self.paths.describe, self.labels.unknown))
+        except BaseException:
+            self.stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put the model's own tensors back."""
+        self.stack.close()
+
+    def _replace(self, prefix: str, root: torch.nn.Module) -> None:
+        """Put placeholders in the place of parameters and buffers, in dicts of their own."""
+        for path, module in root.named_modules():
+            self.attributes.save(module)
+            where = ".".join(part for part in (prefix, path) if part)
+            for table in ("_parameters", "_buffers"):
+                tensors = module.__dict__.get(table) or {}
+                module.__dict__[table] = {
+                    name: None if t is None else self._stand_in(t, f"{where}.{name}" if where else name)
+                    for name, t in tensors.items()
+                }
+        for module, name, value in self.attributes.lists():
+            if value and all(id(v) in self.memo for v in value):
+                module.__dict__[name] = [self.memo[id(v)] for v in value]  # such as an RNN's _flat_weights
+
+    def _stand_in(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in self.memo:
+            made, role = self.placeholder(tensor), "buffer"
+            if isinstance(tensor, torch.nn.Parameter):
+                made, role = torch.nn.Parameter(made, requires_grad=tensor.requires_grad), "parameter"
+                made.__dict__.update(tensor.__dict__)
+                self.parameters[id(tensor)] = made
+            self.memo[id(tensor)] = made
+            self._know(name, "parameter" if role == "parameter" else "buffer", made, like=tensor)
+        return self.memo[id(tensor)]
+
+    def _know(
+        self,
+        name: str,
+        role: ArgumentRole,
+        tensor: torch.Tensor,
+        of: str | None = None,
+        like: torch.Tensor | None = None,
+    ) -> None:
+        while name in self.known:
+            name += "_"
+        annotated = "" if like is None else self.annotated(like)
+        self.known[name] = Known(name, role, tensor, tensor_id(tensor), tensor_type(tensor), of, annotated)
+        self.data.argument(name, role, like)
+
+    # The step.
+
+    def forward(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, train: bool) -> Any:
+        """Run the forward pass on placeholders; returns the loss of a training step, else the output."""
+        placed = []  # one for each argument: the same tensor given twice is two inputs, which may be two another time
+        for name, value in input_names(self.model, inputs, loss_fn):
+            for path, leaf in tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    placed.append(self.placeholder(leaf).requires_grad_(leaf.requires_grad))
+                    self._know(".".join([name, *(key_name(k) for k in path)]), "input", placed[-1], like=leaf)
+        self.labels.restart({k.name: k.tensor for k in self.known.values()})
+        self.first = Pass(self.roots)
+        loss = self._pass(inputs, placed, loss_fn, train)
+        self.changes = self.first.ran(self.labels, self.data, self._given(loss))
+        self.read = self.data.read
+        if not train:
+            return loss
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CaptureError(
+                "a training step needs a loss: one differentiable number. "
+                + (f"{'loss_fn' if loss_fn is not None else 'The model'} returned {_brief(loss)}.")
+                + self._why_none(loss)
+                + (
+                    ""
+                    if loss_fn is not None
+                    else " Pass loss_fn, or inputs (labels) with which the model has a `.loss`."
+                )
+            )
+        return loss
+
+    def _pass(self, inputs: Inputs, placed: Sequence[torch.Tensor], loss_fn: Any, train: bool) -> Any:
+        """Run the forward pass once: the loss, or the output where nothing is trained."""
+        in_order = iter(placed)
+
+        def swap(value: Any) -> Any:
+            return tree_map(lambda leaf: next(in_order) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+        args, kwargs = swap(inputs.args), swap(dict(inputs.kwargs))
+        copies = Copies(self.paths.describe)
+        with torch.set_grad_enabled(train), self._explained(inputs), copies, self.labels:
+            output = self.model(*args, **kwargs)
+            if train:
+                self.paths.outside = "loss_fn"
+                if loss_fn is None:
+                    output = _loss_of(output)
+                else:
+                    output = loss_fn(output, *swap(inputs.loss_args), **swap(dict(inputs.loss_kwargs or {})))
+            copies.check(self._given(output))
+            return output
+
+    def _given(self, output: Any) -> list[torch.Tensor]:
+        """What a pass gives: the tensors that it returned, then the buffers as they are."""
+        returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_xla(leaf)]
+        return returned + [self._current(known) for known in self.known.values() if known.role == "buffer"]
+
+    def another_program(self, program: Program, inputs: Inputs, loss_fn: Any) -> str:
+        """Why the next step is another one than what was traced, or nothing (`next_step.py`); behind lowering."""
+        updated = {program.arguments[each.updates].name for each in program.outputs if each.updates is not None}
+        known = next((known for name, known in self.known.items() if name in self.read and name in updated), None)
+        if known is not None:
+            return (
+                f"the forward pass reads the value of {known.role} {known.name} (.item(), float(), an index of one "
+                "number), and the step changes it. Compute with the tensor itself: index_copy_, torch.where, a product"
+            )
+        if not self.changes:
+            return ""
+        read = [known for known in self.known.values() if known.role != "optimizer_state"]
+        arguments = {known.name: self._anew(self._current(known)) for known in read}
+        placed = [arguments[known.name] for known in read if known.role == "input"]
+        held = [known for known in read if known.role != "input"]
+        self._put_anew({id(self._current(known)): arguments[known.name] for known in held})
+        self.data = self.labels.values = self.data.as_given()
+        self.labels.phase, self.paths.outside = "forward", "the program"
+        self.labels.restart(arguments)
+        for name, (_, tensor, _) in self.first.kept.items():
+            self.labels.name(tensor, name)
+        drawn = draw_again(self.first.drawn)
+        try:
+            output = self._pass(inputs, placed, loss_fn, program.kind == "train")
+        except CaptureError as error:
+            return f"once more, {error}"
+        finally:
+            draw_again(drawn)
+        return self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs)
+
+    def _anew(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another placeholder: what a step has written is known by more than one id."""
+        made = self.placeholder(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)
+            return made
+        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def _put_anew(self, made: Mapping[int, torch.Tensor]) -> None:
+        """Put tensors in the place of others, by their ids: in modules, and where the pass has left them."""
+        for root in self.roots.values():
+            for module in root.modules():
+                for table in (module._parameters, module._buffers):
+                    table.update({name: made.get(id(t), t) for name, t in table.items()})
+        for module, name, _, value in list(self.first.before.changes()):
+            if isinstance(value, list):
+                value[:] = [made.get(id(each), each) for each in value]
+            elif id(value) in made:
+                module.__dict__[name] = made[id(value)]
+
+    def _why_none(self, loss: Any) -> str:
+        """Why a loss is none that can be differentiated, where the model is why."""
+        if not isinstance(loss, torch.Tensor) or loss.requires_grad:
+            return ""
+        if not self.parameters:
+            return " The model has no parameters to train."
+        if not any(parameter.requires_grad for parameter in self.parameters.values()):
+            return " No parameter of the model requires a gradient: requires_grad_(True) on what is to be trained."
+        return ""
+
+    def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
+        """Differentiate, and take the optimizer's step."""
+        self.labels.phase, self.paths.backward = "backward", True
+        self.paths.outside = "the backward pass"
+        with self._explained(None), self.labels:
+            loss.backward()
+        self.paths.backward = False
+        self.read = self.data.read
+        if optimizer is None:
+            for known in [k for k in self.known.values() if k.role == "parameter" and k.tensor.grad is not None]:
+                self.results.append(Result(f"{known.name}.grad", "output", known.tensor.grad))
+            return
+        self.paths.outside = "the optimizer"
+        made = make_optimizer(optimizer, self.parameters)
+        names = {id(k.tensor): k.name for k in self.known.values() if k.role == "parameter"}
+        with self._explained(None):
+            seeded = seed_state(made, names, self.placeholder, _Trial(self.labels))
+        for name, (tensor, of) in seeded.items():
+            self._know(name, "optimizer_state", tensor, of)
+            self.labels.name(tensor, name)
+        graded = {id(p): names[id(p)] for p in self.parameters.values() if p.grad is not None and id(p) in names}
+        self.data.states = lambda like: state_values(made, graded, like)
+        held = {id(p) for group in made.param_groups for p in group["params"]}
+        self.trained = {name: type(made).__name__ for key, name in graded.items() if key in held}
+        self.labels.phase = "optimizer"
+        with self._explained(None), self.labels:
+            step(made)
+        for p, state in made.state.items():
+            if id(p) in names:
+                for name, tensor in state_tensors(state, names[id(p)]):
+                    if name not in self.known or tensor_id(tensor) != self.known[name].first:
+                        updates = name if name in self.known else None
+                        self.results.append(Result(name, "optimizer_state", tensor, updates))
+
+    @contextlib.contextmanager
+    def _explained(self, inputs: Inputs | None) -> Iterator[None]:
+        """Turn what goes wrong inside the program into one clear error."""
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            where = self.paths.failed()
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            if refusals.asks_for_data(first):
+                running, line = self.labels.running, refusals.line_of(error)
+                raise (
+                    refusals.no_lowering(running, where, line) if running else refusals.execution(where, line)
+                ) from error
+            explained = self.explain(error, first, where)
+            if explained is not None:
+                raise explained from error
+            given = f" The sample inputs were {inputs.describe()}." if inputs is not None else ""
+            raise CaptureError(f"{where} failed with {type(error).__name__}: {first.rstrip('.')}.{given}") from error
+
+    # The program.
+
+    def program(self, loss_or_output: Any, train: bool) -> Program:
+        """Lower what was traced."""
+        results = self._results(loss_or_output, train)
+        assert len({k.first for k in self.known.values()}) == len(self.known), "one tensor is known under two names"
+        with self._explained(None):
+            lowered = self.lower(results)
+        if len(lowered.result_types) != len(results):
+            raise CaptureError(f"{self.frontend} lowered {len(lowered.result_types)} results of {len(results)}")
+        index = {a.name: i for i, a in enumerate(lowered.arguments)}
+        outputs = tuple(
+            Output(r.name, r.role, type_, index.get(r.updates) if r.updates is not None else None)
+            for r, type_ in zip(results, lowered.result_types, strict=True)
+        )
+        return Program(
+            kind="train" if train else "forward",
+            frontend=self.frontend,
+            versions=_versions(self.packages),
+            switches=self.switches,
+            stablehlo=lowered.stablehlo,
+            arguments=lowered.arguments,
+            outputs=outputs,
+            ops=tuple(self.labels.ops),
+            values=self.values,
+            annotated={known.name: known.annotated for known in self.known.values() if known.annotated},
+            tp_plan=tensor_parallel_plan(self.model),
+            reads=tuple(self.labels.reads),
+            inputs=tuple(known.name for known in self.known.values() if known.role == "input"),
+        )
+
+    def unread(self, results: Sequence[Result], read: Sequence[Argument]) -> list[Argument]:
+        """The arguments that results update and that nothing reads."""
+        names = {argument.name for argument in read}
+        written = [self.known[r.updates] for r in results if r.updates is not None and r.updates not in names]
+        return [Argument(k.name, k.role, k.type, k.of) for k in written]
+
+    def _results(self, loss_or_output: Any, train: bool) -> list[Result]:
+        """Loss or outputs first, then what the step changed, in the order of the arguments."""
+        results = []
+        if train:
+            results.append(Result("loss", "loss", loss_or_output))
+        else:
+            for path, leaf in tree_flatten_with_path(loss_or_output)[0]:
+                if isinstance(leaf, torch.Tensor) and is_xla(leaf):
+                    results.append(Result(".".join(key_name(k) for k in path) or "output", "output", leaf))
+            if not results:
+                raise CaptureError(f"the model's output holds no tensor ({_brief(loss_or_output)})")
+        for known in self.known.values():
+            if known.role == "parameter" or known.role == "buffer":
+                now = self._current(known)
+                if tensor_id(now) != known.first:
+                    results.append(Result(known.name, known.role, now, known.name))
+        results += self.results
+        self._check_updates(results)
+        return results
+
+    def _check_updates(self, results: Sequence[Result]) -> None:
+        """Refuse a parameter that is not trained, and what makes the next step another program."""
+        updated = {result.updates for result in results}
+        left = next((name for name in self.trained if name not in updated), None)
+        if left is not None:
+            raise CaptureError(
+                f"the step of {self.trained[left]} leaves {left} as it was, though it has a gradient. It skips it, or "
+                "writes it where capture does not see it: write it with torch's ops (p.add_, p.copy_), or freeze it, "
+                "requires_grad_(False), or leave it out of the optimizer"
+            )
+        held = {k.first: k.name for k in self.known.values() if k.role != "input" and k.name not in updated}
+        for result in (result for result in results if result.updates is not None):
+            was, now = self.known[str(result.updates)].type, tensor_type(result.tensor)
+            if now != was:
+                raise CaptureError(
+                    f"the step leaves {now} in {result.name}, which was {was}: the next step "
+                    "would be another program. Write values of the shape and dtype that it has"
+                )
+            other = held.setdefault(tensor_id(result.tensor), result.name)
+            if other != result.name:
+                raise CaptureError(
+                    f"{other} and {result.name} are one tensor after the step (assigned, set_ or .data =), and the "
+                    "next step would write both at once. Copy the values instead: copy_(…), or .clone()"
+                )
+
+    def _current(self, known: Known) -> torch.Tensor:
+        """What stands now where a parameter or buffer stood: a module may have assigned another tensor."""
+        for prefix, root in self.roots.items():
+            if known.name.startswith(f"{prefix}." if prefix else ""):
+                path, _, leaf = known.name.removeprefix(f"{prefix}." if prefix else "").rpartition(".")
+                try:
+                    now = getattr(root.get_submodule(path), leaf, None)
+                except AttributeError:
+                    continue
+                if isinstance(now, torch.Tensor) and is_xla(now):
+                    return now
+        return known.tensor
+
+
+class _Followed:
+    """Values of tensors by what is known, and the kinds of what those followed from that were asked for."""
+
+    def __init__(self, values: KnownValues, producer: Callable[[torch.Tensor], Producer]) -> None:
+        self.values, self.producer = values, producer
+        self.kinds: Kinds = frozenset()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        value, kinds = self.values.of(self.producer(tensor), tensor)
+        self.kinds |= kinds
+        return value
+
+
+class Labels(AtenSequence, ABC):
+    """Runs each aten op under its label, marks its outputs, records it; refuses what cannot be captured.
+
+    A frontend says how an op gets a label (`labelled`), and how an output is marked (`mark`).
+    """
+
+    def __init__(self, paths: ModulePaths) -> None:
+        """Before the first op."""
+        super().__init__()
+        self.paths = paths
+        self.phase = "forward"
+        self.ops: list[AtenOp] = []
+        self.running = ""
+        self.values = KnownValues(torch.Tensor.cpu)
+        self.reads: list[ValueRead] = []
+
+    def run(self, call: Call) -> Any:
+        """Run an op that can be lowered, under its label."""
+        refusals.refuse(call.name, call.func, call.tensors, self.paths.describe)
+        self.values.keep(call)
+        self.running = call.name
+        result = self.labelled(call)
+        self.running = ""
+        return result
+
+    def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the host gives, from values that are known."""
+        values = _Followed(self.values, self.producer)
+        try:
+            placed, named = on_cpu(args, values), on_cpu(dict(kwargs), values)
+            if not values.kinds <= SHAPING:
+                raise UnknownValueError(_in_words(values.kinds - SHAPING))
+        except UnknownValueError as error:
+            raise refusals.on_host(str(func), self.paths.describe(), str(error), self.indexing) from None
+        result = func(*placed, **named)
+        self._note(func, result, values.kinds)
+        return result
+
+    def unknown(self, tensor: torch.Tensor) -> str:
+        """What a tensor follows from that no shape may depend on; nothing where there is nothing of the kind."""
+        try:
+            _, kinds = self.values.of(self.producer(tensor), tensor)
+        except UnknownValueError as error:
+            return str(error)
+        return _in_words(kinds - SHAPING) if kinds - SHAPING else ""
+
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an op gives that takes values to the host."""
+        values = _Followed(self.values, self.producer)
+        try:
+            result = func(*on_cpu(args, values), **on_cpu(dict(kwargs), values))
+        except UnknownValueError as error:
+            raise refusals.reads_value(str(func), self.paths.describe(), str(error)) from None
+        self._note(func, result, values.kinds)
+        return result.clone() if isinstance(result, torch.Tensor) else result
+
+    def _note(self, func: Any, result: Any, found: Kinds) -> None:
+        if found:
+            what = (self.next_index, str(func), self.paths.current(), described(result), tuple(sorted(found)))
+            self.reads.append(ValueRead(*what))
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op on the device."""
+        return func(*args, **kwargs)
+
+    @abstractmethod
+    def labelled(self, call: Call) -> Any:
+        """Run the op under its label."""
+
+    @abstractmethod
+    def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Mark the outputs that lowering can annotate."""
+
+    def marked(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(j, the tensor) of each output that is to be marked."""
+        inputs: set[int] | None = None
+        for j, tensor in enumerate(outputs):
+            if is_xla(tensor) and tensor.is_floating_point():
+                inputs = {tensor_id(t) for t in call.tensors if is_xla(t)} if inputs is None else inputs
+                if tensor_id(tensor) not in inputs:
+                    yield j, tensor
+
+    def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Record the op."""
+        types = [tensor_type(tensor) for tensor in outputs]
+        self.mark(call, outputs)
+        path = self.paths.current()
+        self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs, call.options))
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Answer what reads values."""
+        return self.read(func, args, kwargs) if takes_values(func, args, kwargs) else func(*args, **kwargs)
+
+    def _follow(self, name: str, tensors: tuple[torch.Tensor, ...], result: Any) -> None:
+        """Know what comes from the host."""
+        super()._follow(name, tensors, result)
+        if isinstance(result, torch.Tensor) and is_xla(result) and tensors:
+            source = tensors[-1] if name.startswith("aten.copy") else tensors[0]
+            if name in TRANSFERS and not is_xla(source):
+                self.values.from_host(result, source)
+            elif name in ALIASES and is_xla(source) and self.producer(source) is None:
+                known = self.values.same(result, source)
+                if not known and name == "aten.lift_fresh.default":  # `torch.tensor([1, 2], device="xla")`
+                    self.values.from_host(result, self.values.data_of(source))
+
+
+def takes_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op takes values of the device's tensors to the host."""
+    name = name_of(func)
+    return refusals.may_take_values(name) and refusals.takes_values(name, tensors_in((args, kwargs)), kwargs)
+
+
+def _in_words(kinds: Kinds) -> str:
+    """`the parameters and inputs of floats`."""
+    words = {"floats": "inputs that are no whole numbers", "optimizer_state": "the optimizer's state"}
+    return " and ".join(words.get(kind, f"the model's {kind}s") for kind in sorted(kinds))
+
+
+class _Trial(AtenSequence):
+    """The step of an optimizer that only tells what state it keeps: what it reads is answered with ones."""
+
+    def __init__(self, labels: Labels) -> None:
+        super().__init__()
+        self.labels = labels
+        self.labels.running = ""
+
+    def run(self, call: Call) -> Any:
+        refusals.refuse(call.name, call.func, call.tensors, _the_optimizer)
+        self.labels.running = call.name
+        result = self.labels.execute(call.func, call.args, call.kwargs)
+        self.labels.running = ""
+        return result
+
+    def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        raise refusals.on_host(str(func), "the optimizer", "the optimizer's state", self.indexing)
+
+    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if takes_values(func, args, kwargs):
+            return func(*on_cpu(args, _ones), **on_cpu(dict(kwargs), _ones))
+        return self.labels.execute(func, args, kwargs)
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def _the_optimizer() -> str:
+    return "the optimizer"
+
+
+def tensor_type(tensor: torch.Tensor) -> TensorType:
+    """Shape and dtype in the words of `Program`."""
+    return TensorType(tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        grad = "" if value.requires_grad else ", which requires no gradient"
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}{grad}"
+    return f"a {type(value).__name__}"
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for package in (*packages, *(["transformers"] if "transformers" in sys.modules else [])):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
