@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from autoshard.meshes import Watch
     from autoshard.plan import Keep, Plan
     from autoshard.program import Program
-    from autoshard.solver.carry import Carried
     from autoshard.solver.problem import Problem
+    from autoshard.strategies.carry import Carried
 
 Hint = Spec | Sequence[Sequence[str] | str | None] | str
 DEVICE_MEMORY: Literal["device"] = "device"

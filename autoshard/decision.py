@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.meshes import Watch
-    from autoshard.solver.carry import Carried
-    from autoshard.solver.formulate import Formulation
     from autoshard.solver.problem import Problem, Solution
+    from autoshard.strategies.carry import Carried
+    from autoshard.strategies.formulate import Formulation
 
 Progress = Callable[[str], None]
 MEMORY_TRIES = 5
@@ -221,7 +221,7 @@ def formulated(
     """
     from autoshard.cost.machine.device import load_device
     from autoshard.hints import split
-    from autoshard.solver.formulate import formulate
+    from autoshard.strategies.formulate import formulate
 
     arguments, inside = split(graph, hints)
     for value, spec in inside.items():
@@ -247,12 +247,12 @@ def decide(
     """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
     from autoshard.cost.machine.device import load_device
     from autoshard.plan import NoPlanError
-    from autoshard.solver.carry import carried_from, choices_from
-    from autoshard.solver.evaluate import evaluate as evaluate_choice
-    from autoshard.solver.guard import guarded
+    from autoshard.solver.objective import evaluate as evaluate_choice
     from autoshard.solver.problem import Status
-    from autoshard.solver.shared import solved_together
     from autoshard.solver.solve import solve
+    from autoshard.strategies.carry import carried_from, choices_from
+    from autoshard.strategies.guard import guarded
+    from autoshard.strategies.shared import solved_together
 
     (progress or (lambda stage: None))("solve")
     device = load_device(mesh.device)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
     from autoshard.program import Program
-    from autoshard.solver.formulate import Formulation
+    from autoshard.strategies.formulate import Formulation
 
 _EQUAL = 1e-6
 """Steps whose times differ by no more than this part are called equal: plans round what they record."""

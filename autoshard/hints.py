@@ -95,8 +95,8 @@ def spec_of(text: str, rank: int, mesh: Mesh, name: str) -> Spec:
     Raises:
         ValueError: there is none; says what to do.
     """
-    from autoshard.solver.strategies import argument_specs
     from autoshard.stablehlo.annotate import gspmd_sharding
+    from autoshard.strategies.space import argument_specs
 
     wanted = _tiles(text)
     if wanted is not None:

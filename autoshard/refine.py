@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoshard.decision import Progress
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
-    from autoshard.solver.formulate import Formulation
+    from autoshard.strategies.formulate import Formulation
     from autoshard.verify.targets import Target
 
 OPTIMUM = "optimum"
@@ -226,7 +226,7 @@ def _overlapped(graph: Graph, plan: Plan) -> Formulation:
     """The problem in which part of every collective's bytes are on their way beside compute."""
     from autoshard.cost.machine.device import load_device
     from autoshard.hints import split
-    from autoshard.solver.formulate import formulate
+    from autoshard.strategies.formulate import formulate
 
     device = load_device(plan.mesh.device)
     links = tuple(replace(link, bandwidth=link.bandwidth / (1 - _HIDDEN)) for link in device.links)

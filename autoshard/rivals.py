@@ -39,7 +39,7 @@ def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tup
     from autoshard.hints import value_named
     from autoshard.manual import PLANS
     from autoshard.manual.rank import ranked
-    from autoshard.solver.guard import UncompilableError, WrongNumbersError, guarded
+    from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
     wanted = {value_named(graph, name): spec for name, spec in hints.items()}
     for name, made in ranked(graph, mesh, load_device(mesh.device), PLANS):

@@ -48,7 +48,7 @@ def written_plan(
         UncompilableError: the compiler would abort under such annotations.
     """
     from autoshard.plan import plan_of
-    from autoshard.solver.guard import check_compiles, warn_of, wrong_sums
+    from autoshard.strategies.guard import check_compiles, warn_of, wrong_sums
 
     if solver is None:
         check_compiles(graph, annotations, mesh)

@@ -31,8 +31,8 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
-from autoshard.solver.random_plans import random_annotations
 from autoshard.stablehlo.annotate import annotate
+from autoshard.strategies.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from autoshard.written import captured_graph

@@ -24,10 +24,10 @@ from autoshard.decision import plan_graph, within_limit
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan import NoPlanError
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.fold import classes_of, fold
-from autoshard.solver.formulate import formulate
+from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
+from autoshard.strategies.formulate import formulate
 from autoshard.written import captured_graph, predict_annotations
 
 MODELS |= {

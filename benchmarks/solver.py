@@ -48,9 +48,9 @@ LARGEST_PROGRAM = 3_000_000
 def measure(path: Path, solver: str, time_limit: float) -> dict[str, Any]:
     """Solve one problem in this process: `solver` is "autoshard" or a backend for the unreduced program."""
     from autoshard.solver import ilp
-    from autoshard.solver.evaluate import evaluate
     from autoshard.solver.iopddl import read
     from autoshard.solver.network import Network
+    from autoshard.solver.objective import evaluate
     from autoshard.solver.solve import solve
 
     start, wall = time.process_time(), time.perf_counter()

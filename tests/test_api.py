@@ -16,10 +16,10 @@ from autoshard.mesh import Mesh, spec_axes
 from autoshard.meshes import candidate_meshes, factorisations
 from autoshard.plan import NoPlanError
 from autoshard.program import Program
-from autoshard.solver import guard
-from autoshard.solver.evaluate import evaluate as evaluate_choice
-from autoshard.solver.formulate import formulate
-from autoshard.solver.random_plans import random_annotations
+from autoshard.solver.objective import evaluate as evaluate_choice
+from autoshard.strategies import guard
+from autoshard.strategies.formulate import formulate
+from autoshard.strategies.random_plans import random_annotations
 from autoshard.written import captured_graph, predict_annotations
 
 MESH = Mesh((2, 4), device="tpu-v5e")

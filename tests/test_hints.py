@@ -9,8 +9,8 @@ import pytest
 import autoshard
 from autoshard.hints import kept, spec_of
 from autoshard.mesh import Mesh
-from autoshard.solver.strategies import argument_specs
 from autoshard.stablehlo.annotate import gspmd_sharding
+from autoshard.strategies.space import argument_specs
 from tests import plans
 from tests.conftest import of_torch_xla
 

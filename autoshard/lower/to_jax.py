@@ -199,7 +199,7 @@ class JaxStep:
         """Annotate the program's module and make it callable; nothing is compiled yet."""
         import jax
 
-        from autoshard.solver.guard import check_compiles, warn_of_wrong_sums
+        from autoshard.strategies.guard import check_compiles, warn_of_wrong_sums
         from autoshard.written import captured_graph
 
         if partitioner not in ("shardy", "gspmd"):

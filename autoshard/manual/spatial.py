@@ -21,7 +21,7 @@ def spatial(graph: Graph, mesh: Mesh) -> Annotations:
 
     Raises:
         ManualPlanError: fewer than two convolutions make something whose height divides; or the batch does not divide
-            (an axis that splits nothing lets XLA sum a convolution's gradient too often, see `solver/guard.py`).
+            (an axis that splits nothing lets XLA sum a convolution's gradient too often, see `strategies/guard.py`).
     """
     *data, model = mesh.axis_names
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from autoshard.solver.evaluate import ROUNDING
+from autoshard.solver.objective import ROUNDING
 from autoshard.solver.problem import Array, Problem
 
 Span = tuple[int, int]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.solver import ilp
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, LeastUsage, Problem
 from autoshard.solver.reduce import (
     arc_consistency,

@@ -26,9 +26,9 @@ import numpy as np
 
 from autoshard.solver import ilp
 from autoshard.solver.eliminate import exact_minimum
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.network import ImpossibleError, Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.peak import explain, least_peak
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.reduce import reduce

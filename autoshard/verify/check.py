@@ -40,8 +40,8 @@ class VerifyReport:
         judged: step time of the compiled program under the same device model.
         memory_bytes: per device, what the compiler lays out.
         rematerializations: what the partitioner had to replicate and slice again: defects of the plan.
-        wrong_sums: convolutions whose numbers XLA would compute wrongly under these annotations (`solver/guard.py`):
-            the solver's plans have none, annotations written by hand may.
+        wrong_sums: convolutions whose numbers XLA would compute wrongly under these annotations (`strategies/guard.py`): the
+            solver's plans have none, annotations written by hand may.
         run: three training steps under the plan against one device, if asked for.
     """
 
@@ -118,8 +118,8 @@ def compare_compiled(
     module: bytes,
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
-    from autoshard.solver.guard import wrong_sums
     from autoshard.stablehlo.annotate import donated
+    from autoshard.strategies.guard import wrong_sums
     from autoshard.written import predict_annotations
 
     targeted = on_target(mesh, target)

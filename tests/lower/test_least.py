@@ -12,7 +12,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
-from autoshard.solver.random_plans import random_annotations
+from autoshard.strategies.random_plans import random_annotations
 from autoshard.written import captured_graph
 from tests.frontends.models import Mlp, mean_square, sample
 

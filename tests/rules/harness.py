@@ -26,11 +26,11 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, format_spec
 from autoshard.program import Argument, AtenOp, Output, Program
-from autoshard.solver.formulate import Formulation, _Builder
 from autoshard.solver.problem import Problem
-from autoshard.solver.strategies import Partial, Strategies, plain
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.formulate import Formulation, _Builder
+from autoshard.strategies.space import Partial, Strategies, plain
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module
 from autoshard.verify.hlo_text import Module, parse_hlo

@@ -9,8 +9,8 @@ import os
 import numpy as np
 from hypothesis import settings
 
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Usage
 
 

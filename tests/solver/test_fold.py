@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.fold import classes_of, fold
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.solve import solve
 from tests.solver.random_problems import examples, random_problem

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import ilp
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
 from autoshard.solver.solve import solve
 from tests.solver.random_problems import best_by_enumeration, best_of_network, examples, random_problem

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.solver import iopddl
 from autoshard.solver import solve as solver
-from autoshard.solver.evaluate import evaluate
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
 from autoshard.solver.solve import solve
 from autoshard.solver.start import first_choices, least_sum

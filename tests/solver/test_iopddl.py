@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import iopddl
-from autoshard.solver.evaluate import evaluate
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status
 from autoshard.solver.solve import solve
 from tests.solver.random_problems import best_by_enumeration, examples, random_problem

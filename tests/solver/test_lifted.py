@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.lifted import alike, hand_on
 from autoshard.solver.network import Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem
 from autoshard.solver.reduce import reduce
 from autoshard.solver.solve import solve

@@ -10,8 +10,8 @@ from autoshard.solver import oscillate
 from autoshard.solver import solve as solver
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import ImpossibleError, Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.oscillate import Oscillation
 from autoshard.solver.problem import Problem
 from autoshard.solver.reduce import tighten_rows

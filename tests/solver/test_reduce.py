@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from autoshard.solver import reduce as reductions
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
-from autoshard.solver.evaluate import evaluate
 from autoshard.solver.network import ImpossibleError, Network
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Usage
 from tests.solver.random_problems import best_by_enumeration, best_of_network, examples, random_problem
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.solver.evaluate import evaluate
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
 from autoshard.solver.solve import _Run, solve
 from tests.solver.random_problems import best_by_enumeration, examples, least_peak_by_enumeration, random_problem

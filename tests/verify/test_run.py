@@ -16,9 +16,9 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
 from autoshard.plan import plan_of
-from autoshard.solver import guard
 from autoshard.sources import Source, load_source
 from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies import guard
 from autoshard.verify import rounding, run_worker
 from autoshard.verify.run import Difference, RunError, RunReport, run_equal
 from tests.lower.alternating import alternating

@@ -2,7 +2,7 @@
 
 Along a windowed dim a device needs the edges of its neighbours' parts: a `halo` factor. A window that spans most of the
 dim (a cumulative sum, the weight gradient of a convolution) needs all of them: `replicated`. The solver splits neither;
-`solver/guard.py` has a reason.
+`strategies/guard.py` has a reason.
 """
 
 from __future__ import annotations

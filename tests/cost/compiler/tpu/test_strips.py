@@ -25,8 +25,8 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.plan import NoPlanError
-from autoshard.solver.formulate import formulate
 from autoshard.solver.problem import Status
+from autoshard.strategies.formulate import formulate
 from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 

@@ -8,9 +8,9 @@ from autoshard.cost.machine.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.solver.formulate import formulate
-from autoshard.solver.guard import guarded
 from autoshard.solver.problem import Array
+from autoshard.strategies.formulate import formulate
+from autoshard.strategies.guard import guarded
 
 
 def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:

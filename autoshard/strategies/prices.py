@@ -1,4 +1,4 @@
-"""Seconds of a group under each of its strategies: its kernels as `cost/compiler/work.py` knows them, and its collectives.
+"""Seconds of a group under each of its strategies: its kernels (`cost/compiler/work.py`) and its collectives.
 
 Collectives that depend on none of each other are combined by every target's compiler: sums that no product is made from
 (gradients) start together, and each is charged its part of a start. A GPU copies what it combines into one array and
@@ -25,7 +25,7 @@ from autoshard.graph.memo import Latest
 from autoshard.graph.ops import DimFactors, Graph, Op, Value
 from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.program import TensorType
-from autoshard.solver.strategies import Specs, Strategies, plain, spec_of
+from autoshard.strategies.space import Specs, Strategies, plain, spec_of
 
 Matrix = npt.NDArray[np.float64]
 

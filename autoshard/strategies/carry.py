@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from autoshard.mesh import Mesh
-from autoshard.solver.formulate import Formulation
-from autoshard.solver.strategies import Assignment, Partial, Sharded, Specs, Strategies
+from autoshard.strategies.formulate import Formulation
+from autoshard.strategies.space import Assignment, Partial, Sharded, Specs, Strategies
 
 Axes = Mapping[str, tuple[str, ...]]
 """Axis of the coarser mesh -> the axes that it is cut into, major to minor."""

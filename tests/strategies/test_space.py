@@ -12,7 +12,7 @@ from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, spec_axes
-from autoshard.solver.strategies import (
+from autoshard.strategies.space import (
     Partial,
     Strategies,
     Sum,

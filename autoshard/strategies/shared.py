@@ -25,10 +25,10 @@ from autoshard.graph.groups import Group
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
-from autoshard.solver.evaluate import evaluate
-from autoshard.solver.formulate import FLOATS, Formulation
+from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, Problem, Solution, Status
-from autoshard.solver.strategies import spec_of
+from autoshard.strategies.formulate import FLOATS, Formulation
+from autoshard.strategies.space import spec_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_s
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.program import AtenOp
-from autoshard.solver.formulate import formulate
-from autoshard.solver.guard import (
+from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.formulate import formulate
+from autoshard.strategies.guard import (
     UncompilableError,
     WrongNumbersError,
     WrongSumsWarning,
@@ -21,9 +23,7 @@ from autoshard.solver.guard import (
     padded_indices,
     spread_indices,
 )
-from autoshard.solver.strategies import plain
-from autoshard.stablehlo.annotate import annotate
-from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.space import plain
 from autoshard.verify.compile import CompileError, compile_module
 from autoshard.written import written_plan
 from tests.cost.zoo import WINDOWS, program

@@ -32,9 +32,9 @@ from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec, spec_axes
-from autoshard.solver.prices import Prices
 from autoshard.solver.problem import Problem, Usage
-from autoshard.solver.strategies import (
+from autoshard.strategies.prices import Prices
+from autoshard.strategies.space import (
     Partial,
     Sharded,
     Specs,

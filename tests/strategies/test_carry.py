@@ -11,10 +11,10 @@ import pytest
 from autoshard.decision import decide, formulated
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.solver.carry import carried_from, choices_from, cuts
-from autoshard.solver.evaluate import evaluate
-from autoshard.solver.formulate import Formulation
+from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
+from autoshard.strategies.carry import carried_from, choices_from, cuts
+from autoshard.strategies.formulate import Formulation
 from tests.graph.helpers import graph_from_text
 
 

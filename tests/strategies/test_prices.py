@@ -15,11 +15,11 @@ from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.program import AtenOp
-from autoshard.solver.evaluate import evaluate
-from autoshard.solver.formulate import formulate
-from autoshard.solver.guard import guarded
-from autoshard.solver.prices import Prices
+from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
+from autoshard.strategies.formulate import formulate
+from autoshard.strategies.guard import guarded
+from autoshard.strategies.prices import Prices
 from tests.graph.helpers import graph_from_text
 
 KINDS = ["cpu", "h100", "tpu-v5e"]
