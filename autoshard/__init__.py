@@ -1,25 +1,17 @@
 """Decides how a PyTorch program is split over many devices, and proves how good the decision is.
 
 `import autoshard` is light: torch, torch_xla, jax and the solvers are imported by the functions that need them.
-
-`plan` and `capture` are functions here, and a module and a package of the same names hold what they are made of.
-Those modules are imported first, below, so that the functions keep the names; reach into the modules with
-`from autoshard.plan import ...`.
 """
 
 __version__ = "0.1.0"
 
-# isort: off
-import autoshard.plan  # noqa: F401
-
-# isort: on
 from autoshard.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
 from autoshard.auto import auto_policy, use_spmd
 from autoshard.comparison import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
 from autoshard.explanation import Explanation, explain
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan, PlanError, PlanMismatchError
+from autoshard.plans.value import Plan, PlanError, PlanMismatchError
 
 __all__ = [
     "AutoshardError",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.meshes import Watch
-    from autoshard.plan import Keep, Plan
+    from autoshard.plans.value import Keep, Plan
     from autoshard.program import Program
     from autoshard.solver.problem import Problem
     from autoshard.strategies.carry import Carried
@@ -233,7 +233,7 @@ def plan_captured(
     from autoshard.hints import check_keep, kept
     from autoshard.lower.least import least
     from autoshard.meshes import plan_best
-    from autoshard.plan import Options, SolverInfo
+    from autoshard.plans.value import Options, SolverInfo
     from autoshard.rivals import or_by_hand
     from autoshard.solver import iopddl
 

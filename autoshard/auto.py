@@ -29,7 +29,7 @@ from autoshard.errors import AutoShardingError
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plans.value import Plan
     from autoshard.watch import Watch
 
 _OPTIONS = ("mesh", "axes", "device", "memory", "hints", "time_limit", "fold", "seed", "annotations", "cache")

@@ -52,7 +52,7 @@ from autoshard.cli_source import (
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.sources import is_stablehlo
 from autoshard.terminal import say
 
@@ -482,7 +482,7 @@ def _terminable() -> Iterator[None]:
 
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
-    from autoshard.plan_json import mesh_to, predicted_to, refined_to, solver_to
+    from autoshard.plans.json_format import mesh_to, predicted_to, refined_to, solver_to
 
     return {
         "fingerprint": found.program.fingerprint,

@@ -22,7 +22,7 @@ from autoshard.cli_source import (
     with_source,
 )
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.terminal import say
 
 

@@ -13,7 +13,7 @@ from autoshard.api import collector_paused
 from autoshard.cli_options import pairs, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.terminal import say
 from autoshard.written import captured_graph
 

@@ -12,12 +12,12 @@ import click
 import autoshard
 from autoshard.cli_progress import Stages
 from autoshard.frontends.choose import FRONTENDS
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.sources import is_stablehlo
 from autoshard.terminal import say
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plans.value import Plan
     from autoshard.program import Program
     from autoshard.sources import Source
 

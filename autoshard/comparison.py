@@ -16,7 +16,7 @@ from autoshard.decision import Progress
 from autoshard.errors import ManualPlanError
 from autoshard.mesh import Mesh
 from autoshard.meshes import candidate_meshes
-from autoshard.plan import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
+from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
 from autoshard.report import columns, duration, size
 from autoshard.written import captured_graph, written_plan
 
@@ -100,7 +100,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `compare --json` prints them."""
-        from autoshard.plan_json import predicted_to
+        from autoshard.plans.json_format import predicted_to
 
         return {
             "mesh": {

@@ -39,7 +39,7 @@ def within_limit(
     Raises:
         NoPlanError: no plan was found that keeps it; says the least predicted.
     """
-    from autoshard.plan import NoPlanError
+    from autoshard.plans.value import NoPlanError
 
     asked, least = limit, math.inf
     refused: NoPlanError | None = None
@@ -100,7 +100,7 @@ def _lowest(
     decide: Callable[[float | None], tuple[Decision, Annotations, Prediction]],
 ) -> tuple[Decision, Annotations, Prediction] | None:
     """The plan that uses least memory as the solver counts it; None where it finds none in its time."""
-    from autoshard.plan import NoPlanError
+    from autoshard.plans.value import NoPlanError
 
     try:
         return decide(0.0)
@@ -187,7 +187,7 @@ def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], 
     """
     from autoshard.cost.compiler.tpu.strips import early_seconds
     from autoshard.cost.machine.device import load_device
-    from autoshard.plan import NoPlanError
+    from autoshard.plans.value import NoPlanError
 
     found = decided(True)
     device = load_device(mesh.device)
@@ -246,7 +246,7 @@ def decide(
 ) -> Decision:
     """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages."""
     from autoshard.cost.machine.device import load_device
-    from autoshard.plan import NoPlanError
+    from autoshard.plans.value import NoPlanError
     from autoshard.solver.objective import evaluate as evaluate_choice
     from autoshard.solver.problem import Status
     from autoshard.solver.solve import solve

@@ -18,7 +18,7 @@ from autoshard.api import collector_paused
 from autoshard.decision import Decision, Progress, decide, formulated, within_limit
 from autoshard.hints import value_named
 from autoshard.mesh import Mesh, Spec
-from autoshard.plan import NoPlanError, Plan, PlanError
+from autoshard.plans.value import NoPlanError, Plan, PlanError
 from autoshard.program import TensorType
 from autoshard.report import columns, duration, layout, size
 from autoshard.written import captured_graph, predict_annotations

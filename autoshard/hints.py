@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, get_args
 
 from autoshard.mesh import Mesh, Spec, format_spec
-from autoshard.plan import Keep
+from autoshard.plans.value import Keep
 
 if TYPE_CHECKING:
     from autoshard.graph.ops import Graph, Value

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.mesh import MAX_DEVICES, Mesh
-from autoshard.plan import MeshTried, NoPlanError, Plan, PlanError
+from autoshard.plans.value import MeshTried, NoPlanError, Plan, PlanError
 
 if TYPE_CHECKING:
     from autoshard.solver.problem import Problem

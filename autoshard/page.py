@@ -18,7 +18,7 @@ from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.drawing import holders, tiles
 from autoshard.explanation import Explanation
 from autoshard.mesh import Mesh, Spec, spec_axes
-from autoshard.plan import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
+from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
 from autoshard.report import (
     activation_groups,
     duration,

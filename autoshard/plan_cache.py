@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import autoshard
-from autoshard import files, kept, plan_json
+from autoshard import files, kept
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan, PlanError
+from autoshard.plans import json_format as plan_json
+from autoshard.plans.value import Plan, PlanError
 from autoshard.program import Program
 
 _SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")

@@ -14,7 +14,7 @@ from autoshard import files
 from autoshard.comparison import Comparison, bytes_by_kind
 from autoshard.drawing import holders, tiles
 from autoshard.mesh import Mesh, Spec
-from autoshard.plan import Plan, Predicted
+from autoshard.plans.value import Plan, Predicted
 from autoshard.report import layout, shortest_first, size
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from autoshard.mesh import Mesh, spec_axes
-from autoshard.plan import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
+from autoshard.plans.value import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction

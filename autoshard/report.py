@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoshard.mesh import Spec, spec_axes
-from autoshard.plan import (
+from autoshard.plans.value import (
     ActivationPlan,
     CollectiveTotal,
     Copy,

@@ -16,7 +16,7 @@ from autoshard.mesh import Mesh, Spec, replicated
 if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
-    from autoshard.plan import Plan, Predicted
+    from autoshard.plans.value import Plan, Predicted
 
 PREDICTED_OPS = 10_000
 """Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""

@@ -31,8 +31,8 @@ from autoshard.lower.even import split_evenly, unsplit
 from autoshard.lower.follower import Follower
 from autoshard.lower.mark_sharding import annotate
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan
 from autoshard.plan_cache import cached_plan
+from autoshard.plans.value import Plan
 from autoshard.recorded_loss import LossRecorder
 
 _IN_A_CLOSURE = "the model is called in optimizer.step(closure)"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
-    from autoshard.plan import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+    from autoshard.plans.value import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
     from autoshard.program import Program
 
 
@@ -47,7 +47,7 @@ def written_plan(
     Raises:
         UncompilableError: the compiler would abort under such annotations.
     """
-    from autoshard.plan import plan_of
+    from autoshard.plans.value import plan_of
     from autoshard.strategies.guard import check_compiles, warn_of, wrong_sums
 
     if solver is None:
@@ -71,7 +71,7 @@ def written_plan(
 def totals(prediction: Prediction, graph: Graph | None = None) -> Predicted:
     """What a plan records of a prediction: collectives summed per kind and axes; with its graph, also per module."""
     from autoshard.cost.breakdown import by_module
-    from autoshard.plan import ModuleCost, Predicted
+    from autoshard.plans.value import ModuleCost, Predicted
 
     shares = {} if graph is None else by_module(graph, prediction)
     return Predicted(
@@ -90,7 +90,7 @@ def totals(prediction: Prediction, graph: Graph | None = None) -> Predicted:
 
 
 def _summed(collectives: Iterable[Collective]) -> tuple[CollectiveTotal, ...]:
-    from autoshard.plan import CollectiveTotal
+    from autoshard.plans.value import CollectiveTotal
 
     found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for one in collectives:
@@ -102,6 +102,6 @@ def _summed(collectives: Iterable[Collective]) -> tuple[CollectiveTotal, ...]:
 
 def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
     """What a plan records of the ops that have no rule."""
-    from autoshard.plan import ReplicatedOp
+    from autoshard.plans.value import ReplicatedOp
 
     return tuple(ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops)

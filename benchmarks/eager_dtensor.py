@@ -23,7 +23,7 @@ import autoshard
 from autoshard.errors import LoweringError
 from autoshard.lower.dtensor import DTensorPlan
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.verify.eager import Comparison, Numbers
 from benchmarks import eager_cases, eager_steps

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import autoshard
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
 from autoshard.verify.batches import random_batch

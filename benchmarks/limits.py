@@ -23,7 +23,7 @@ from autoshard.cost.machine.device import load_device
 from autoshard.decision import plan_graph, within_limit
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.plan import NoPlanError
+from autoshard.plans.value import NoPlanError
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve

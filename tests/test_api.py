@@ -14,7 +14,7 @@ import autoshard
 from autoshard.decision import plan_graph, within_limit
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.meshes import candidate_meshes, factorisations
-from autoshard.plan import NoPlanError
+from autoshard.plans.value import NoPlanError
 from autoshard.program import Program
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.strategies import guard

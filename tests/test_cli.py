@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import cli
 from autoshard.cli_options import parse_bytes, parse_hint, parse_setting
-from tests import plans
+from tests.plans import made as plans
 
 
 def test_the_command_line_imports_nothing_heavy():

@@ -11,9 +11,9 @@ import pytest
 
 from autoshard.cli_source import planned_with
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan, TensorPlan
+from autoshard.plans.value import Plan, TensorPlan
 from autoshard.verify.check import VerifyReport
-from tests import plans
+from tests.plans import made as plans
 
 NETS = """
 import torch

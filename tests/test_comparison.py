@@ -8,8 +8,8 @@ import pytest
 import autoshard
 from autoshard.comparison import Comparison, Row
 from autoshard.mesh import Mesh
-from autoshard.plan import CollectiveTotal, MeshTried, PlanMismatchError, Predicted
-from tests import plans as made
+from autoshard.plans.value import CollectiveTotal, MeshTried, PlanMismatchError, Predicted
+from tests.plans import made
 
 torch = pytest.importorskip("torch")
 

@@ -4,7 +4,7 @@ import pytest
 
 import autoshard
 from autoshard.explanation import Alternative, Explanation
-from autoshard.plan import Plan, PlanError, PlanMismatchError
+from autoshard.plans.value import Plan, PlanError, PlanMismatchError
 
 torch = pytest.importorskip("torch")
 

@@ -16,10 +16,10 @@ import pytest
 
 from autoshard import files, kept
 from autoshard.errors import FileError
-from autoshard.plan_json import to_dict
+from autoshard.plans.json_format import to_dict
 from autoshard.terminal import printable
 from tests.frontends.test_stablehlo_file import FORWARD
-from tests.plans import plan, saved
+from tests.plans.made import plan, saved
 
 ROOT = Path(__file__).resolve().parents[1]
 

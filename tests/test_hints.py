@@ -11,8 +11,8 @@ from autoshard.hints import kept, spec_of
 from autoshard.mesh import Mesh
 from autoshard.stablehlo.annotate import gspmd_sharding
 from autoshard.strategies.space import argument_specs
-from tests import plans
 from tests.conftest import of_torch_xla
+from tests.plans import made as plans
 
 torch = pytest.importorskip("torch")
 

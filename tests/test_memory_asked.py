@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.plan import NoPlanError
+from autoshard.plans.value import NoPlanError
 
 
 @pytest.mark.parametrize("device", ["tpu-v5e", "h100", "cpu"])

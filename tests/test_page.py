@@ -9,10 +9,10 @@ import pytest
 from autoshard.explanation import Alternative, Explanation
 from autoshard.mesh import Mesh
 from autoshard.page import Drawings, page, tree, undivided
-from autoshard.plan import CollectiveTotal, ModuleCost, Options, RefineCandidate, Refinement
+from autoshard.plans.value import CollectiveTotal, ModuleCost, Options, RefineCandidate, Refinement
 from autoshard.program import TensorType
 from autoshard.report import size
-from tests import plans
+from tests.plans import made as plans
 
 VOID = {"meta", "input", "use", "rect", "br", "wbr"}
 

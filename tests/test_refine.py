@@ -8,10 +8,10 @@ import autoshard
 from autoshard import refine
 from autoshard.api import plan_captured
 from autoshard.mesh import spec_axes
-from autoshard.plan import Plan, RefineCandidate, Refinement
+from autoshard.plans.value import Plan, RefineCandidate, Refinement
 from autoshard.report import refined_lines
 from autoshard.written import captured_graph
-from tests import plans as made
+from tests.plans import made
 
 torch = pytest.importorskip("torch")
 

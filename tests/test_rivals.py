@@ -11,7 +11,7 @@ from autoshard.cost.machine.device import load_device
 from autoshard.manual import PLANS
 from autoshard.manual.rank import estimate, ranked
 from autoshard.mesh import Mesh
-from autoshard.plan import Options, Plan, SolverInfo
+from autoshard.plans.value import Options, Plan, SolverInfo
 from autoshard.report import solver_line
 
 torch = pytest.importorskip("torch")

@@ -26,7 +26,7 @@ from autoshard.frontends.tracing.trace import takes_values, tensor_type
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule, describe
 from autoshard.lower.step import StepWriter
-from autoshard.plan import PlanMismatchError, format_type
+from autoshard.plans.value import PlanMismatchError, format_type
 
 _ON_HOST = " It reads a tensor of the host: are all inputs moved to the device, .to('xla')?"
 

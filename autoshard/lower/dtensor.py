@@ -40,7 +40,7 @@ from autoshard.lower.dtensor_modules import Border, border_of, placed, reduced
 from autoshard.lower.dtensor_rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.mesh import Mesh, Spec, format_spec
-from autoshard.plan import Plan, TensorPlan
+from autoshard.plans.value import Plan, TensorPlan
 
 Placements = tuple[Placement, ...]
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)

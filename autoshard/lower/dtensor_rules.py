@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from autoshard.lower.dtensor_guard import guard_strategies
 from autoshard.lower.dtensor_handlers import install_handlers
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 
 _ALIASES = ("alias", "detach", "lift_fresh")
 _TABLES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")

@@ -11,7 +11,7 @@ import torch_xla.runtime as xr
 
 from autoshard.errors import LoweringError
 from autoshard.lower import place, runtime
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 
 
 def split_evenly(model: torch.nn.Module) -> None:

@@ -36,7 +36,7 @@ from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.follower import Follower
 from autoshard.lower.retrace import annotated_program
 from autoshard.lower.schedule import Schedule
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 
 __all__ = ["annotate", "annotated_program", "apply", "input_shardings"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.mesh import Spec
-from autoshard.plan import ActivationPlan, Plan, Producer
+from autoshard.plans.value import ActivationPlan, Plan, Producer
 
 
 @dataclass(frozen=True)

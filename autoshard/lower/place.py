@@ -21,7 +21,7 @@ from autoshard.lower import runtime
 from autoshard.lower.annotator import format_tensor
 from autoshard.lower.begin import begin_by_trial, create_state, dampened, is_torchs_own
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan, PlanMismatchError, TensorPlan
+from autoshard.plans.value import Plan, PlanMismatchError, TensorPlan
 
 _T = TypeVar("_T")
 

@@ -14,7 +14,7 @@ from autoshard.frontends.tracing.sequence import WRITES_BACK, Call
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule
 from autoshard.lower.step import StepWriter
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.stablehlo.annotate import set_boundary
 

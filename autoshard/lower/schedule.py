@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoshard.mesh import Mesh, Spec
-from autoshard.plan import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
+from autoshard.plans.value import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
 from autoshard.program import ValueRead
 
 PINNED = frozenset({"f16", "bf16", "f32", "f64"})

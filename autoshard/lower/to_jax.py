@@ -29,7 +29,7 @@ from autoshard.errors import LoweringError
 from autoshard.lower.arrays import numpy_dtypes, to_numpy, to_torch
 from autoshard.lower.devices import device_ids
 from autoshard.mesh import Mesh, Spec
-from autoshard.plan import ROLES, ActivationKey, Plan
+from autoshard.plans.value import ROLES, ActivationKey, Plan
 from autoshard.stablehlo.annotate import annotate, check_steps
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.lower.module_values import module_values, starred
 from autoshard.mesh import Spec, format_spec
-from autoshard.plan import PlanMismatchError
+from autoshard.plans.value import PlanMismatchError
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plans.value import Plan
 
 _WHOLE = "replicate"
 _GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from autoshard.mesh import Spec
-    from autoshard.plan import Plan
+    from autoshard.plans.value import Plan
     from autoshard.program import Program, TensorType
 
 Kind = Literal["parameter", "buffer", "optimizer_state"]

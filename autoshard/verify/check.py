@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.mesh import Mesh
-    from autoshard.plan import Plan
+    from autoshard.plans.value import Plan
     from autoshard.program import Program
     from autoshard.sources import Source
     from autoshard.verify.run import RunReport

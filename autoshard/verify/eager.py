@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from autoshard.frontends.tracing.inputs import input_names, key_name, split_inputs
 from autoshard.frontends.tracing.optimizer import make_optimizer
 from autoshard.lower.arrays import to_torch
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
 from autoshard.verify.captured import CapturedStep, held_tensors

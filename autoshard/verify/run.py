@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard import files, workers
 from autoshard.errors import AutoshardError
-from autoshard.plan import OpSignature, Plan
+from autoshard.plans.value import OpSignature, Plan
 
 if TYPE_CHECKING:
     from autoshard.program import Program

@@ -20,7 +20,7 @@ from autoshard.frontends.switches import table as switches
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing.optimizer import make_optimizer
 from autoshard.lower.place import free_of_weak_references
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source, load_source
 from autoshard.verify import rounding

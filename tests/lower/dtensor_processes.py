@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from autoshard.errors import LoweringError
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from tests.lower.dtensor_ops import differences, written
 from tests.lower.optimizers import masters
 

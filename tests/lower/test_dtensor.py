@@ -14,9 +14,9 @@ from autoshard.errors import LoweringError
 from autoshard.lower.dtensor import in_order, placements
 from autoshard.lower.module_values import module_values
 from autoshard.mesh import Mesh
-from tests import plans
 from tests.lower.dtensor_ops import CASES, SPLIT, WRITES
 from tests.lower.dtensor_processes import REFUSED, SCENARIOS
+from tests.plans import made as plans
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUAL = 1e-5

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.lower.schedule import Schedule
 from autoshard.mesh import Mesh
-from autoshard.plan import (
+from autoshard.plans.value import (
     ActivationKey,
     ActivationPlan,
     Copy,

@@ -14,7 +14,7 @@ import torch
 import autoshard
 from autoshard.errors import LoweringError
 from autoshard.mesh import Mesh
-from tests import plans
+from tests.plans import made as plans
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUAL = 1e-5

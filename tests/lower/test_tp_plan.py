@@ -12,8 +12,8 @@ from torch import nn
 
 import autoshard
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan, PlanMismatchError
-from tests import plans
+from autoshard.plans.value import Plan, PlanMismatchError
+from tests.plans import made as plans
 
 transformers = pytest.importorskip("transformers")
 

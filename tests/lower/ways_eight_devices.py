@@ -22,7 +22,7 @@ import torch_xla.utils.checkpoint
 
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh, spec_axes
-from autoshard.plan import PlanMismatchError
+from autoshard.plans.value import PlanMismatchError
 from tests.lower import scenarios
 from tests.lower.alternating import alternating
 from tests.lower.annotations_traced import lacking, placed_otherwise

@@ -9,7 +9,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
 from autoshard.mesh import Mesh
-from autoshard.plan import Plan
+from autoshard.plans.value import Plan
 from autoshard.program import AtenOp
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph

@@ -24,7 +24,7 @@ from autoshard.decision import Decision, decide, plan_graph, with_or_without_gat
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
-from autoshard.plan import NoPlanError
+from autoshard.plans.value import NoPlanError
 from autoshard.solver.problem import Status
 from autoshard.strategies.formulate import formulate
 from autoshard.written import predict_annotations

@@ -18,7 +18,7 @@ import autoshard
 from autoshard import json_text
 from autoshard.json_text import shortened
 from autoshard.mesh import Mesh, Spec, as_spec
-from autoshard.plan import (
+from autoshard.plans.value import (
     ActivationKey,
     ActivationPlan,
     CollectiveTotal,
@@ -258,7 +258,7 @@ _compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 @lru_cache(maxsize=1)
 def schema() -> Json:
     """The published JSON Schema."""
-    found = json.loads(resources.files("autoshard").joinpath("plan_schema.json").read_text(encoding="utf-8"))
+    found = json.loads(resources.files("autoshard.plans").joinpath("plan_schema.json").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 

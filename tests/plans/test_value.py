@@ -16,7 +16,8 @@ from autoshard.files import check_writable
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
-from autoshard.plan import (
+from autoshard.plans.json_format import schema, to_dict
+from autoshard.plans.value import (
     ActivationKey,
     ActivationPlan,
     CollectiveTotal,
@@ -34,8 +35,7 @@ from autoshard.plan import (
     TensorPlan,
     plan_of,
 )
-from autoshard.plan_json import schema, to_dict
-from tests import plans
+from tests.plans import made as plans
 from tests.test_mesh import specs
 
 # --- hypothesis: any plan ----------------------------------------------------------------------------------------

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
-from autoshard.plan_figures import CollectiveTotal as CollectiveTotal
-from autoshard.plan_figures import MeshTried as MeshTried
-from autoshard.plan_figures import ModuleCost as ModuleCost
-from autoshard.plan_figures import PlanError as PlanError
-from autoshard.plan_figures import Predicted as Predicted
-from autoshard.plan_figures import RefineCandidate as RefineCandidate
-from autoshard.plan_figures import Refinement as Refinement
-from autoshard.plan_figures import ReplicatedOp as ReplicatedOp
-from autoshard.plan_figures import SolverInfo as SolverInfo
+from autoshard.plans.figures import CollectiveTotal as CollectiveTotal
+from autoshard.plans.figures import MeshTried as MeshTried
+from autoshard.plans.figures import ModuleCost as ModuleCost
+from autoshard.plans.figures import PlanError as PlanError
+from autoshard.plans.figures import Predicted as Predicted
+from autoshard.plans.figures import RefineCandidate as RefineCandidate
+from autoshard.plans.figures import Refinement as Refinement
+from autoshard.plans.figures import ReplicatedOp as ReplicatedOp
+from autoshard.plans.figures import SolverInfo as SolverInfo
 
 if TYPE_CHECKING:
     from autoshard.explanation import Explanation
@@ -250,7 +250,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, version 1; the same plan always gives the same text."""
-        from autoshard import plan_json
+        from autoshard.plans import json_format as plan_json
 
         return plan_json.dumps(self)
 
@@ -261,7 +261,7 @@ class Plan:
         Raises:
             PlanError: not JSON, another format, an unknown version, or malformed: with the path of the bad field.
         """
-        from autoshard import plan_json
+        from autoshard.plans import json_format as plan_json
 
         return plan_json.loads(text, source)
 
@@ -305,7 +305,7 @@ class Plan:
         Raises:
             PlanMismatchError: with the first difference: kind, switches, argument, aten op.
         """
-        from autoshard.plan_check import first_difference, same_step
+        from autoshard.plans.check import first_difference, same_step
 
         if program.fingerprint != self.program.fingerprint and not same_step(self, program):
             raise PlanMismatchError(f"this plan is for another program: {first_difference(self, program)}")

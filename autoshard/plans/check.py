@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from autoshard.frontends.choose import PYTORCH
-from autoshard.plan import ROLES, OpSignature, Plan, format_type, signature
+from autoshard.plans.value import ROLES, OpSignature, Plan, format_type, signature
 
 if TYPE_CHECKING:
     from autoshard.program import Program

@@ -1,0 +1,1 @@
+"""A plan as a value, its JSON, and its checks."""
