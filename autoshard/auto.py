@@ -145,7 +145,7 @@ def _meshes(options: Mapping[str, Any]) -> list[Mesh]:
     """The meshes to plan for."""
     import torch_xla.runtime as xr
 
-    from autoshard.meshes import candidate_meshes
+    from autoshard.planning.meshes import candidate_meshes
 
     mesh, axes, device = (options.get(name) for name in ("mesh", "axes", "device"))
     if isinstance(mesh, str):

@@ -26,7 +26,6 @@ import click
 
 import autoshard
 from autoshard import files
-from autoshard.api import collector_paused, device_for, meshes_for, plan_program
 from autoshard.cli_compare import compare, explain
 from autoshard.cli_lower import lower
 from autoshard.cli_options import (
@@ -52,6 +51,7 @@ from autoshard.cli_source import (
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError
+from autoshard.planning.api import collector_paused, device_for, meshes_for, plan_program
 from autoshard.plans.value import Plan
 from autoshard.sources import is_stablehlo
 from autoshard.terminal import say

@@ -9,7 +9,6 @@ from typing import Literal
 import click
 
 from autoshard import files
-from autoshard.api import collector_paused
 from autoshard.cli_options import SECONDS, pairs, parse_bytes, parse_hint, parse_setting
 from autoshard.cli_progress import Stages
 from autoshard.cli_source import (
@@ -22,6 +21,7 @@ from autoshard.cli_source import (
     with_source,
 )
 from autoshard.mesh import Mesh
+from autoshard.planning.api import collector_paused
 from autoshard.plans.value import Plan
 from autoshard.terminal import say
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.api import DEVICE_MEMORY, Hint, capture, collector_paused, memory_limit, plan_captured
-from autoshard.decision import Progress
 from autoshard.errors import ManualPlanError
 from autoshard.mesh import Mesh
-from autoshard.meshes import candidate_meshes
+from autoshard.planning.api import DEVICE_MEMORY, Hint, capture, collector_paused, memory_limit, plan_captured
+from autoshard.planning.decision import Progress
+from autoshard.planning.meshes import candidate_meshes
+from autoshard.planning.written import captured_graph, written_plan
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
 from autoshard.report import columns, duration, size
-from autoshard.written import captured_graph, written_plan
 
 if TYPE_CHECKING:
     from autoshard.graph.ops import Graph

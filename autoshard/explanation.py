@@ -14,14 +14,14 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoshard.api import collector_paused
-from autoshard.decision import Decision, Progress, decide, formulated, within_limit
-from autoshard.hints import value_named
 from autoshard.mesh import Mesh, Spec
+from autoshard.planning.api import collector_paused
+from autoshard.planning.decision import Decision, Progress, decide, formulated, within_limit
+from autoshard.planning.hints import value_named
+from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError, Plan, PlanError
 from autoshard.program import TensorType
 from autoshard.report import columns, duration, layout, size
-from autoshard.written import captured_graph, predict_annotations
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction

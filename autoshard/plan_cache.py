@@ -35,7 +35,7 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
     Raises:
         As `plan_program`; a cache that cannot be written is not one of the reasons (it is warned of).
     """
-    from autoshard.api import plan_program
+    from autoshard.planning.api import plan_program
 
     said = {name: value for name, value in options.items() if name not in ("progress", "dump_problem")}
     try:

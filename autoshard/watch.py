@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map
 
 import autoshard
-from autoshard import api
 from autoshard.errors import AutoshardError, AutoShardingError, AutoShardingWarning, CaptureError
 from autoshard.frontends.switches import table as switches
 from autoshard.lower.annotator import Annotator
@@ -32,6 +31,7 @@ from autoshard.lower.follower import Follower
 from autoshard.lower.mark_sharding import annotate
 from autoshard.mesh import Mesh
 from autoshard.plan_cache import cached_plan
+from autoshard.planning import api
 from autoshard.plans.value import Plan
 from autoshard.recorded_loss import LossRecorder
 

@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoshard import api
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
+from autoshard.planning import api
+from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
-from autoshard.written import captured_graph
 
 TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8"}
 PLANS = ("auto", "fsdp")

@@ -25,17 +25,17 @@ from models import MODELS, program
 
 import autoshard
 from autoshard import manual
-from autoshard.decision import plan_graph
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
+from autoshard.planning.decision import plan_graph
+from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
 from autoshard.strategies.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
-from autoshard.written import captured_graph
 
 RANDOM_PLANS = 5
 PLANS = ["auto", *manual.PLANS, *(f"random{seed}" for seed in range(RANDOM_PLANS))]

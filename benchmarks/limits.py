@@ -20,15 +20,15 @@ from compiled import measured_plan
 from models import MODELS, built, hf, program
 
 from autoshard.cost.machine.device import load_device
-from autoshard.decision import plan_graph, within_limit
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
+from autoshard.planning.decision import plan_graph, within_limit
+from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import formulate
-from autoshard.written import captured_graph, predict_annotations
 
 MODELS |= {
     "gpt2-12": partial(hf, "gpt2"),

@@ -18,11 +18,11 @@ from compiled import sources
 from models import MODELS, program
 
 from autoshard import manual
-from autoshard.decision import plan_graph
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.written import captured_graph, predict_annotations
+from autoshard.planning.decision import plan_graph
+from autoshard.planning.written import captured_graph, predict_annotations
 
 Row = dict[str, Any]
 

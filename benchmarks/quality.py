@@ -26,14 +26,14 @@ from models import program
 from tabulate import tabulate
 
 from autoshard import manual
-from autoshard.api import plan_captured
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.rivals import or_by_hand
+from autoshard.planning.api import plan_captured
+from autoshard.planning.rivals import or_by_hand
+from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.verify.targets import on_target, parse_target
-from autoshard.written import captured_graph, predict_annotations
 
 MODELS = [
     *("mlp", "gpt2", "llama", "bert", "moe", "dlrm", "vit", "resnet"),

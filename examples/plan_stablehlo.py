@@ -23,8 +23,8 @@ import numpy as np
 
 import autoshard
 from autoshard.frontends.stablehlo_file import read_program
+from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
-from autoshard.written import captured_graph
 
 
 def step(state, batch):

@@ -10,8 +10,8 @@ from autoshard import manual
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
+from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.sources import load_source
-from autoshard.written import captured_graph, predict_annotations
 
 pytest.importorskip("transformers")
 

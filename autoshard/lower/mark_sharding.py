@@ -83,8 +83,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
 
 def _check_compiles(plan: Plan) -> None:
     """Refuse a plan that no solver made and that the compiler aborts on, where its program is known."""
+    from autoshard.planning.written import captured_graph
     from autoshard.strategies.guard import check_compiles
-    from autoshard.written import captured_graph
 
     if plan.captured is not None and plan.solver is None:
         graph = captured_graph(plan.captured)
@@ -92,8 +92,8 @@ def _check_compiles(plan: Plan) -> None:
 
 
 def _warn_of_wrong_sums(plan: Plan) -> None:
+    from autoshard.planning.written import captured_graph
     from autoshard.strategies.guard import warn_of, warn_of_wrong_sums
-    from autoshard.written import captured_graph
 
     program = plan.captured
     if program is None or not any("convolution" in op.name for op in program.ops):

@@ -199,8 +199,8 @@ class JaxStep:
         """Annotate the program's module and make it callable; nothing is compiled yet."""
         import jax
 
+        from autoshard.planning.written import captured_graph
         from autoshard.strategies.guard import check_compiles, warn_of_wrong_sums
-        from autoshard.written import captured_graph
 
         if partitioner not in ("shardy", "gspmd"):
             raise ValueError(f"partitioner {partitioner!r}: jax has shardy and gspmd")

@@ -50,8 +50,8 @@ class CapturedStep:
         """Compile it."""
         import jax
 
+        from autoshard.planning.written import captured_graph
         from autoshard.stablehlo.annotate import annotate, check_steps
-        from autoshard.written import captured_graph
 
         check_steps(program)
         self.program, self._plan = program, plan

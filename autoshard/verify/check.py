@@ -118,9 +118,9 @@ def compare_compiled(
     module: bytes,
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
+    from autoshard.planning.written import predict_annotations
     from autoshard.stablehlo.annotate import donated
     from autoshard.strategies.guard import wrong_sums
-    from autoshard.written import predict_annotations
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
@@ -203,10 +203,10 @@ def verify_plan(
 
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
-    from autoshard import api
+    from autoshard.planning import api
+    from autoshard.planning.written import captured_graph
     from autoshard.program import Program
     from autoshard.stablehlo.annotate import annotate
-    from autoshard.written import captured_graph
 
     if not isinstance(source, Program):
         say("capture")
@@ -227,7 +227,7 @@ def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tup
     """The graph of a source's program, and its module as training under the plan would trace it."""
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.lower.mark_sharding import annotated_program
-    from autoshard.written import captured_graph
+    from autoshard.planning.written import captured_graph
 
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)

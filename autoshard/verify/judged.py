@@ -10,12 +10,12 @@ import torch
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import STEADY_STEP
+from autoshard.planning.written import captured_graph
 from autoshard.program import AtenOp, Program
 from autoshard.sources import Source
 from autoshard.verify.batches import random_batch
 from autoshard.verify.eager import Comparison, EagerSteps, named
 from autoshard.verify.run import CAUSES, MOST, ROUNDING, TOLERANCE
-from autoshard.written import captured_graph
 
 NORM = next(cause for cause, words in CAUSES.items() if "batch_norm" in words)
 

@@ -10,13 +10,13 @@ pytest.importorskip("torch_xla", reason="holds torchax's captures against those 
 pytest.importorskip("transformers")
 
 import autoshard
-from autoshard.api import captured_graph
 from autoshard.cost.partitioner.passes.simplify import fold
-from autoshard.decision import formulated
 from autoshard.frontends.torch_xla.program import prepare_runtime
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.lower.mark_sharding import annotated_program
 from autoshard.mesh import Mesh
+from autoshard.planning.api import captured_graph
+from autoshard.planning.decision import formulated
 from tests.core import nets
 
 prepare_runtime()

@@ -56,7 +56,7 @@ def test_a_concatenation_of_many_is_one_op():
     import torch
 
     import autoshard as package
-    from autoshard.written import captured_graph
+    from autoshard.planning.written import captured_graph
 
     class Net(torch.nn.Module):
         def forward(self, x):

@@ -6,7 +6,7 @@ import autoshard
 from autoshard.cost.breakdown import by_module
 from autoshard.manual import fsdp
 from autoshard.mesh import Mesh
-from autoshard.written import captured_graph, predict_annotations
+from autoshard.planning.written import captured_graph, predict_annotations
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_xla", reason="captures a program through torch_xla (the extra xla)")

@@ -18,7 +18,7 @@ import autoshard
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.written import captured_graph
+from autoshard.planning.written import captured_graph
 
 FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
 Run = Callable[[torch.nn.ModuleList, torch.Tensor], torch.Tensor]

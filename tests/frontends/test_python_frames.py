@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autoshard.errors import CaptureError
-from autoshard.written import captured_graph
+from autoshard.planning.written import captured_graph
 
 hlo_proto, python_frames, torch_xla = (  # `autoshard.capture` is a function where names are imported from
     importlib.import_module(f"autoshard.{name}")

@@ -11,10 +11,10 @@ import autoshard
 from autoshard.errors import SourceError
 from autoshard.frontends.stablehlo_file import module_path, path_name, read_program
 from autoshard.mesh import Mesh
+from autoshard.planning.written import captured_graph
 from autoshard.sources import is_stablehlo
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import mlir_context, parse_module
-from autoshard.written import captured_graph
 
 MESH = Mesh((2, 2))
 FORWARD = """

@@ -5,9 +5,9 @@ from collections import Counter
 
 import torch_xla
 
-from autoshard.hints import _tiles
 from autoshard.lower import runtime
 from autoshard.lower.schedule import Schedule
+from autoshard.planning.hints import _tiles
 from autoshard.stablehlo.annotate import gspmd_sharding
 
 _CUSTOM_CALL = re.compile(r'custom_call_target="Sharding".*?sharding=(\{[^}]*\})')

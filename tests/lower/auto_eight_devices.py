@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 
 import autoshard
-from autoshard import api, auto
+from autoshard import auto
 from autoshard.errors import LoweringError
+from autoshard.planning import api
 from tests.lower import scenarios
 from tests.lower.annotations_traced import lacking, placed_otherwise
 

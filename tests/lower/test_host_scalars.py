@@ -10,7 +10,7 @@ from autoshard.frontends.tracing import optimizer as capturing
 from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.host_scalars import HostScalars, small_twin
 from autoshard.lower.to_jax import optimizer_scalars
-from autoshard.written import captured_graph
+from autoshard.planning.written import captured_graph
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),

@@ -15,9 +15,9 @@ os.environ.update(
 
 import autoshard
 from autoshard.manual import PLANS
+from autoshard.planning.written import captured_graph, written_plan
 from autoshard.verify.run import _report
 from autoshard.verify.run_worker import compare
-from autoshard.written import captured_graph, written_plan
 from tests.lower import scenarios
 from tests.manual import models
 

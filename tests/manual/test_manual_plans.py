@@ -18,10 +18,10 @@ from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Value
 from autoshard.manual.transformers_tp import _WEIGHT_DIM, UnknownStyleWarning
 from autoshard.mesh import Mesh
+from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
-from autoshard.written import captured_graph
 from tests.manual import models
 
 ROOT = Path(__file__).resolve().parents[2]

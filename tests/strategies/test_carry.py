@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.decision import decide, formulated
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
+from autoshard.planning.decision import decide, formulated
 from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
 from autoshard.strategies.carry import carried_from, choices_from, cuts

@@ -15,12 +15,12 @@ from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.reshard.price import reshard_steps
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.planning.written import captured_graph
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import Formulation, _as_read, formulate
 from autoshard.strategies.random_plans import random_annotations
-from autoshard.written import captured_graph
 from tests.graph.helpers import graph_of
 
 jax = pytest.importorskip("jax")

@@ -9,6 +9,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
 from autoshard.mesh import Mesh
+from autoshard.planning.written import written_plan
 from autoshard.plans.value import Plan
 from autoshard.program import AtenOp
 from autoshard.stablehlo.annotate import annotate
@@ -25,7 +26,6 @@ from autoshard.strategies.guard import (
 )
 from autoshard.strategies.space import plain
 from autoshard.verify.compile import CompileError, compile_module
-from autoshard.written import written_plan
 from tests.cost.zoo import WINDOWS, program
 from tests.graph.helpers import program_from_text
 

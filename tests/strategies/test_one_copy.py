@@ -10,11 +10,11 @@ import pytest
 from autoshard.cost.machine.device import load_device
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.planning.written import predict_annotations
 from autoshard.solver.problem import Problem
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import formulate, one_copy
 from autoshard.strategies.space import plain
-from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
 WHOLE, ROWS = ((), ()), (("data",), ())

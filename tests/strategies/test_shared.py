@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost.machine.device import load_device
-from autoshard.decision import plan_graph
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.planning.decision import plan_graph
+from autoshard.planning.written import predict_annotations
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import formulate
 from autoshard.strategies.shared import disagreeing, joined, shared_values
-from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
 ALL = ("data", "model")

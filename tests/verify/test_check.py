@@ -11,13 +11,13 @@ from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.planning.written import captured_graph, written_plan
 from autoshard.sources import Source
 from autoshard.verify.check import verify_plan
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.targets import TargetError, parse_target
-from autoshard.written import captured_graph, written_plan
 
 BATCH = 32
 

@@ -8,7 +8,7 @@ from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
-from autoshard.written import predict_annotations
+from autoshard.planning.written import predict_annotations
 from tests.graph.helpers import graph_of
 
 jax = pytest.importorskip("jax")

@@ -87,8 +87,8 @@ def network(rows: int, width: int) -> Graph:
 
 def both(graph: Graph, annotations: Annotations, device: str, target: str) -> tuple[Prediction, Compiled]:
     """What is predicted and what is compiled."""
+    from autoshard.planning.written import predict_annotations
     from autoshard.stablehlo.annotate import annotate, donated
-    from autoshard.written import predict_annotations
 
     mesh = dataclasses.replace(MESH, device=device, placement=())
     module = annotate(graph.program, graph, annotations, mesh)

@@ -11,7 +11,7 @@ from autoshard.cost.compiler.tpu.strips import EDGES, MASK
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.written import predict_annotations
+from autoshard.planning.written import predict_annotations
 from tests.cost.compiler.tpu.test_conv import Written
 from tests.graph.helpers import graph_from_text
 

@@ -20,14 +20,14 @@ from autoshard.cost.compiler.tpu.strips import (
 )
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction
-from autoshard.decision import Decision, decide, plan_graph, with_or_without_gathers
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
+from autoshard.planning.decision import Decision, decide, plan_graph, with_or_without_gathers
+from autoshard.planning.written import predict_annotations
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.problem import Status
 from autoshard.strategies.formulate import formulate
-from autoshard.written import predict_annotations
 from tests.graph.helpers import graph_from_text
 
 BOTH = ("data", "model")
@@ -132,7 +132,7 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     early = early_seconds(gathered.compiled, load_device("tpu-v5e"))
     slower = replace(gathered, step_time_s=gathered.step_time_s + early / 2)
     monkeypatch.setattr(
-        "autoshard.decision.predict_annotations",
+        "autoshard.planning.decision.predict_annotations",
         lambda graph, annotations, mesh: (
             slower if annotations == moved else predict_annotations(graph, annotations, mesh)
         ),

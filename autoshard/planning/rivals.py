@@ -36,9 +36,9 @@ _ROUNDING = 1e-6
 def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
     """The plans by hand that hold the hints, best estimated first (`manual/rank.py`); without those XLA gets wrong."""
     from autoshard.cost.machine.device import load_device
-    from autoshard.hints import value_named
     from autoshard.manual import PLANS
     from autoshard.manual.rank import ranked
+    from autoshard.planning.hints import value_named
     from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
     wanted = {value_named(graph, name): spec for name, spec in hints.items()}
@@ -60,7 +60,7 @@ def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annota
     Args:
         written: what of a plan's annotations is written (all, or the least that are needed).
     """
-    from autoshard.written import predict_annotations, totals, written_plan
+    from autoshard.planning.written import predict_annotations, totals, written_plan
 
     assert plan.predicted is not None
     assert plan.solver is not None

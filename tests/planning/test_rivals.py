@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 import autoshard
-from autoshard import rivals, written
 from autoshard.cost.machine.device import load_device
 from autoshard.manual import PLANS
 from autoshard.manual.rank import estimate, ranked
 from autoshard.mesh import Mesh
+from autoshard.planning import rivals, written
 from autoshard.plans.value import Options, Plan, SolverInfo
 from autoshard.report import solver_line
 

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
-from autoshard.meshes import candidate_meshes, plan_best
+from autoshard.planning.meshes import candidate_meshes, plan_best
 from autoshard.plans.value import NoPlanError, Plan, Predicted, SolverInfo, plan_of
 from tests.plans import made as plans
 

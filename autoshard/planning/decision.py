@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoshard.mesh import Mesh, Spec, format_spec
-from autoshard.written import predict_annotations
+from autoshard.planning.written import predict_annotations
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
-    from autoshard.meshes import Watch
+    from autoshard.planning.meshes import Watch
     from autoshard.solver.problem import Problem, Solution
     from autoshard.strategies.carry import Carried
     from autoshard.strategies.formulate import Formulation
@@ -180,8 +180,8 @@ def plan_graph(
 def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], Decision]) -> Decision:
     """What is decided, or what is where nothing may be gathered, if that is faster.
 
-    On a TPU, copies of activations run early beside gathers (`cost/compiler/tpu/strips.py`): all of them, as soon as there is
-    one gather, which no price of that gather alone says. The prediction knows these, but not all that comes of them, so
+    On a TPU, copies of activations run early beside gathers (`cost/compiler/tpu/strips.py`): all of them, as soon as
+    there is one gather, which no price of that gather alone says. The prediction knows these, but not all that comes of them, so
     they count twice: as compiled for v5e, ResNet's plans with gathers took 0.30 and 0.18 ms more against prediction
     than those without (on 4x4 and 2x4), where 0.23 and 0.47 ms of such copies were predicted.
     """
@@ -220,7 +220,7 @@ def formulated(
         gathers: whether anything may be gathered.
     """
     from autoshard.cost.machine.device import load_device
-    from autoshard.hints import split
+    from autoshard.planning.hints import split
     from autoshard.strategies.formulate import formulate
 
     arguments, inside = split(graph, hints)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import autoshard
-from autoshard.hints import kept, spec_of
 from autoshard.mesh import Mesh
+from autoshard.planning.hints import kept, spec_of
 from autoshard.stablehlo.annotate import gspmd_sharding
 from autoshard.strategies.space import argument_specs
 from tests.conftest import of_torch_xla

@@ -5,12 +5,12 @@ import json
 import pytest
 
 import autoshard
-from autoshard import refine
-from autoshard.api import plan_captured
 from autoshard.mesh import spec_axes
+from autoshard.planning import refine
+from autoshard.planning.api import plan_captured
+from autoshard.planning.written import captured_graph
 from autoshard.plans.value import Plan, RefineCandidate, Refinement
 from autoshard.report import refined_lines
-from autoshard.written import captured_graph
 from tests.plans import made
 
 torch = pytest.importorskip("torch")
@@ -117,7 +117,7 @@ def test_a_target_that_the_mesh_does_not_lie_on_is_refused_before_anything_is_ca
 
 
 def test_the_device_is_the_targets_unless_it_is_given():
-    from autoshard.api import meshes_for
+    from autoshard.planning.api import meshes_for
 
     assert meshes_for("2x4", None, None, "h100:8")[0].device == "h100:8"
     assert meshes_for("2x4", None, "h200", "h100:8")[0].device == "h200"

@@ -20,9 +20,9 @@ from autoshard.plans.value import NoPlanError, Plan, RefineCandidate, Refinement
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
-    from autoshard.decision import Progress
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
+    from autoshard.planning.decision import Progress
     from autoshard.strategies.formulate import Formulation
     from autoshard.verify.targets import Target
 
@@ -100,10 +100,10 @@ def refined(
     Raises:
         CompileError: the target's compiler compiles none of the candidates.
     """
+    from autoshard.planning.written import predict_annotations, written_plan
     from autoshard.stablehlo.annotate import annotate
     from autoshard.verify.check import compare_compiled
     from autoshard.verify.compile import CompileError
-    from autoshard.written import predict_annotations, written_plan
 
     say = progress or (lambda stage: None)
     own = plan.annotations(graph)
@@ -163,8 +163,8 @@ def _rivals(
     written: Callable[[Annotations], Annotations],
     say: Progress,
 ) -> Iterator[_Candidate]:
-    from autoshard.decision import decide, formulated
-    from autoshard.written import predict_annotations
+    from autoshard.planning.decision import decide, formulated
+    from autoshard.planning.written import predict_annotations
 
     options, mesh = plan.options, plan.mesh
     formulation = formulated(graph, mesh, options.memory, options.hints, say)
@@ -225,7 +225,7 @@ def _decisions(graph: Graph) -> dict[str, set[Value]]:
 def _overlapped(graph: Graph, plan: Plan) -> Formulation:
     """The problem in which part of every collective's bytes are on their way beside compute."""
     from autoshard.cost.machine.device import load_device
-    from autoshard.hints import split
+    from autoshard.planning.hints import split
     from autoshard.strategies.formulate import formulate
 
     device = load_device(plan.mesh.device)
@@ -237,8 +237,8 @@ def _overlapped(graph: Graph, plan: Plan) -> Formulation:
 
 def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
     """Plans by hand that hold the hints."""
-    from autoshard.rivals import by_hand
-    from autoshard.written import predict_annotations
+    from autoshard.planning.rivals import by_hand
+    from autoshard.planning.written import predict_annotations
 
     for name, chosen in by_hand(graph, plan.mesh, plan.options.hints):
         yield _Candidate(name, chosen, predict_annotations(graph, chosen, plan.mesh), kind="by hand")

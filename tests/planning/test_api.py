@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.decision import plan_graph, within_limit
 from autoshard.mesh import Mesh, spec_axes
-from autoshard.meshes import candidate_meshes, factorisations
+from autoshard.planning.decision import plan_graph, within_limit
+from autoshard.planning.meshes import candidate_meshes, factorisations
+from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError
 from autoshard.program import Program
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.strategies import guard
 from autoshard.strategies.formulate import formulate
 from autoshard.strategies.random_plans import random_annotations
-from autoshard.written import captured_graph, predict_annotations
 
 MESH = Mesh((2, 4), device="tpu-v5e")
 

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.decision import Decision, Progress, plan_graph, within_limit
 from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
-from autoshard.written import captured_graph, predict_annotations, written_plan
+from autoshard.planning.decision import Decision, Progress, plan_graph, within_limit
+from autoshard.planning.written import captured_graph, predict_annotations, written_plan
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
-    from autoshard.meshes import Watch
+    from autoshard.planning.meshes import Watch
     from autoshard.plans.value import Keep, Plan
     from autoshard.program import Program
     from autoshard.solver.problem import Problem
@@ -123,11 +123,11 @@ def meshes_for(
     Raises:
         ValueError: there is none, or it does not lie on that target.
     """
-    from autoshard.meshes import candidate_meshes
+    from autoshard.planning.meshes import candidate_meshes
 
     if refine is None:
         return candidate_meshes(mesh, devices, device)
-    from autoshard.refine import check_refine
+    from autoshard.planning.refine import check_refine
 
     meshes = candidate_meshes(mesh, devices, device if isinstance(mesh, Mesh) else device_for(device, refine))
     check_refine(refine, meshes[0])
@@ -230,11 +230,11 @@ def plan_captured(
     progress: Progress | None = None,
 ) -> Plan:
     """`plan_program`, of the graph of a program."""
-    from autoshard.hints import check_keep, kept
     from autoshard.lower.least import least
-    from autoshard.meshes import plan_best
+    from autoshard.planning.hints import check_keep, kept
+    from autoshard.planning.meshes import plan_best
+    from autoshard.planning.rivals import or_by_hand
     from autoshard.plans.value import Options, SolverInfo
-    from autoshard.rivals import or_by_hand
     from autoshard.solver import iopddl
 
     if annotations not in ("all", "least"):
@@ -295,7 +295,7 @@ def plan_captured(
         return or_by_hand(found, graph, written)
     if refine is None:
         return found
-    from autoshard.refine import check_refine, refined
+    from autoshard.planning.refine import check_refine, refined
 
     target = check_refine(refine, found.mesh)
     return refined(found, graph, target, time_limit=time_limit, written=written, progress=progress)
