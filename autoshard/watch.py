@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_map
 import autoshard
 from autoshard.errors import AutoshardError, AutoShardingError, AutoShardingWarning, CaptureError
 from autoshard.frontends.switches import table as switches
-from autoshard.lower.annotator import Annotator
-from autoshard.lower.beneath import Beneath
-from autoshard.lower.even import split_evenly, unsplit
-from autoshard.lower.follower import Follower
-from autoshard.lower.mark_sharding import annotate
+from autoshard.lower.torch_xla.annotator import Annotator
+from autoshard.lower.torch_xla.beneath import Beneath
+from autoshard.lower.torch_xla.even import split_evenly, unsplit
+from autoshard.lower.torch_xla.follower import Follower
+from autoshard.lower.torch_xla.mark_sharding import annotate
 from autoshard.mesh import Mesh
 from autoshard.plan_cache import cached_plan
 from autoshard.planning import api

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 import autoshard
 from autoshard.errors import LoweringError
-from autoshard.lower.dtensor import DTensorPlan
+from autoshard.lower.dtensor.distribute import DTensorPlan
 from autoshard.mesh import Mesh
 from autoshard.plans.value import Plan
 from autoshard.program import Program

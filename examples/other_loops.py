@@ -20,7 +20,7 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 from torch_xla.experimental.scan_layers import scan_layers
 
 import autoshard
-from autoshard.lower.mark_sharding import input_shardings
+from autoshard.lower.torch_xla.mark_sharding import input_shardings
 
 ROWS, WIDTH, LAYERS, STEPS = 64, 64, 3, 3
 

@@ -22,7 +22,7 @@ def seen(tmp_path_factory):
     """What `auto_eight_devices.py` saw: SPMD is on for a whole process, and with eight devices, so it has its own."""
     directory = tmp_path_factory.mktemp("auto")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lower.auto_eight_devices", str(directory / "seen.json")],
+        [sys.executable, "-m", "tests.lower.torch_xla.auto_eight_devices", str(directory / "seen.json")],
         cwd=ROOT, capture_output=True, text=True, timeout=900,
         env={**os.environ, "AUTOSHARD_CACHE": str(directory / "cache")},
     )  # fmt: skip

@@ -61,7 +61,7 @@ def seen(tmp_path_factory):
     """What `loops_eight_devices.py` saw, in a process of its own: SPMD is on for a whole process."""
     out = tmp_path_factory.mktemp("loops") / "seen.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lower.loops_eight_devices", str(out)],
+        [sys.executable, "-m", "tests.lower.torch_xla.loops_eight_devices", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=900,
         env=os.environ,
     )  # fmt: skip

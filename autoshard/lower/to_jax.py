@@ -347,7 +347,7 @@ class JaxStep:
         """
         found: dict[str, Any] = dict(tensors or {})
         if model is not None:
-            from autoshard.lower import place
+            from autoshard.lower.torch_xla import place
 
             place.check_model(self.shardings.plan, model, optimizer)
             found.update({name: value.detach() for name, value in model.named_parameters()})
@@ -363,8 +363,8 @@ class JaxStep:
 
     def _begun(self, model: Any, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state by name; what it has none of begins with what its own first step would begin with."""
-        from autoshard.lower import place
         from autoshard.lower.begin import create_state
+        from autoshard.lower.torch_xla import place
 
         before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         create_state(optimizer, place.without_state(self.shardings.plan, model, optimizer))
@@ -418,8 +418,8 @@ class JaxStep:
         import torch
 
         from autoshard.frontends.tracing.optimizer import put
-        from autoshard.lower import place
         from autoshard.lower.begin import create_state
+        from autoshard.lower.torch_xla import place
 
         found = {name: to_torch(array) for name, array in self.fetch(state).items()}
         with torch.no_grad():

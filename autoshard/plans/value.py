@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoshard.explanation import Explanation
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
-    from autoshard.lower.dtensor import DTensorPlan
+    from autoshard.lower.dtensor.distribute import DTensorPlan
     from autoshard.lower.to_jax import JaxShardings
     from autoshard.program import Argument, AtenOp, Program, TensorType, ValueRead
 
@@ -386,13 +386,13 @@ class Plan:
 
     def apply(self, model: Any, optimizer: Any = None) -> Any:
         """Move `model` to the XLA devices, sharded as planned, with its optimizer state; see `lower.mark_sharding`."""
-        from autoshard.lower import mark_sharding
+        from autoshard.lower.torch_xla import mark_sharding
 
         return mark_sharding.apply(self, model, optimizer)
 
     def annotate(self) -> AbstractContextManager[Any]:
         """A context for one ordinary step, whose values are annotated as planned; see `lower.mark_sharding`."""
-        from autoshard.lower import mark_sharding
+        from autoshard.lower.torch_xla import mark_sharding
 
         return mark_sharding.annotate(self)
 
@@ -404,7 +404,7 @@ class Plan:
 
     def to_dtensor(self, device_mesh: Any) -> DTensorPlan:
         """The plan in DTensor's words, on a `torch.distributed` device mesh; see `lower.dtensor`."""
-        from autoshard.lower.dtensor import to_dtensor
+        from autoshard.lower.dtensor.distribute import to_dtensor
 
         return to_dtensor(self, device_mesh)
 

@@ -1,7 +1,7 @@
 """Annotations -> the captured StableHLO module with GSPMD's, or Shardy's, annotations written into it.
 
-The quick way from a plan to a compiler: nothing is traced again. `lower/mark_sharding.py` writes the same annotations
-on a running program.
+The quick way from a plan to a compiler: nothing is traced again. `lower/torch_xla/mark_sharding.py` writes the same
+annotations on a running program.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], Non
 def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module as training under the plan would trace it."""
     from autoshard.frontends.torch_xla.program import capture
-    from autoshard.lower.mark_sharding import annotated_program
+    from autoshard.lower.torch_xla.mark_sharding import annotated_program
     from autoshard.planning.written import captured_graph
 
     say("capture")

@@ -19,7 +19,7 @@ from autoshard.errors import AutoshardError
 from autoshard.frontends.switches import table as switches
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing.optimizer import make_optimizer
-from autoshard.lower.place import free_of_weak_references
+from autoshard.lower.torch_xla.place import free_of_weak_references
 from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source, load_source

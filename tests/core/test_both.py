@@ -13,7 +13,7 @@ import autoshard
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.frontends.torch_xla.program import prepare_runtime
 from autoshard.graph.groups import ELEMENTWISE, free_ops
-from autoshard.lower.mark_sharding import annotated_program
+from autoshard.lower.torch_xla.mark_sharding import annotated_program
 from autoshard.mesh import Mesh
 from autoshard.planning.api import captured_graph
 from autoshard.planning.decision import formulated

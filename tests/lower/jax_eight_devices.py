@@ -16,8 +16,8 @@ import torch
 
 import autoshard
 from autoshard.mesh import Mesh
-from tests.lower import scenarios
 from tests.lower.optimizers import counting, masters
+from tests.lower.torch_xla import scenarios
 
 STEPS, ROWS, VOCABULARY = 3, 16, 199
 MESH = Mesh((2, 4))

@@ -7,9 +7,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import autoshard
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing import optimizer as capturing
-from autoshard.lower.first_steps import FirstSteps
 from autoshard.lower.host_scalars import HostScalars, small_twin
 from autoshard.lower.to_jax import optimizer_scalars
+from autoshard.lower.torch_xla.first_steps import FirstSteps
 from autoshard.planning.written import captured_graph
 
 OPTIMIZERS = {

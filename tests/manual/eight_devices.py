@@ -18,7 +18,7 @@ from autoshard.manual import PLANS
 from autoshard.planning.written import captured_graph, written_plan
 from autoshard.verify.run import _report
 from autoshard.verify.run_worker import compare
-from tests.lower import scenarios
+from tests.lower.torch_xla import scenarios
 from tests.manual import models
 
 

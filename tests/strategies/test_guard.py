@@ -7,7 +7,7 @@ import pytest
 from autoshard.cost.machine.device import load_device
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.lower.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
+from autoshard.lower.torch_xla.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
 from autoshard.mesh import Mesh
 from autoshard.planning.written import written_plan
 from autoshard.plans.value import Plan

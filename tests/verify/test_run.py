@@ -21,7 +21,7 @@ from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies import guard
 from autoshard.verify import rounding, run_worker
 from autoshard.verify.run import Difference, RunError, RunReport, run_equal
-from tests.lower.alternating import alternating
+from tests.lower.torch_xla.alternating import alternating
 
 MESH = Mesh((2, 2), ("data", "model"))
 FILE = """

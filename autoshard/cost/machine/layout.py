@@ -3,7 +3,7 @@
 The machine is a grid of physical dims, outermost first: slices or hosts, torus dims 0, 1, 2, and the devices of a chip
 where there are several. An axis lies on one of them, on several (8 devices on a 2x4 torus), or shares one. Its major
 part lies on the outermost of its dims. What is priced (`collectives.py`), compiled for (`verify/worker.py`) and run
-(`lower/runtime.py`) follows this one layout.
+(`lower/torch_xla/runtime.py`) follows this one layout.
 """
 
 from __future__ import annotations

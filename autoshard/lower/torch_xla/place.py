@@ -17,9 +17,9 @@ from torch.utils._pytree import KeyPath
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import put, state_leaves
-from autoshard.lower import runtime
-from autoshard.lower.annotator import format_tensor
 from autoshard.lower.begin import begin_by_trial, create_state, dampened, is_torchs_own
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.annotator import format_tensor
 from autoshard.mesh import Mesh
 from autoshard.plans.value import Plan, PlanMismatchError, TensorPlan
 

@@ -1,6 +1,6 @@
 """torch_xla's ways of working, each training under a plan on eight virtual devices; for `test_ways.py`.
 
-python -m tests.lower.ways_eight_devices OUT.json [SCENARIO...]
+python -m tests.lower.torch_xla.ways_eight_devices OUT.json [SCENARIO...]
 """
 
 import copy
@@ -23,9 +23,9 @@ import torch_xla.utils.checkpoint
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.plans.value import PlanMismatchError
-from tests.lower import scenarios
-from tests.lower.alternating import alternating
-from tests.lower.annotations_traced import lacking, placed_otherwise
+from tests.lower.torch_xla import scenarios
+from tests.lower.torch_xla.alternating import alternating
+from tests.lower.torch_xla.annotations_traced import lacking, placed_otherwise
 
 prepare_runtime(8)
 MESH = Mesh((2, 4), ("data", "model"))

@@ -18,8 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autoshard.frontends.tracing.optimizer import STEADY_STEP, optimizers_in
-from autoshard.lower.annotator import Annotator
 from autoshard.lower.host_scalars import counted, ops_of_a_step, small_twin
+from autoshard.lower.torch_xla.annotator import Annotator
 
 
 class FirstSteps:

@@ -17,7 +17,7 @@ from autoshard.frontends.tracing.trace import tensor_type
 from autoshard.lower.module_values import BorderValue
 
 if TYPE_CHECKING:
-    from autoshard.lower.dtensor import DTensorPlan
+    from autoshard.lower.dtensor.distribute import DTensorPlan
 
 Placements = tuple[Placement, ...]
 

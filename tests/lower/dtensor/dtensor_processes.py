@@ -1,6 +1,6 @@
-"""One of the processes of `tests/lower/test_dtensor.py`: trains under a plan as DTensors, and alone, and compares.
+"""One of the processes of `test_dtensor.py`: trains under a plan as DTensors, and alone, and compares.
 
-    python -m tests.lower.dtensor_processes DIRECTORY RANK WORLD
+    python -m tests.lower.dtensor.dtensor_processes DIRECTORY RANK WORLD
 
 The directory has `NAME.json`, a plan for each scenario; what was seen goes to `seen.json` there.
 """
@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from autoshard.errors import LoweringError
 from autoshard.plans.value import Plan
-from tests.lower.dtensor_ops import differences, written
+from tests.lower.dtensor.dtensor_ops import differences, written
 from tests.lower.optimizers import masters
 
 STEPS, ROWS, VOCABULARY, TOKENS = 3, 8, 96, 16

@@ -33,12 +33,12 @@ from torch.utils._pytree import tree_map
 from autoshard.errors import LoweringError
 from autoshard.frontends.choose import PYTORCH
 from autoshard.frontends.tracing.optimizer import put
-from autoshard.lower import place
 from autoshard.lower.begin import create_state
-from autoshard.lower.dtensor_errors import say_where
-from autoshard.lower.dtensor_modules import Border, border_of, placed, reduced
-from autoshard.lower.dtensor_rules import register_missing
+from autoshard.lower.dtensor.errors import say_where
+from autoshard.lower.dtensor.modules import Border, border_of, placed, reduced
+from autoshard.lower.dtensor.rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
+from autoshard.lower.torch_xla import place
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plans.value import Plan, TensorPlan
 

@@ -20,10 +20,10 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
-from autoshard.lower.mark_sharding import annotated_program, input_shardings
+from autoshard.lower.torch_xla.mark_sharding import annotated_program, input_shardings
 from autoshard.mesh import Mesh
-from tests.lower.alternating import alternating
-from tests.lower.annotations_traced import lacking, placed_otherwise
+from tests.lower.torch_xla.alternating import alternating
+from tests.lower.torch_xla.annotations_traced import lacking, placed_otherwise
 
 prepare_runtime(8)
 X = torch_xla._XLAC

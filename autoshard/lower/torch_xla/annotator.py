@@ -23,9 +23,9 @@ from autoshard.frontends.tracing.device import is_xla, tensor_id
 from autoshard.frontends.tracing.known import described
 from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer
 from autoshard.frontends.tracing.trace import takes_values, tensor_type
-from autoshard.lower import runtime
-from autoshard.lower.schedule import Schedule, describe
-from autoshard.lower.step import StepWriter
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.schedule import Schedule, describe
+from autoshard.lower.torch_xla.step import StepWriter
 from autoshard.plans.value import PlanMismatchError, format_type
 
 _ON_HOST = " It reads a tensor of the host: are all inputs moved to the device, .to('xla')?"

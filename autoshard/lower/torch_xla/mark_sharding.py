@@ -30,12 +30,12 @@ import torch
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.switches import table as switches
-from autoshard.lower import place, runtime
-from autoshard.lower.annotator import Annotator
-from autoshard.lower.first_steps import FirstSteps
-from autoshard.lower.follower import Follower
-from autoshard.lower.retrace import annotated_program
-from autoshard.lower.schedule import Schedule
+from autoshard.lower.torch_xla import place, runtime
+from autoshard.lower.torch_xla.annotator import Annotator
+from autoshard.lower.torch_xla.first_steps import FirstSteps
+from autoshard.lower.torch_xla.follower import Follower
+from autoshard.lower.torch_xla.retrace import annotated_program
+from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.plans.value import Plan
 
 __all__ = ["annotate", "annotated_program", "apply", "input_shardings"]

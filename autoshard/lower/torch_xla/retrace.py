@@ -11,9 +11,9 @@ from autoshard.frontends.torch_xla.program import XlaLabels, trace
 from autoshard.frontends.tracing.device import is_xla
 from autoshard.frontends.tracing.modules import ModulePaths
 from autoshard.frontends.tracing.sequence import WRITES_BACK, Call
-from autoshard.lower import runtime
-from autoshard.lower.schedule import Schedule
-from autoshard.lower.step import StepWriter
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.schedule import Schedule
+from autoshard.lower.torch_xla.step import StepWriter
 from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.stablehlo.annotate import set_boundary

@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.functional import avg_pool2d, cross_entropy, max_pool2d, pad, scaled_dot_product_attention, softplus
 
-from autoshard.lower.dtensor_errors import RefusedOpError, say_where
-from autoshard.lower.dtensor_modules import placed
-from autoshard.lower.dtensor_rules import register_missing
+from autoshard.lower.dtensor.errors import RefusedOpError, say_where
+from autoshard.lower.dtensor.modules import placed
+from autoshard.lower.dtensor.rules import register_missing
 
 WHOLE = (Replicate(), Replicate())
 SPLIT = {"rows": (Shard(0), Shard(0)), "dims": (Shard(0), Shard(1)), "last": (Replicate(), Shard(-1))}

@@ -21,10 +21,10 @@ import torch
 
 from autoshard.frontends.tracing.device import is_xla, tensor_id
 from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer, tensors_in
-from autoshard.lower import runtime
-from autoshard.lower.annotator import Annotator, format_tensor
-from autoshard.lower.schedule import Schedule
-from autoshard.lower.step import StepWriter
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.annotator import Annotator, format_tensor
+from autoshard.lower.torch_xla.schedule import Schedule
+from autoshard.lower.torch_xla.step import StepWriter
 
 FOREIGN = (-1, 0)
 """Who made a value that no planned op made."""

@@ -11,14 +11,14 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from autoshard.errors import LoweringError
-from autoshard.lower.dtensor import in_order, placements
+from autoshard.lower.dtensor.distribute import in_order, placements
 from autoshard.lower.module_values import module_values
 from autoshard.mesh import Mesh
-from tests.lower.dtensor_ops import CASES, SPLIT, WRITES
-from tests.lower.dtensor_processes import REFUSED, SCENARIOS
+from tests.lower.dtensor.dtensor_ops import CASES, SPLIT, WRITES
+from tests.lower.dtensor.dtensor_processes import REFUSED, SCENARIOS
 from tests.plans import made as plans
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EQUAL = 1e-5
 MESH = Mesh((2, 2), device="h100")
 MANUAL = {"megatron": "megatron", "fsdp": "fsdp", "masked": "fsdp-tp", "fsdp_tp": "fsdp-tp", "written": "fsdp-tp"}
@@ -69,7 +69,7 @@ def seen(tmp_path_factory):
     directory = tmp_path_factory.mktemp("dtensor")
     for name in SCENARIOS:
         planned(name).save(directory / f"plan_{name}.json")
-    command = [sys.executable, "-m", "tests.lower.dtensor_processes", str(directory)]
+    command = [sys.executable, "-m", "tests.lower.dtensor.dtensor_processes", str(directory)]
     processes = [
         subprocess.Popen([*command, str(rank), "4"], cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in range(4)
     ]

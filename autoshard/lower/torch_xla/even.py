@@ -10,7 +10,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from autoshard.errors import LoweringError
-from autoshard.lower import place, runtime
+from autoshard.lower.torch_xla import place, runtime
 from autoshard.plans.value import Plan
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch_xla")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EQUAL, HALF_EQUAL = 1e-5, 2e-2
 
 
@@ -18,7 +18,7 @@ def seen(tmp_path_factory):
     """What `ways_eight_devices.py` saw, in a process of its own with eight devices."""
     out = tmp_path_factory.mktemp("ways") / "seen.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lower.ways_eight_devices", str(out)],
+        [sys.executable, "-m", "tests.lower.torch_xla.ways_eight_devices", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert out.exists(), done.stderr[-3000:]

@@ -2,7 +2,7 @@
 
 Each loop is a function of a model and of what moves a batch to the model's device; it returns its losses.
 
-python -m tests.lower.loops_eight_devices OUT.json [LOOP …]
+python -m tests.lower.torch_xla.loops_eight_devices OUT.json [LOOP …]
 """
 
 import copy
@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoshard
 from autoshard import auto
 from autoshard.errors import AutoShardingWarning
-from tests.lower import scenarios
-from tests.lower.annotations_traced import lacking
+from tests.lower.torch_xla import scenarios
+from tests.lower.torch_xla.annotations_traced import lacking
 
 ROWS, STEPS = 16, 4
 LOOPS = {}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch_xla")
 
-from autoshard.lower.runtime import MOST_DIMS, device_ids, fewer_dims
+from autoshard.lower.torch_xla.runtime import MOST_DIMS, device_ids, fewer_dims
 from autoshard.mesh import Mesh
 
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from autoshard.frontends.tracing.device import is_xla, tensor_id
 from autoshard.frontends.tracing.sequence import Call, Producer
-from autoshard.lower import runtime
-from autoshard.lower.schedule import Schedule, Shared, beginnings
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.schedule import Schedule, Shared, beginnings
 
 
 class StepWriter:

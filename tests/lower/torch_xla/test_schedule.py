@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.lower.schedule import Schedule
+from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.mesh import Mesh
 from autoshard.plans.value import (
     ActivationKey,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from autoshard.lower.dtensor_guard import guard_strategies
-from autoshard.lower.dtensor_handlers import install_handlers
+from autoshard.lower.dtensor.guard import guard_strategies
+from autoshard.lower.dtensor.handlers import install_handlers
 from autoshard.plans.value import Plan
 
 _ALIASES = ("alias", "detach", "lift_fresh")

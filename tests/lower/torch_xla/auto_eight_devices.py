@@ -1,6 +1,6 @@
 """What `tests/test_auto.py` asserts on: training loops under the automatic mode, on eight virtual devices.
 
-python -m tests.lower.auto_eight_devices OUT.json
+python -m tests.lower.torch_xla.auto_eight_devices OUT.json
 """
 
 import copy
@@ -21,8 +21,8 @@ import autoshard
 from autoshard import auto
 from autoshard.errors import LoweringError
 from autoshard.planning import api
-from tests.lower import scenarios
-from tests.lower.annotations_traced import lacking, placed_otherwise
+from tests.lower.torch_xla import scenarios
+from tests.lower.torch_xla.annotations_traced import lacking, placed_otherwise
 
 ROWS, STEPS = 16, 4
 HINTS = {"up.weight": "[model],[]", "x": "[data],[]"}

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch_xla")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EQUAL = 1e-5
 
 
@@ -19,7 +19,7 @@ def seen(tmp_path_factory):
     """What `eight_devices.py` saw: SPMD is on for a whole process, and with eight devices, so it has its own."""
     out = tmp_path_factory.mktemp("lower") / "seen.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lower.eight_devices", str(out)],
+        [sys.executable, "-m", "tests.lower.torch_xla.eight_devices", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert out.exists(), done.stderr[-3000:]

@@ -5,8 +5,8 @@ from collections import Counter
 
 import torch_xla
 
-from autoshard.lower import runtime
-from autoshard.lower.schedule import Schedule
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.planning.hints import _tiles
 from autoshard.stablehlo.annotate import gspmd_sharding
 

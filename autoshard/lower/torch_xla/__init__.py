@@ -1,0 +1,1 @@
+"""Annotations on a running PyTorch step, through torch_xla."""
