@@ -6,12 +6,12 @@
 __version__ = "0.1.0"
 
 from autoshard.auto import auto_policy, use_spmd
-from autoshard.comparison import Comparison, compare
+from autoshard.comparison.compared import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
-from autoshard.explanation import Explanation, explain
 from autoshard.mesh import Mesh
 from autoshard.planning.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
 from autoshard.plans.value import Plan, PlanError, PlanMismatchError
+from autoshard.show.explanation import Explanation, explain
 
 __all__ = [
     "AutoshardError",

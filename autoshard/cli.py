@@ -53,8 +53,8 @@ from autoshard.cli_source import (
 from autoshard.errors import AutoshardError, FileError
 from autoshard.planning.api import collector_paused, device_for, meshes_for, plan_program
 from autoshard.plans.value import Plan
+from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
-from autoshard.terminal import say
 
 BAD_INPUT, OFF, NOT_DECIDED, BUG, INTERRUPTED = 2, 1, 3, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"

@@ -23,7 +23,7 @@ from autoshard.cli_source import (
 from autoshard.mesh import Mesh
 from autoshard.planning.api import collector_paused
 from autoshard.plans.value import Plan
-from autoshard.terminal import say
+from autoshard.show.terminal import say
 
 
 @click.command()
@@ -65,7 +65,7 @@ def compare(
     """Compare the automatic plan of SOURCE with plans written by hand, as predicted and as compiled."""
     if device is not None:
         known_device(device)
-    from autoshard import comparison
+    from autoshard.comparison import compared as comparison
 
     if device is None and placement is None:
         mesh = comparison.comparison_mesh(mesh_shape, None, target, axes)
@@ -80,7 +80,7 @@ def compare(
     others = {path.name: Plan.load(path) for path in paths}
     if plot is not None:
         files.check_writable(plot)
-        from autoshard import plots
+        from autoshard.show import plots
 
         plots.check_format(plot)
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
@@ -144,7 +144,7 @@ def explain(
     A TENSOR is a parameter, buffer, input or optimizer state (with * for several that are fixed alike), a module's path
     for what it returns, or op12 for the result of aten op 12.
     """
-    from autoshard.explanation import explain_all
+    from autoshard.show.explanation import explain_all
 
     found = Plan.load(plan_file)
     if html is not None:

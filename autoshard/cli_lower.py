@@ -15,7 +15,7 @@ from autoshard.cli_source import JSON, PLAN_FILE, captured, planned_with, print_
 from autoshard.planning.api import collector_paused
 from autoshard.planning.written import captured_graph
 from autoshard.plans.value import Plan
-from autoshard.terminal import say
+from autoshard.show.terminal import say
 
 
 @click.command()

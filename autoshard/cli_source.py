@@ -13,8 +13,8 @@ import autoshard
 from autoshard.cli_progress import Stages
 from autoshard.frontends.choose import FRONTENDS
 from autoshard.plans.value import Plan
+from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
-from autoshard.terminal import say
 
 if TYPE_CHECKING:
     from autoshard.plans.value import Plan

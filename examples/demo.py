@@ -45,7 +45,7 @@ def main() -> int:
 def plan_beside_rivals(path: Path) -> None:
     """Print and save the plan, then the predicted figures of it and of the manual plans."""
     import autoshard
-    from autoshard.comparison import compare_program
+    from autoshard.comparison.compared import compare_program
     from autoshard.sources import load_source
 
     started, cpu = time.perf_counter(), time.process_time()

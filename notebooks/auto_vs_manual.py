@@ -18,9 +18,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import autoshard
-from autoshard import plots
+from autoshard.show import plots
 from autoshard.sources import load_source
-from autoshard.report import search_lines
+from autoshard.show.report import search_lines
 
 SMALL = bool(os.environ.get("AUTOSHARD_NOTEBOOKS_SMALL"))  # as continuous integration runs it
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import autoshard
-from autoshard import plots
+from autoshard.show import plots
 
 SMALL = bool(os.environ.get("AUTOSHARD_NOTEBOOKS_SMALL"))  # as continuous integration runs it
 

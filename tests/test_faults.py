@@ -17,7 +17,7 @@ import pytest
 from autoshard import files, kept
 from autoshard.errors import FileError
 from autoshard.plans.json_format import to_dict
-from autoshard.terminal import printable
+from autoshard.show.terminal import printable
 from tests.frontends.test_stablehlo_file import FORWARD
 from tests.plans.made import plan, saved
 

@@ -29,12 +29,12 @@ from autoshard.plans.figures import ReplicatedOp as ReplicatedOp
 from autoshard.plans.figures import SolverInfo as SolverInfo
 
 if TYPE_CHECKING:
-    from autoshard.explanation import Explanation
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph, Value
     from autoshard.lower.dtensor.distribute import DTensorPlan
     from autoshard.lower.to_jax import JaxShardings
     from autoshard.program import Argument, AtenOp, Program, TensorType, ValueRead
+    from autoshard.show.explanation import Explanation
 
 Producer = tuple[int, int] | str | None
 """What an op reads: `(k, j)` for output j of aten op k, the name of an argument, or None for a host constant."""
@@ -293,7 +293,7 @@ class Plan:
 
     def to_html(self, explanations: Sequence[Explanation] = ()) -> str:
         """The plan as one self-contained page, with what `autoshard.explain` said of some tensors."""
-        from autoshard.page import page
+        from autoshard.show.page import page
 
         return page(self, explanations)
 
@@ -378,7 +378,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A report for a person: what splits what per module, totals, what could not be split."""
-        from autoshard.report import plan_report
+        from autoshard.show.report import plan_report
 
         return plan_report(self)
 

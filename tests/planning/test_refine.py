@@ -10,7 +10,7 @@ from autoshard.planning import refine
 from autoshard.planning.api import plan_captured
 from autoshard.planning.written import captured_graph
 from autoshard.plans.value import Plan, RefineCandidate, Refinement
-from autoshard.report import refined_lines
+from autoshard.show.report import refined_lines
 from tests.plans import made
 
 torch = pytest.importorskip("torch")

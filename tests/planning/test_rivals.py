@@ -12,7 +12,7 @@ from autoshard.manual.rank import estimate, ranked
 from autoshard.mesh import Mesh
 from autoshard.planning import rivals, written
 from autoshard.plans.value import Options, Plan, SolverInfo
-from autoshard.report import solver_line
+from autoshard.show.report import solver_line
 
 torch = pytest.importorskip("torch")
 

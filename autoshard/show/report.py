@@ -23,7 +23,7 @@ from autoshard.plans.value import (
     TensorPlan,
     describe_mesh,
 )
-from autoshard.terminal import printable
+from autoshard.show.terminal import printable
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32

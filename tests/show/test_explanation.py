@@ -3,8 +3,8 @@
 import pytest
 
 import autoshard
-from autoshard.explanation import Alternative, Explanation
 from autoshard.plans.value import Plan, PlanError, PlanMismatchError
+from autoshard.show.explanation import Alternative, Explanation
 
 torch = pytest.importorskip("torch")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard import files
-from autoshard.comparison import Comparison, bytes_by_kind
-from autoshard.drawing import holders, tiles
+from autoshard.comparison.compared import Comparison, bytes_by_kind
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.value import Plan, Predicted
-from autoshard.report import layout, shortest_first, size
+from autoshard.show.drawing import holders, tiles
+from autoshard.show.report import layout, shortest_first, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

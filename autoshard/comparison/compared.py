@@ -18,7 +18,7 @@ from autoshard.planning.decision import Progress
 from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.written import captured_graph, written_plan
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
-from autoshard.report import columns, duration, size
+from autoshard.show.report import columns, duration, size
 
 if TYPE_CHECKING:
     from autoshard.graph.ops import Graph
@@ -172,7 +172,7 @@ class Comparison:
     def plot(self, *, compiled: bool = False) -> Any:
         """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
         `notebooks`); of the compiled programs, if asked for."""
-        from autoshard.plots import plot_comparison
+        from autoshard.show.plots import plot_comparison
 
         return plot_comparison(self, compiled=compiled)
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard import __version__
 from autoshard.cost.machine.compute import dtype_bytes
-from autoshard.drawing import holders, tiles
-from autoshard.explanation import Explanation
 from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
-from autoshard.report import (
+from autoshard.show.drawing import holders, tiles
+from autoshard.show.explanation import Explanation
+from autoshard.show.report import (
     activation_groups,
     duration,
     layout,
@@ -121,7 +121,7 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("autoshard", "templates"),
+        loader=PackageLoader("autoshard.show", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

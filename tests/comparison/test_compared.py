@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import autoshard
-from autoshard.comparison import Comparison, Row
+from autoshard.comparison.compared import Comparison, Row
 from autoshard.mesh import Mesh
 from autoshard.plans.value import CollectiveTotal, MeshTried, PlanMismatchError, Predicted
 from tests.plans import made
@@ -115,7 +115,7 @@ def test_an_unknown_plan_is_refused_before_anything_is_captured():
 
 
 def test_the_device_is_the_targets_unless_it_is_given():
-    from autoshard.comparison import comparison_mesh
+    from autoshard.comparison.compared import comparison_mesh
 
     assert comparison_mesh("2x4", None, "h100:8").device == "h100:8"
     assert comparison_mesh((2, 4), "tpu-v5e", None).device == "tpu-v5e"
@@ -126,7 +126,7 @@ def test_the_device_is_the_targets_unless_it_is_given():
 
 def test_figures_are_drawn(compared, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra notebooks")
-    from autoshard import plots
+    from autoshard.show import plots
 
     figure = compared.plot(compiled=True)
     times, mfu, moved, memory = figure.axes
@@ -147,7 +147,7 @@ def test_figures_are_drawn(compared, tmp_path):
 
 def test_sweeps_and_shardings_are_drawn(compared):
     pytest.importorskip("matplotlib", reason="the extra notebooks")
-    from autoshard import plots
+    from autoshard.show import plots
 
     sweep = plots.plot_sweep({8: compared, 16: compared}, "batch")
     assert [text.get_text() for text in sweep.axes[0].get_legend().get_texts()] == ROWS
@@ -158,7 +158,7 @@ def test_sweeps_and_shardings_are_drawn(compared):
 
 
 def test_bytes_are_summed_over_axes():
-    from autoshard.comparison import bytes_by_kind
+    from autoshard.comparison.compared import bytes_by_kind
 
     totals = tuple(CollectiveTotal("all-gather", (axis,), 1, 5) for axis in ("data", "model"))
     assert bytes_by_kind(Predicted(1.0, 1.0, 0.0, 1.0, 0.1, totals, 1)) == {"all-gather": 10}
@@ -166,7 +166,7 @@ def test_bytes_are_summed_over_axes():
 
 def test_mesh_shapes_are_drawn_with_their_bounds():
     pytest.importorskip("matplotlib")
-    from autoshard import plots
+    from autoshard.show import plots
 
     with pytest.raises(ValueError, match="no mesh shapes were tried"):
         plots.plot_search(made.plan())

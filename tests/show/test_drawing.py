@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.drawing import holders, tiles
 from autoshard.mesh import Mesh
+from autoshard.show.drawing import holders, tiles
 
 MESH = Mesh((2, 4), ("data", "model"))
 

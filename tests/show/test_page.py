@@ -6,12 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autoshard.explanation import Alternative, Explanation
 from autoshard.mesh import Mesh
-from autoshard.page import Drawings, page, tree, undivided
 from autoshard.plans.value import CollectiveTotal, ModuleCost, Options, RefineCandidate, Refinement
 from autoshard.program import TensorType
-from autoshard.report import size
+from autoshard.show.explanation import Alternative, Explanation
+from autoshard.show.page import Drawings, page, tree, undivided
+from autoshard.show.report import size
 from tests.plans import made as plans
 
 VOID = {"meta", "input", "use", "rect", "br", "wbr"}

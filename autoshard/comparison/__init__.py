@@ -1,0 +1,1 @@
+"""Plans beside one another, predicted and compiled."""
