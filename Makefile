@@ -72,7 +72,7 @@ CORE_TORCH ?= torch==2.13.0
 CORE_STAMP := $(CORE)/.installed
 CORE_TESTS ?= tests/core tests/test_sources.py tests/frontends/test_stablehlo_file.py tests/graph tests/lower/dtensor/test_dtensor.py tests/lower/test_host_scalars.py \
 	tests/stablehlo/test_annotate.py tests/lower/test_to_jax.py tests/lower/test_tp_plan.py tests/planning/test_api.py \
-	tests/test_bad_input.py tests/test_cli_plan.py tests/comparison/test_compared.py tests/show/test_explanation.py tests/planning/test_hints.py \
+	tests/test_bad_input.py tests/cli/test_plan.py tests/comparison/test_compared.py tests/show/test_explanation.py tests/planning/test_hints.py \
 	tests/test_mesh.py tests/planning/test_meshes.py tests/plans/test_value.py
 
 $(CORE_STAMP): pyproject.toml $(CORE_LOCK)

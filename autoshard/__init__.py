@@ -5,7 +5,7 @@
 
 __version__ = "0.1.0"
 
-from autoshard.auto import auto_policy, use_spmd
+from autoshard.auto.policy import auto_policy, use_spmd
 from autoshard.comparison.compared import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
 from autoshard.mesh import Mesh

@@ -1,4 +1,4 @@
-"""What `tests/test_auto.py` asserts on: training loops under the automatic mode, on eight virtual devices.
+"""What `tests/auto/test_policy.py` asserts on: training loops under the automatic mode, on eight virtual devices.
 
 python -m tests.lower.torch_xla.auto_eight_devices OUT.json
 """

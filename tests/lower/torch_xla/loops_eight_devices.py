@@ -1,4 +1,4 @@
-"""What `tests/test_loops.py` asserts on: everyday training loops, under the automatic mode and in plain PyTorch.
+"""What `tests/auto/test_loops.py` asserts on: everyday training loops, under the automatic mode and in plain PyTorch.
 
 Each loop is a function of a model and of what moves a batch to the model's device; it returns its losses.
 

@@ -9,9 +9,9 @@ from typing import Literal
 import click
 
 from autoshard import files
-from autoshard.cli_options import SECONDS, pairs, parse_bytes, parse_hint, parse_setting
-from autoshard.cli_progress import Stages
-from autoshard.cli_source import (
+from autoshard.cli.options import SECONDS, pairs, parse_bytes, parse_hint, parse_setting
+from autoshard.cli.progress import Stages
+from autoshard.cli.source import (
     JSON,
     PLAN_FILE,
     as_planned,

@@ -29,8 +29,8 @@ from autoshard.errors import AutoShardingError
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
+    from autoshard.auto.watch import Watch
     from autoshard.plans.value import Plan
-    from autoshard.watch import Watch
 
 _OPTIONS = ("mesh", "axes", "device", "memory", "hints", "time_limit", "fold", "seed", "annotations", "cache")
 _ENVIRONMENT = {
@@ -102,7 +102,7 @@ def current_plan() -> Plan | None:
 
 
 def _watch(options: dict[str, Any]) -> Watch:
-    from autoshard.watch import Watch
+    from autoshard.auto.watch import Watch
 
     def planned(plan: Plan) -> None:
         global _LAST
@@ -122,7 +122,7 @@ def _options(spmd_config: Mapping[str, Any] | None) -> dict[str, Any]:
         if os.environ.get(variable):
             given.setdefault(name, os.environ[variable])
     if isinstance(given.get("memory"), str):
-        from autoshard.cli_options import parse_bytes
+        from autoshard.cli.options import parse_bytes
 
         given["memory"] = None if given["memory"].lower() == "none" else parse_bytes(given["memory"])
     if "time_limit" in given:

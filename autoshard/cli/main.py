@@ -26,9 +26,9 @@ import click
 
 import autoshard
 from autoshard import files
-from autoshard.cli_compare import compare, explain
-from autoshard.cli_lower import lower
-from autoshard.cli_options import (
+from autoshard.cli.comparing import compare, explain
+from autoshard.cli.lowering import lower
+from autoshard.cli.options import (
     SECONDS,
     SEED,
     Number,
@@ -38,8 +38,8 @@ from autoshard.cli_options import (
     parse_mesh,
     parse_setting,
 )
-from autoshard.cli_progress import Stages
-from autoshard.cli_source import (
+from autoshard.cli.progress import Stages
+from autoshard.cli.source import (
     JSON,
     PLAN_FILE,
     as_planned,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import autoshard
-from autoshard.cli_progress import Stages
+from autoshard.cli.progress import Stages
 from autoshard.frontends.choose import FRONTENDS
 from autoshard.plans.value import Plan
 from autoshard.show.terminal import say

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from autoshard import cli
-from autoshard.cli_options import parse_bytes, parse_hint, parse_setting
+from autoshard.cli import main as cli
+from autoshard.cli.options import parse_bytes, parse_hint, parse_setting
 from tests.plans import made as plans
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from autoshard.cli import main
+from autoshard.cli.main import main
 
 PROBLEM = {
     "problem": {

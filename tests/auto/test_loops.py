@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch_xla")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EQUAL = 1e-5
 
 FOLLOWED = [

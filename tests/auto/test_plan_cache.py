@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from autoshard import files, kept
+from autoshard.auto.plan_cache import cached_plan, key
 from autoshard.errors import FileError
 from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
-from autoshard.plan_cache import cached_plan, key
 from autoshard.planning import api
 from tests.frontends.test_stablehlo_file import FORWARD
 
@@ -147,7 +147,7 @@ print(plan_cache.cached_plan(read_program(sys.argv[1]), Mesh((2, 2))).to_json().
 
 def test_of_several_processes_that_start_at_once_one_plans(program, tmp_path):
     command = [sys.executable, "-c", CHILD, str(tmp_path / "net.mlir")]
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(8)]
     said = [process.communicate(timeout=300)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0] * 8

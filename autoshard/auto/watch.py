@@ -22,6 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map
 
 import autoshard
+from autoshard.auto.plan_cache import cached_plan
+from autoshard.auto.recorded_loss import LossRecorder
 from autoshard.errors import AutoshardError, AutoShardingError, AutoShardingWarning, CaptureError
 from autoshard.frontends.switches import table as switches
 from autoshard.lower.torch_xla.annotator import Annotator
@@ -30,10 +32,8 @@ from autoshard.lower.torch_xla.even import split_evenly, unsplit
 from autoshard.lower.torch_xla.follower import Follower
 from autoshard.lower.torch_xla.mark_sharding import annotate
 from autoshard.mesh import Mesh
-from autoshard.plan_cache import cached_plan
 from autoshard.planning import api
 from autoshard.plans.value import Plan
-from autoshard.recorded_loss import LossRecorder
 
 _IN_A_CLOSURE = "the model is called in optimizer.step(closure)"
 MOST_PASSES = 10

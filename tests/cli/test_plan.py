@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoshard.cli_source import planned_with
+from autoshard.cli.source import planned_with
 from autoshard.mesh import Mesh
 from autoshard.plans.value import Plan, TensorPlan
 from autoshard.verify.check import VerifyReport

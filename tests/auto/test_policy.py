@@ -13,7 +13,7 @@ pytest.importorskip("torch_xla")
 import autoshard
 from autoshard import auto
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EQUAL = 1e-5
 
 

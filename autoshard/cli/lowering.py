@@ -9,9 +9,9 @@ from typing import Literal
 import click
 
 from autoshard import files
-from autoshard.cli_options import pairs, parse_setting
-from autoshard.cli_progress import Stages
-from autoshard.cli_source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
+from autoshard.cli.options import pairs, parse_setting
+from autoshard.cli.progress import Stages
+from autoshard.cli.source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
 from autoshard.planning.api import collector_paused
 from autoshard.planning.written import captured_graph
 from autoshard.plans.value import Plan

@@ -1,0 +1,1 @@
+"""A training loop watched at its first step, planned, and annotated from then on."""
