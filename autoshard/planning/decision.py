@@ -181,9 +181,9 @@ def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], 
     """What is decided, or what is where nothing may be gathered, if that is faster.
 
     On a TPU, copies of activations run early beside gathers (`cost/compiler/tpu/strips.py`): all of them, as soon as
-    there is one gather, which no price of that gather alone says. The prediction knows these, but not all that comes of them, so
-    they count twice: as compiled for v5e, ResNet's plans with gathers took 0.30 and 0.18 ms more against prediction
-    than those without (on 4x4 and 2x4), where 0.23 and 0.47 ms of such copies were predicted.
+    there is one gather, which no price of that gather alone says. The prediction knows these, but not all that comes of
+    them, so they count twice: as compiled for v5e, ResNet's plans with gathers took 0.30 and 0.18 ms more against
+    prediction than those without (on 4x4 and 2x4), where 0.23 and 0.47 ms of such copies were predicted.
     """
     from autoshard.cost.compiler.tpu.strips import early_seconds
     from autoshard.cost.machine.device import load_device

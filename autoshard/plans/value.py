@@ -1,6 +1,6 @@
 """What was decided: the sharding of every tensor that lowering annotates, and what it is predicted to cost.
 
-A `Plan` is a value. `Plan.save` and `Plan.load` are inverse (`plan_json.py`; the format is published as
+A `Plan` is a value. `Plan.save` and `Plan.load` are inverse (`json_format.py`; the format is published as
 `plan_schema.json`), `Plan.annotations` gives the pins and copies on a graph that prediction, verification and lowering
 share, and `plan_of` is its inverse: the Plan that says what given annotations say.
 

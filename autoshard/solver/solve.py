@@ -10,7 +10,7 @@
 
 Whatever takes long looks at the clock. An interrupt (KeyboardInterrupt) ends the solve with the best choice so far.
 
-Every choice handed out is re-evaluated by `evaluate.py`, which shares no code with the search.
+Every choice handed out is re-evaluated by `objective.py`, which shares no code with the search.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """StableHLO bytecode -> `Graph`.
 
-The importer reads the module once and keeps plain Python values; nothing of MLIR leaves it and `stablehlo_attrs.py`.
+The importer reads the module once and keeps plain Python values; nothing of MLIR leaves it and `attributes.py`.
 
 What it removes: function calls and composites (inlined), tuples (their elements are results of the op that makes the
 tuple), the markers `custom_call @Sharding` (see `Program.stablehlo`; they become `Graph.aten_outputs`), copies, ops
 inside an aten op that change nothing, and ops that no output depends on.
 
-`Op.attrs` of each kind: see `stablehlo_attrs.py`.
+`Op.attrs` of each kind: see `attributes.py`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class VerifyReport:
         judged: step time of the compiled program under the same device model.
         memory_bytes: per device, what the compiler lays out.
         rematerializations: what the partitioner had to replicate and slice again: defects of the plan.
-        wrong_sums: convolutions whose numbers XLA would compute wrongly under these annotations (`strategies/guard.py`): the
-            solver's plans have none, annotations written by hand may.
+        wrong_sums: convolutions whose numbers XLA would compute wrongly (`strategies/guard.py`): the solver's plans
+            have none, annotations written by hand may.
         run: three training steps under the plan against one device, if asked for.
     """
 

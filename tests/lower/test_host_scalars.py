@@ -114,7 +114,7 @@ def test_a_first_step_that_is_another_program_is_refused():
 
 
 def test_hooks_on_the_steps_of_all_optimizers_do_not_hear_of_a_twins():
-    """Such hooks end a planned step (`auto.py`): a twin's would have ended it before the optimizer's own."""
+    """Such hooks end a planned step (`auto/policy.py`): a twin's would have ended it before the optimizer's own."""
     used, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
     used.grad = torch.ones(3)
     optimizer = torch.optim.RAdam([used, unused])

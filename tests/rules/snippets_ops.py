@@ -1,4 +1,4 @@
-"""Cases of `graph/rules/table.py`: elementwise, products, reductions, normalisations, random numbers, linear algebra."""
+"""Cases of `graph/rules/table.py`: elementwise, products, reductions, normalisations, random, linear algebra."""
 
 from __future__ import annotations
 

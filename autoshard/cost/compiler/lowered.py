@@ -31,7 +31,7 @@ SLICE = "partition_slice"
 """A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
 
 ROUNDING = "rounding"
-"""A TPU making the copy in bf16 of an argument that is gathered for products (`spmd_rounded.py`)."""
+"""A TPU making the copy in bf16 of an argument that is gathered for products (`cost/partitioner/ops/rounded.py`)."""
 
 ATTENTION = "attention"
 """A softmax and the product with what it weighs, in one kernel, with that of queries and keys or not: of three operands
@@ -540,7 +540,7 @@ class _Lowering:
         return changed[0] if len(changed) == 1 else None
 
     def _move(self, value: Value, source: int, move: Move, op: int) -> int:
-        """The array after a move; one made before, unless the compiler moves it again (`spmd_gather`)."""
+        """The array after a move; one made before, unless the compiler moves it again (`ops/gather.py`)."""
         if move.key in self.moved and not move.collectives:
             return self._turned(value, self.moved[move.key], move.tiling, op)
         self.moved[move.key] = self._chain(value, source, move.collectives, move.tiling, op)

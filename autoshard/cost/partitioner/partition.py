@@ -2,8 +2,8 @@
 
 Per op, from the shardings that propagation gave its operands and results: which operands are resharded first, how the
 op runs on the parts, which partial results are summed. This follows XLA's `SpmdPartitioningVisitor`
-(xla/service/spmd/spmd_partitioner.cc; GSPMD paper, arXiv:2105.04663, section 4). Contractions are in `spmd_dot.py`,
-gather and scatter in `spmd_index.py`, reshards in `reshard.py`.
+(xla/service/spmd/spmd_partitioner.cc; GSPMD paper, arXiv:2105.04663, section 4). Contractions are in `ops/dot.py`,
+gather and scatter in `ops/index.py`, reshards in `reshard/price.py`.
 
 A value resharded twice to the same sharding is resharded once: the partitioner keeps what it has made.
 """
@@ -92,10 +92,10 @@ class Partitioned:
         runs: one per op, in program order.
         copies: collectives of annotated copies (a reshard from the value to its annotation).
         copied: copy number -> how the copy is made; absent where it is the value itself.
-        joined: op -> the later one that it is part of (`spmd_chained`).
+        joined: op -> the later one that it is part of (`ops/chained.py`).
         uneven: results that are gathered whole because their parts are not even, and by what.
         unsummed: values that stay whole terms of a sum until that is scattered: a slice of one comes after that.
-        attentions: products that become one kernel with the softmax before them -> what of (`spmd_attention`).
+        attentions: products that become one kernel with the softmax before them -> what of (`ops/attention.py`).
         unread: ops that nothing is left to read for these kernels.
     """
 
@@ -120,7 +120,7 @@ def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned
 
 
 class Partitioner:
-    """One run over a graph; what `spmd_shape` and `spmd_index` share of it is public."""
+    """One run over a graph; what `ops/shape.py` and `ops/index.py` share of it is public."""
 
     def __init__(self, graph: Graph, shardings: Shardings, target: Target) -> None:
         """For `graph` as `target`'s compiler partitions it."""
@@ -472,7 +472,7 @@ class Partitioner:
     ) -> list[Step]:
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.
 
-        TPU and GPU fold those along several dims into one. Which are reduce-scatters says `spmd_scatter`; `row_major`
+        TPU and GPU fold those along several dims into one. Which are reduce-scatters says `ops/scatter.py`; `row_major`
         as in `tiles_tpu.scattered`.
         """
         if not axes:

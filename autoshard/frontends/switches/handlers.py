@@ -28,7 +28,7 @@ SWITCHES: tuple[str, ...] = (
     "checks",
     "transformers",
 )
-"""All there are; what each is for says `switches.py`."""
+"""All there are; what each is for says `table.py`."""
 HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in SWITCHES}
 """By switch: what torch function is handled by what."""
 

@@ -1,4 +1,4 @@
-"""Losses and distances whose kernels or gradients torch_xla computes on the CPU: functions for `switches.py`."""
+"""Losses and distances whose kernels or gradients torch_xla computes on the CPU: functions for `table.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools to a given size whose windows overlap or differ: torch_xla pools on the CPU then. For `switches.py`."""
+"""Pools to a given size whose windows overlap or differ: torch_xla pools on the CPU then. For `table.py`."""
 
 from __future__ import annotations
 

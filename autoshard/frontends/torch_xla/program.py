@@ -1,6 +1,7 @@
 """Capture through torch_xla: a model's forward, or its whole training step, as StableHLO, without running it.
 
-A placeholder (`tracing.py`) is a lazy tensor without data; the step is traced once, and torch_xla lowers the trace.
+A placeholder (`frontends/tracing/trace.py`) is a lazy tensor without data; the step is traced once, and
+torch_xla lowers the trace.
 Each aten op runs under a label (`op<k>`), and each floating-point output is marked by a replicated `custom_call
 @Sharding` labelled `op<k>.out<j>`, unless the label is enough (`WRITTEN_LAST`): so every HLO op knows the aten op it
 came from, and every output that lowering can annotate is one value of the module.

@@ -3,8 +3,8 @@
 torchax lowers these too, through jax.numpy, whose gathers check bounds, whose sums upcast, whose pads are nested.
 GSPMD partitions the plain form better, and plans of one program come out the same whichever way it was captured.
 
-The shapes, indices and orders are in `aten_jax_index.py`, windows and random numbers in `aten_jax_window.py`,
-losses in `aten_jax_losses.py`.
+The shapes, indices and orders are in `aten_index.py`, windows and random numbers in `aten_window.py`,
+losses in `aten_losses.py`.
 
 A lowering is called with the output types and the op's arguments: arrays for tensors, the rest as torch has it.
 """

@@ -135,7 +135,7 @@ def _registry() -> dict[Any, Any]:
 
 @cache
 def jax_function_of(func: Any) -> Callable[..., Any] | None:
-    """torchax's lowering of an overload, called as those of `aten_jax.py` are, or None."""
+    """torchax's lowering of an overload, called as those of `aten.py` are, or None."""
     table = _registry()
     found = table.get(func) or table.get(func.overloadpacket)
     if found is None or not found.is_jax_function or found.needs_env:

@@ -1,7 +1,7 @@
 """Capture without torch_xla, on current torch: the step recorded on placeholders, each of its aten ops lowered by jax.
 
 The aten ops are those that torch_xla would be given (`placeholders.py`), under the same numbers. Each different one, by
-its operands' shapes and its options, is lowered once: by `aten_jax.py` and what continues it, else by torchax. The
+its operands' shapes and its options, is lowered once: by `aten.py` and what continues it, else by torchax. The
 module calls these functions in the order of the step, and then has them inlined; labels and marks are as torch_xla's
 capture leaves them.
 """

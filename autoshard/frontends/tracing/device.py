@@ -1,7 +1,7 @@
 """Which device programs are captured on: XLA's, or what stands for it without torch_xla.
 
-`sequence.py`, `switches.py` and the rest of this room act on tensors of that device alone. While a program is captured
-without torch_xla it is `meta`; at any other time it is `xla`.
+`sequence.py`, `frontends/switches/table.py` and the rest of this room act on tensors of that device alone. While
+a program is captured without torch_xla it is `meta`; at any other time it is `xla`.
 """
 
 from __future__ import annotations

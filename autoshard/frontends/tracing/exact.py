@@ -1,4 +1,4 @@
-"""What torch_xla computes wrongly, or outside XLA, computed from ops that it lowers: functions for `switches.py`."""
+"""What torch_xla computes wrongly, or outside XLA, from ops that it lowers: functions for `switches/table.py`."""
 
 from __future__ import annotations
 

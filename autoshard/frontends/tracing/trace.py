@@ -1,7 +1,8 @@
 """What every way of capturing shares: the model on placeholders, its step traced once, and what it was made of.
 
 Every parameter, buffer, input and optimizer state is replaced by a *placeholder*, a tensor without data. The
-step runs once on these; a frontend (`torch_xla.py`, `torchax.py`) says what a placeholder is and lowers the trace.
+step runs once on these; a frontend (`torch_xla/program.py`, `torchax/program.py`) says what a placeholder is and
+lowers the trace.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ A rule says what the op computes when its operands are split; whether the partit
 price, is the business of `cost/`. A new op is one function under `@rule`, in the file of its family:
 
 - here: elementwise, matrix products, reductions, normalisations, random numbers, linear algebra;
-- `rules_shape.py`: ops that only move elements (reshape, broadcast, slice, concatenate…);
-- `rules_index.py`: gather, scatter, sort;
-- `rules_window.py`: convolution and other sliding windows;
-- `rules_body.py`: loops and branches, from the ops inside;
-- `rules_custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
+- `shape.py`: ops that only move elements (reshape, broadcast, slice, concatenate…);
+- `index.py`: gather, scatter, sort;
+- `window.py`: convolution and other sliding windows;
+- `body.py`: loops and branches, from the ops inside;
+- `custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
 
 The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it has a way to run the op split.
 """

@@ -2,11 +2,12 @@
 
 A loop (windowed einsum, `cost/partitioner/ops/conv.py`) reads images that are in memory and leaves its result there:
 nothing elementwise runs in it. Where the parts are of the features that are summed over (the gradient of an input, a
-transposed convolution), every round adds to one result. The buffer for that needs nothing, so the latency hiding scheduler, which
-goes from the end of the program backwards, allocates it only where it has nothing else to run: beside the permutes
-before the loops. At most `IN_FLIGHT` of these are under way; one more begins with every loop that ends, and half of
-those that are left run in one gap (libtpu 0.0.51 on v5e: with 3, 4, 6, 9, 12, 13 and 16 rings the gap is before loop 1,
-1, 2, 5, 5, 6 and 9, here 1, 1, 2, 4, 5, 6 and 7). On two cores each buffer is allocated right before its loop.
+transposed convolution), every round adds to one result. The buffer for that needs nothing, so the latency hiding
+scheduler, which goes from the end of the program backwards, allocates it only where it has nothing else to run:
+beside the permutes before the loops. At most `IN_FLIGHT` of these are under way; one more begins with every loop that
+ends, and half of those that are left run in one gap (libtpu 0.0.51 on v5e: with 3, 4, 6, 9, 12, 13 and 16 rings the
+gap is before loop 1, 1, 2, 5, 5, 6 and 9, here 1, 1, 2, 4, 5, 6 and 7). On two cores each buffer is allocated right
+before its loop.
 """
 
 from __future__ import annotations

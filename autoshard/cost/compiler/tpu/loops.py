@@ -1,4 +1,4 @@
-"""What libtpu keeps in memory of products that it runs as loops of permutes (*windowed einsum*, `spmd_looped.py`).
+"""What libtpu keeps in memory of products that it runs as loops of permutes, *windowed einsums* (`ops/looped.py`).
 
 Read off loops compiled for v5e and v5p, products of 0.3 to 1.1 GB alone in a program, each as follows to 0.1 %:
 

@@ -352,7 +352,7 @@ def _fill(program: Lowered, number: int) -> bool:
 
 
 def attentions_by_rows(program: Lowered) -> Lowered:
-    """What kernels of attention read is copied to lie by rows, and what they make from there (`spmd_attention`).
+    """What kernels of attention read is copied to lie by rows, and what they make from there (`ops/attention.py`).
 
     Not where that pads nothing (heads of 128): it lies so anyway. Logits are made so.
     """

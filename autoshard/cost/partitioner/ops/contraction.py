@@ -1,4 +1,4 @@
-"""What the partitioner emits for a contraction: the plan of `spmd_dot` or `spmd_conv`, as collectives of a target."""
+"""What the partitioner emits for a contraction: the plan of `dot.py` or `conv.py`, as collectives of a target."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What GSPMD emits for a convolution, given the shardings of its operands and its result.
 
-A convolution is partitioned as a contraction (`spmd_dot.py`): batch and features are its free and contracted dims. What
+A convolution is partitioned as a contraction (`dot.py`): batch and features are its free and contracted dims. What
 that does not cover is here, after `PartitionConv` and `convolution_handler.cc` of XLA (xla/service/spmd/): spatial dims
 that are split, whose edges neighbours exchange, and convolutions in groups of features or of the batch. Each is tried
 before the contraction is, in every group of devices.

@@ -6,7 +6,7 @@ dims), and the contraction within a group is partitioned in the same way, until 
 the group or by none. First without moving any operand, then with.
 
 On TPU a gather or a reduce-scatter around a contraction that takes long enough becomes a loop of permutes beside parts
-of it (*windowed einsum*, `spmd_looped.py`); XLA's defaults for GPU keep that for operands of hundreds of megabytes.
+of it (*windowed einsum*, `looped.py`); XLA's defaults for GPU keep that for operands of hundreds of megabytes.
 """
 
 from __future__ import annotations

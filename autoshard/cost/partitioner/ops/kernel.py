@@ -2,7 +2,7 @@
 
 A kernel's transpose and the reversal of its taps become dimension numbers and window attributes of the convolution
 that reads it (`AlgebraicSimplifier`): a forward convolution and the gradient of its input read one value, gathered
-once for both. Where each goes round the ring instead (`spmd_looped.py`) the first permute of both is one.
+once for both. Where each goes round the ring instead (`looped.py`) the first permute of both is one.
 
 That a value is gathered for several contractions keeps them from going round the ring, if they ask for one sharding of
 it: not so where one of two is made as its weight is split, the other as what both read (a gated layer whose weights

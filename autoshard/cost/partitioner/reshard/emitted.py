@@ -1,4 +1,4 @@
-"""Reshards between tilings: `gspmd_reshard.py` on the grid of a mesh's subaxes."""
+"""Reshards between tilings: `steps.py` on the grid of a mesh's subaxes."""
 
 from __future__ import annotations
 

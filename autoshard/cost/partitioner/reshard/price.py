@@ -1,7 +1,7 @@
 """What the partitioner emits to change a value's sharding, what that takes, and when a detour takes less.
 
 GSPMD does not take the shortest path: `(y,.) -> (.,x)` gathers the whole tensor where a hop over `(y,x)` moves a
-fraction of it. What it does is worked out by `gspmd_reshard.py`, which follows its algorithm on the arrays of devices;
+fraction of it. What it does is worked out by `steps.py`, which follows its algorithm on the arrays of devices;
 `benchmarks/reshards.py` holds that against the compilers (see docs/reshards.md). Here its answers are remembered, named
 after mesh axes, priced, and compared with paths over other shardings (`hops.py`).
 
