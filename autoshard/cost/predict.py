@@ -204,11 +204,6 @@ def _overlapped(
     A collective is a gradient's if it sums what only the optimizer reads. The optimizer starts when all are done.
     """
     phases = [_phase(graph, op) for op in graph.ops]
-    backward_reads = bytearray(len(graph.ops))
-    for op in graph.ops:
-        if phases[op.id] != "optimizer":
-            for value in op.operands:
-                backward_reads[value.op] = 1
     at: dict[int, list[int]] = {}
     for number, each in enumerate(collectives):
         if each.op is not None:
@@ -225,7 +220,7 @@ def _overlapped(
                 gradient = (
                     phases[member] == "backward"
                     and collectives[number].kind in _GRADIENT_KINDS
-                    and not backward_reads[member]
+                    and all(phases[reader] == "optimizer" for reader in graph.nx.adj[member])
                 )
                 if gradient:
                     reduced = max(reduced, now + own) + times[number]

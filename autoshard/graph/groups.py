@@ -62,6 +62,10 @@ class Group:
         made = range(len(op.results)) if self.operand_number is None else [self.operand_number]
         return tuple(Value(op.id, result) for result in made)
 
+    def readers(self, graph: Graph, value: Value) -> list[Op]:
+        """The ops of it that read a value, in program order."""
+        return [op for op in (graph.ops[number] for number in self.ops) if value in self.operands(op)]
+
     def made(self, graph: Graph) -> list[Value]:
         """All values that it makes, in program order."""
         return [value for op in self.ops for value in self.results(graph.ops[op])]
@@ -104,32 +108,26 @@ def free_ops(graph: Graph) -> frozenset[int]:
 def fusion_groups(graph: Graph) -> Groups:
     """Partition the ops of `graph` that are neither arguments nor free."""
     free = free_ops(graph)
-    readers: list[list[int]] = [[] for _ in graph.ops]
-    for op in graph.ops:
-        if op.id not in free:
-            for value in op.operands:
-                readers[value.op].append(op.id)
     updates = [_updates(op, graph) for op in graph.ops]
     root: dict[int, int] = {}  # op -> last op of its group
     for op in reversed(graph.ops):
         if op.kind == "argument" or op.id in free:
             continue
         root[op.id] = op.id
-        if not readers[op.id] or not _fuses(op, graph):
+        readers = list(graph.nx.adj[op.id])
+        if not readers or not _fuses(op, graph):
             continue
-        candidate = root[min(readers[op.id])]
+        candidate = root[readers[0]]
         if updates[candidate] and not updates[op.id]:
             continue
         if _fuses(graph.ops[candidate], graph) and all(
-            root[reader] == candidate or reader > candidate for reader in readers[op.id]
+            root[reader] == candidate or reader > candidate for reader in readers
         ):
             root[op.id] = candidate
     members: dict[int, list[int]] = {}
     for op in graph.ops:
         if op.id in root:
             members.setdefault(root[op.id], []).append(op.id)
-    returned = set(graph.outputs)
-    read = {value for op in graph.ops for value in op.operands} | returned
     of: dict[int, int] = {}
     barrier_results: dict[Value, int] = {}
     groups: list[Group] = []
@@ -138,7 +136,7 @@ def fusion_groups(graph: Graph) -> Groups:
         if graph.ops[last].kind == BARRIER:
             for number, operand in enumerate(graph.ops[last].operands):
                 passed = Value(last, number)
-                if passed in read:
+                if graph.is_read(passed):
                     barrier_results[passed] = len(groups)
                     inputs = () if operand.op in free else (operand,)
                     groups.append(Group(len(groups), (last,), inputs, (passed,), number))
@@ -150,11 +148,11 @@ def fusion_groups(graph: Graph) -> Groups:
         for member in members[last]:
             op = graph.ops[member]
             reads.update((value, None) for value in op.operands if value.op not in free and value.op not in mine)
-            outside = {
-                value for reader in readers[member] if reader not in mine for value in graph.ops[reader].operands
-            }
-            results = (Value(member, result) for result in range(len(op.results)))
-            outputs += [value for value in results if value in returned or value in outside]
+            outputs += [
+                value
+                for value in (Value(member, result) for result in range(len(op.results)))
+                if value in graph.returned or any(reader.id not in mine for reader in graph.readers(value))
+            ]
         groups.append(Group(index, tuple(members[last]), tuple(reads), tuple(outputs)))
     return Groups(tuple(groups), of, barrier_results, free)
 

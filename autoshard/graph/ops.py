@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-import networkx as nx
+from networkx import DiGraph, edge_bfs
 
 from autoshard.program import Program, TensorType
 
@@ -44,10 +45,9 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """The ops of a program.
+    """The ops of a program, and what flows between them.
 
     Attributes:
-        nx: DiGraph over op ids; node attribute `op` is the Op, edge attribute `values` the results that flow along it.
         ops: op id -> Op, in program order (ids are 0..n-1).
         arguments: op ids of the arguments, in the program's order.
         outputs: the program's results, in its order.
@@ -55,7 +55,6 @@ class Graph:
     """
 
     program: Program
-    nx: nx.DiGraph
     ops: tuple[Op, ...]
     arguments: tuple[int, ...]
     outputs: tuple[Value, ...]
@@ -65,17 +64,46 @@ class Graph:
         """Shape and dtype of a value."""
         return self.ops[value.op].results[value.result]
 
+    @cached_property
+    def nx(self) -> DiGraph:
+        """Over op ids: node attribute `op` is the Op, edge attribute `values` the results that flow along it."""
+        found = DiGraph()
+        found.add_nodes_from((op.id, {"op": op}) for op in self.ops)
+        for op in self.ops:
+            values: dict[int, list[Value]] = {}
+            for value in dict.fromkeys(op.operands):
+                values.setdefault(value.op, []).append(value)
+            found.add_edges_from((before, op.id, {"values": tuple(read)}) for before, read in values.items())
+        return found
 
-def flow(ops: Iterable[Op]) -> nx.DiGraph:
-    """`Graph.nx` of ops."""
-    found = nx.DiGraph()
-    for op in ops:
-        found.add_node(op.id, op=op)
-        values: dict[int, list[Value]] = {}
-        for value in dict.fromkeys(op.operands):
-            values.setdefault(value.op, []).append(value)
-        found.add_edges_from((before, op.id, {"values": tuple(read)}) for before, read in values.items())
-    return found
+    @cached_property
+    def _readers(self) -> Mapping[Value, tuple[Op, ...]]:
+        found: dict[Value, list[Op]] = {}
+        for _, reader, values in self.nx.edges(data="values"):
+            for value in values:
+                found.setdefault(value, []).append(self.ops[reader])
+        return {value: tuple(ops) for value, ops in found.items()}
+
+    @cached_property
+    def returned(self) -> frozenset[Value]:
+        """The values that are results of the program."""
+        return frozenset(self.outputs)
+
+    def readers(self, value: Value) -> tuple[Op, ...]:
+        """The ops that read a value, each once, in program order."""
+        return self._readers.get(value, ())
+
+    def uses(self, value: Value) -> int:
+        """How many operands of ops a value is."""
+        return sum(op.operands.count(value) for op in self.readers(value))
+
+    def is_read(self, value: Value) -> bool:
+        """Whether an op reads a value, or it is a result of the program."""
+        return value in self._readers or value in self.returned
+
+    def leading_to(self, ops: Collection[int]) -> set[int]:
+        """These ops, and all from which something flows to them."""
+        return {*ops, *(before for before, _, _ in edge_bfs(self.nx, ops, orientation="reverse"))}
 
 
 FactorKind = Literal["parallel", "reduce", "replicated", "halo"]

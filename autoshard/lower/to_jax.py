@@ -454,10 +454,7 @@ def optimizer_scalars(graph: Graph) -> list[str]:
 
 def random_seeds(graph: Graph) -> dict[str, Any]:
     """Names of the integer scalars that random numbers are made from -> numpy dtype."""
-    before: set[int] = set()
-    for op in reversed(graph.ops):
-        if op.kind in _RANDOM or op.id in before:
-            before.update(operand.op for operand in op.operands)
+    before = graph.leading_to([op.id for op in graph.ops if op.kind in _RANDOM])
     dtypes = numpy_dtypes()
     return {
         argument.name: dtypes[argument.type.dtype]

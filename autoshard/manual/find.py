@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Value
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
@@ -78,15 +79,15 @@ def _annotated(graph: Graph, value: Value, annotatable: set[Value]) -> Value | N
     return value
 
 
-def product_readers(graph: Graph) -> dict[Value, tuple[int, ...]]:
-    """Value -> the aten ops that multiply it with something in a dot, by index."""
-    products = {op.aten for op in graph.ops if op.kind == "dot_general" and op.aten is not None}
-    found: dict[Value, dict[int, None]] = {}
-    for op in graph.ops:
-        if op.aten is not None and op.aten in products:
-            for value in op.operands:
-                found.setdefault(value, {})[op.aten] = None
-    return {value: tuple(readers) for value, readers in found.items()}
+@per_graph
+def _products(graph: Graph) -> frozenset[int]:
+    """The aten ops with a dot."""
+    return frozenset(op.aten for op in graph.ops if op.kind == "dot_general" and op.aten is not None)
+
+
+def product_readers(graph: Graph, value: Value) -> list[int]:
+    """The aten ops that multiply a value with something in a dot, by index."""
+    return list(dict.fromkeys(op.aten for op in graph.readers(value) if op.aten in _products(graph)))
 
 
 @dataclass(frozen=True)

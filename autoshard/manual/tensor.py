@@ -80,7 +80,6 @@ def sequence_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     for made in [*tables, *norms(graph).values(), *_block_outputs(graph)]:
         if made is not None and graph.type_of(made).shape in width:
             residual[made] = (tuple(data), (model,), ())
-    readers = product_readers(graph)
     copies: dict[tuple[Value, int], Spec] = {}
     for each in layers:
         if each.name not in specs:
@@ -92,7 +91,7 @@ def sequence_parallel(graph: Graph, mesh: Mesh) -> Annotations:
         if row:
             residual[gathered] = (tuple(data), (model,), ())
         if gathered in residual:
-            copies.update({(gathered, aten): whole for aten in readers.get(gathered, ())})
+            copies.update({(gathered, aten): whole for aten in product_readers(graph, gathered)})
     return Annotations(arguments(graph, mesh, specs, data) | pins | residual, copies)
 
 
@@ -155,14 +154,13 @@ def vocabulary_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     specs = {name: split(2, {0: (model,)}) for name in tables}
     pins: dict[Value, Spec] = {}
     copies: dict[tuple[Value, int], Spec] = {}
-    readers = product_readers(graph)
     pins.update(batch_split(graph, mesh, mesh.axis_names, wrapped_modules(graph)))
     pins.update(batch_split(graph, mesh, data, [name.rpartition(".")[0] for name in tables]))
     for head in heads:
         specs[head.name] = split(2, {1 - head.contracted: (model,)})
         if head.input is not None and graph.type_of(head.input).shape[0] % mesh.ways(data) == 0:
             spec = split(len(graph.type_of(head.input).shape), {0: data})
-            copies.update({(head.input, aten): spec for aten in readers.get(head.input, ())})
+            copies.update({(head.input, aten): spec for aten in product_readers(graph, head.input)})
         pins.update(_logits(graph, mesh, head))
     return Annotations(arguments(graph, mesh, specs, mesh.axis_names) | pins, copies)
 

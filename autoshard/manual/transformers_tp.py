@@ -146,11 +146,10 @@ def _activations(
         kept = style in _WHOLE_OUTPUT
         if (kept or dim is not None) and (found := spec(value, None if kept else dim)) is not None:
             pins[value] = found
-    readers = product_readers(graph)
     for layer in linears(graph):
         read = layer.input
         if _style(layer.module, plan) not in _SPLIT_INPUT or read is None or read in pins:
             continue
         if (found := spec(read, -1)) is not None:
-            copies.update({(read, aten): found for aten in readers.get(read, ())})
+            copies.update({(read, aten): found for aten in product_readers(graph, read)})
     return pins, copies

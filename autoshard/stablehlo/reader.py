@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from autoshard.errors import CaptureError
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
-from autoshard.graph.ops import Graph, Op, Value, flow
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.program import Argument, Output, Program, TensorType
 from autoshard.stablehlo.attributes import plain_dot, read_attrs, trip_count
 from autoshard.stablehlo.context import mlir_context as mlir_context
@@ -76,7 +76,7 @@ def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -
         reads = tuple(map(moved, op.operands))
         kept.append(Op(new_id[i], op.kind, reads, op.results, op.attrs, op.aten, op.module))
     marked = {key: moved(value) for key, value in importer.aten_outputs.items() if new_id[value.op] >= 0}
-    return Graph(program, flow(kept), tuple(kept), tuple(range(argument_count)), tuple(map(moved, outputs)), marked)
+    return Graph(program, tuple(kept), tuple(range(argument_count)), tuple(map(moved, outputs)), marked)
 
 
 def _post_order(ops: Sequence[Op], outputs: Iterable[Value], argument_count: int) -> list[int]:

@@ -130,12 +130,11 @@ class Formulation:
         wants: dict[tuple[Value, int], list[Spec]] = {}
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
-            reading = _reading(group, graph)
             for position, value in enumerate(group.inputs):
                 if value not in pins or graph.type_of(value).dtype not in FLOATS:
                     continue
                 wanted = ways.read(position, chosen)
-                for op in reading[value]:
+                for op in group.readers(graph, value):
                     if op.aten is not None:
                         wants.setdefault((value, op.aten), []).append(wanted)
         read = {key: one_copy(specs) for key, specs in wants.items()}
@@ -228,9 +227,6 @@ class _Builder:
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
         self.prices = Prices(graph, self.groups, mesh, device)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
-        self._reading: dict[tuple[Value, int], list[Op]] = {}
-        for group in self.groups.groups:
-            self._reading.update(((value, group.id), ops) for value, ops in _reading(group, graph).items())
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
         self.first_group = 0  # node of the first group
@@ -360,20 +356,15 @@ class _Builder:
         graph = self.graph
         if self.device.target == "cpu":
             return
-        uses: dict[Value, int] = {}
-        for op in graph.ops:
-            for value in op.operands:
-                uses[value] = uses.get(value, 0) + 1
-        returned = set(graph.outputs)
         contracted = {
             value
             for group in self.groups.groups
             for value in group.outputs
             if len(group.ops) == 1 and graph.ops[value.op].kind in SUMMED
-            if uses.get(value) == 1 and value not in returned
+            if graph.uses(value) == 1 and value not in graph.returned
         }
         for group in self.groups.groups:
-            found = sum_of_partials(group, graph, uses, contracted) or self._transposed_sum(group, contracted)
+            found = sum_of_partials(group, graph, contracted) or self._transposed_sum(group, contracted)
             if found is not None:
                 self.sums[group.id] = found
                 self.deferrable.update(group.inputs[leaf] for leaf in found.leaves)
@@ -451,7 +442,7 @@ class _Builder:
         for group, own in zip(self.groups.groups, ways, strict=True):
             for value, specs in zip(group.inputs, own.inputs, strict=True):
                 if self._copied(value) and not any(isinstance(spec, Partial) for spec in specs.choices):
-                    for op in self._readers_in(value, group.id):
+                    for op in group.readers(self.graph, value):
                         if op.aten is not None:
                             wants.setdefault((value, op.aten), {})[group.id] = specs
         for (value, _), found in wants.items():
@@ -499,21 +490,18 @@ class _Builder:
         kind = self.graph.type_of(value)
         if self.device.target != "tpu" or kind.dtype != "f32":
             return dtype_bytes(kind.dtype)
-        uses = [op for node in readers for op in self._readers_in(value, node - self.first_group)]
+        groups = (self.groups.groups[node - self.first_group] for node in readers)
+        uses = [op for group in groups for op in group.readers(self.graph, value)]
         return 2 if uses and all(self._contracts(op) for op in uses) else dtype_bytes(kind.dtype)
-
-    def _readers_in(self, value: Value, group: int) -> list[Op]:
-        """The ops of a group that read a value, in their order."""
-        return self._reading.get((value, group), [])
 
     def _contracts(self, op: Op, depth: int = 8) -> bool:
         """Whether an op is a contraction, or moves what contractions alone read."""
         if op.kind in CONTRACTIONS:
             return True
         made = Value(op.id)
-        if op.kind not in MOVES or not depth or made in self.partitioner.results:
+        if op.kind not in MOVES or not depth or made in self.graph.returned:
             return False
-        uses = self.partitioner.readers.get(made, ())
+        uses = self.graph.readers(made)
         return bool(uses) and all(self._contracts(each, depth - 1) for each in uses)
 
     def _choice_matrix(
@@ -606,13 +594,12 @@ class _Builder:
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
         times = self._times()
-        returned = set(graph.outputs)
         readers: dict[Value, list[int]] = {}  # when a value is read
         passed: dict[int, list[int]] = {}  # group -> when what a barrier passes on is: it lies where it lay
         for group in reversed(groups.groups):
             if group.operand_number is not None:
                 (made,) = group.outputs
-                passed[group.id] = [*readers.get(made, []), *([end - 1] if made in returned else [])]
+                passed[group.id] = [*readers.get(made, []), *([end - 1] if made in graph.returned else [])]
             for value in group.inputs:
                 readers.setdefault(value, []).extend([times[group.id], *passed.get(group.id, [])])
         donated = {
@@ -626,7 +613,7 @@ class _Builder:
                 self._usage(node, 0, end, value, specs)
             elif value not in donated and value not in groups.barrier_results:
                 start = times[node - first_group]
-                last = end if value in returned else max(readers.get(value, [start])) + 1
+                last = end if value in graph.returned else max(readers.get(value, [start])) + 1
                 self._usage(node, start, last, value, specs)
         for index, copy in enumerate(copies):
             uses = readers[copy.value]
@@ -670,15 +657,6 @@ class _Builder:
 
     def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
         self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))
-
-
-def _reading(group: Group, graph: Graph) -> dict[Value, list[Op]]:
-    """Value -> the ops of a group that read it, in their order."""
-    found: dict[Value, list[Op]] = {}
-    for op in (graph.ops[number] for number in group.ops):
-        for value in dict.fromkeys(group.operands(op)):
-            found.setdefault(value, []).append(op)
-    return found
 
 
 def _annotatable(graph: Graph) -> frozenset[Value]:

@@ -309,13 +309,10 @@ class Sum:
     moved: bool = False
 
 
-def sum_of_partials(
-    group: Group, graph: Graph, readers: Mapping[Value, int], deferrable: Container[Value]
-) -> Sum | None:
+def sum_of_partials(group: Group, graph: Graph, deferrable: Container[Value]) -> Sum | None:
     """The largest sum in the group whose terms are all in `deferrable`; None when no two of them meet.
 
     Args:
-        readers: value -> how many operands of ops it is.
         deferrable: values that may stay partial until they are summed: made by one op that contracts, read once.
     """
     leaves: dict[Value, tuple[Value, ...]] = {value: (value,) for value in group.inputs if value in deferrable}
@@ -329,7 +326,7 @@ def sum_of_partials(
         if op.kind != "add" or op.operands[0] == op.operands[1]:
             continue
         chains = [unscaled(graph, value) for value in op.operands]
-        if all(chain[-1] in leaves and all(readers[value] == 1 for value in chain) for chain in chains):
+        if all(chain[-1] in leaves and all(graph.uses(value) == 1 for value in chain) for chain in chains):
             leaves[made] = tuple(leaf for chain in chains for leaf in leaves[chain[-1]])
             if best is None or len(leaves[made]) > len(leaves[best]):
                 best = made

@@ -1,7 +1,5 @@
 """Small programs, their graphs and plans, made by hand: what tests of plans, reports and the command line share."""
 
-import networkx as nx
-
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Mesh
@@ -62,9 +60,7 @@ def graph(of):
     loss = Value(len(ops))
     ops.append(Op(loss.op, "reduce", (inside,), (f32(),)))
     updated = tuple(Value(output.updates) for output in of.outputs if output.updates is not None)
-    nodes = nx.DiGraph()
-    nodes.add_nodes_from((op.id, {"op": op}) for op in ops)
-    return Graph(of, nodes, tuple(ops), tuple(range(len(of.arguments))), (loss, *updated), aten)
+    return Graph(of, tuple(ops), tuple(range(len(of.arguments))), (loss, *updated), aten)
 
 
 PREDICTED = Predicted(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
@@ -327,7 +326,7 @@ class _Lowering:
         for value, operand, source in zip(results, self.graph.ops[op].operands, reads, strict=True):
             if source is not None and self.arrays[source].maker >= 0:
                 values.setdefault(source, operand)
-                if source not in held and value in self._read_values:
+                if source not in held and self.graph.is_read(value):
                     old = self.arrays[source]
                     self.arrays.append(replace(old, maker=-1, readers=[], returned=False, donated=False))
                     held[source] = len(self.arrays) - 1
@@ -337,11 +336,6 @@ class _Lowering:
         for value, source in zip(results, reads, strict=True):
             self.of[value] = None if source is None else held.get(source, source)
             self.behind[value] = op
-
-    @cached_property
-    def _read_values(self) -> frozenset[Value]:
-        """The values that anything reads."""
-        return frozenset((*self.graph.outputs, *(value for op in self.graph.ops for value in op.operands)))
 
     def _made(
         self,

@@ -103,18 +103,12 @@ def summed(program: Lowered, chosen: Callable[[Step], bool]) -> Lowered:
 
 def last_products(graph: Graph, groups: Groups) -> list[bool]:
     """Per group whether no product is made from what it makes: gradients of parameters, and what follows on them."""
-    readers: Mapping[int, set[int]] = {group.id: set() for group in groups.groups}
-    for group in groups.groups:
-        for value in group.inputs:
-            maker = groups.maker(value)
-            if maker is not None:
-                readers[maker].add(group.id)
     found = [True] * len(groups.groups)
     for group in reversed(groups.groups):
-        found[group.id] = all(
-            found[reader] and not any(graph.ops[op].kind in CONTRACTIONS for op in groups.groups[reader].ops)
-            for reader in readers[group.id]
-        )
+        if not found[group.id] or any(graph.ops[op].kind in CONTRACTIONS for op in group.ops):
+            for value in group.inputs:
+                if (maker := groups.maker(value)) is not None:
+                    found[maker] = False
     return found
 
 

@@ -140,11 +140,6 @@ class Partitioner:
         self.made: set[Hashable] = set()
         self.kept = KeptGathers(graph) if target == "tpu" else None
         self.collectives: list[Collective] = []
-        self.results = frozenset(graph.outputs)
-        self.readers: dict[Value, list[Op]] = {}
-        for op in graph.ops:
-            for value in dict.fromkeys(op.operands):
-                self.readers.setdefault(value, []).append(op)
         self.gathering = Gathering(self) if target == "tpu" else None
         self.attentions: Mapping[int, Attention] = {}
         self.read_unrounded: frozenset[int] = frozenset()  # products whose operands kernels of attention read too

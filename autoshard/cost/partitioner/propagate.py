@@ -182,14 +182,8 @@ class _Propagation:
                 self.pins[value] = len(self.copies)
                 self.copies.append(Copy(value, spec))
         known: dict[tuple[Value, tuple[Spec, ...]], int] = {}
-        consumers: dict[tuple[Value, int], list[int]] = {}
-        wanted = {aten for _, aten in annotations.copies}
-        for op in self.graph.ops:
-            if op.aten in wanted:
-                for value in dict.fromkeys(op.operands):
-                    consumers.setdefault((value, op.aten), []).append(op.id)
         for (value, aten), spec in annotations.copies.items():
-            readers = consumers.get((value, aten))
+            readers = [op.id for op in self.graph.readers(value) if op.aten == aten]
             if not readers:
                 continue
             chain = annotations.chain(value, spec)

@@ -13,14 +13,7 @@ from autoshard.graph.ops import Graph, Op, Value
 def top_k_sorts(graph: Graph) -> frozenset[int]:
     """The sorts that become such calls."""
     sorts = [op for op in graph.ops if op.kind == "sort" and op.attrs["descending"] and len(op.operands) <= 2]
-    if not sorts:
-        return frozenset()
-    readers: dict[Value, list[Op]] = {}
-    for op in graph.ops:
-        for value in dict.fromkeys(op.operands):
-            readers.setdefault(value, []).append(op)
-    returned = set(graph.outputs)
-    return frozenset(op.id for op in sorts if _counts(graph, op) and _is_cut(op, readers, returned))
+    return frozenset(op.id for op in sorts if _counts(graph, op) and _is_cut(graph, op))
 
 
 def _counts(graph: Graph, op: Op) -> bool:
@@ -34,13 +27,13 @@ def _counts(graph: Graph, op: Op) -> bool:
     return made.kind == "iota" and made.attrs["dim"] == dim and made.results[0].dtype == "i32"
 
 
-def _is_cut(op: Op, readers: dict[Value, list[Op]], returned: set[Value]) -> bool:
+def _is_cut(graph: Graph, op: Op) -> bool:
     """Whether one slice reads each result that is read, all of them the same first elements."""
     found = set()
     for place, kind in enumerate(op.results):
         value = Value(op.id, place)
-        users = readers.get(value, [])
-        if value in returned or len(users) > 1 or any(user.kind != "slice" for user in users):
+        users = graph.readers(value)
+        if value in graph.returned or len(users) > 1 or any(user.kind != "slice" for user in users):
             return False
         for user in users:
             whole = list(kind.shape)

@@ -93,11 +93,6 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
     """Ops of softmaxes, and of products before them, that nothing but these kernels has read."""
     if not found:
         return frozenset()
-    readers: dict[Value, list[Op]] = {}
-    for op in graph.ops:
-        for value in dict.fromkeys(op.operands):
-            readers.setdefault(value, []).append(op)
-    results = frozenset(graph.outputs)
     products = {each.product for each in found.values()}  # their operands are what the kernels read
     logits = {each.logits for each in found.values() if each.product is None}
     gone: set[int] = set()
@@ -109,9 +104,9 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
         return value == op.operands[1] or (value == attention.logits and attention.product is None)
 
     def kept(value: Value) -> bool:
-        if value in results or value in logits:
+        if value in graph.returned or value in logits:
             return True
-        return any(reads(op, value) for op in readers.get(value, ()))
+        return any(reads(op, value) for op in graph.readers(value))
 
     todo = [graph.ops[number].operands[0].op for number in found]
     while todo:

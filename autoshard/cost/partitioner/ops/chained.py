@@ -76,7 +76,7 @@ def _scatter_of(owner: Partitioner, value: Value) -> Op | None:
 
 
 def _alone(owner: Partitioner, value: Value) -> bool:
-    return len(owner.readers.get(value, ())) == 1 and value not in owner.results
+    return len(owner.graph.readers(value)) == 1 and value not in owner.graph.returned
 
 
 def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> None:
@@ -105,7 +105,7 @@ def is_annotated(owner: Partitioner, scatter: Op) -> bool:
     while value is not None:
         if _is_held(owner, value):
             return True
-        reader = next(iter(owner.readers.get(value, ())), None)
+        reader = next(iter(owner.graph.readers(value)), None)
         value = Value(reader.id) if reader is not None and reader.kind in ("multiply", "transpose") else None
     return False
 

@@ -90,9 +90,9 @@ def is_transposed(owner: Partitioner, op: Op) -> bool:
     value = Value(op.id)
     if op.kind != "dot_general" or len(op.results[0].shape) != 2:
         return False
-    if value in owner.results or value in owner.shardings.pins or value in owner.copies_of:
+    if value in owner.graph.returned or value in owner.shardings.pins or value in owner.copies_of:
         return False
-    readers = [(reader.kind, tuple(reader.attrs.get("permutation", ()))) for reader in owner.readers.get(value, ())]
+    readers = [(reader.kind, tuple(reader.attrs.get("permutation", ()))) for reader in owner.graph.readers(value)]
     return readers == [("transpose", (1, 0))]
 
 

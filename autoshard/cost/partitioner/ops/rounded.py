@@ -55,9 +55,9 @@ def only_contracted(owner: Partitioner, value: Value, at: int | None, depth: int
     ]
     if not all(further):
         return False
-    if value in owner.results and owner.shardings.copy_read(None, value) == at:
+    if value in owner.graph.returned and owner.shardings.copy_read(None, value) == at:
         return False
-    readers = [op for op in owner.readers.get(value, ()) if owner.shardings.copy_read(op.id, value) == at]
+    readers = [op for op in owner.graph.readers(value) if owner.shardings.copy_read(op.id, value) == at]
     return bool(readers or further) and all(
         multiplies_matrices(owner, op)
         or (op.kind in _PASSING and depth > 0 and only_contracted(owner, Value(op.id), None, depth - 1))

@@ -115,7 +115,7 @@ def _moves(owner: Partitioner, op: Op) -> bool:
 
 def _read_by(owner: Partitioner, value: Value) -> Iterator[tuple[Op, int]]:
     """The ops that read a value, and at which place."""
-    for op in owner.readers.get(value, ()):
+    for op in owner.graph.readers(value):
         for place, read in enumerate(op.operands):
             if read == value:
                 yield op, place
@@ -134,8 +134,8 @@ def _cut_behind(owner: Partitioner, op: Op, read: Tiling) -> Cut | None:
     cut = None if owner.target == "gpu" else owner.cuts.cut(into, forth, made)
     if cut is None or owner.target == "cpu":
         return cut
-    turned = {tuple(reader.attrs.get("permutation", ())) for reader in owner.readers.get(Value(op.id), ())}
-    if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in owner.results:
+    turned = {tuple(reader.attrs.get("permutation", ())) for reader in owner.graph.readers(Value(op.id))}
+    if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in owner.graph.returned:
         return None
     seen = replace(
         cut,
@@ -148,7 +148,7 @@ def _cut_behind(owner: Partitioner, op: Op, read: Tiling) -> Cut | None:
 
 def is_summed(owner: Partitioner, op: Op) -> bool:
     """Whether a sum reads what an op makes, or a copy of it."""
-    return any(reader.kind == "reduce" for reader in owner.readers.get(Value(op.id), ()))
+    return any(reader.kind == "reduce" for reader in owner.graph.readers(Value(op.id)))
 
 
 def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
@@ -168,7 +168,7 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             again = made == target and not owner.shardings.copies[number].result and depth
             found.extend(cuts(value, number, depth - 1) if again else [owner.cuts.cut(shape, made, target)])
         returned = any(owner.shardings.copies[n].result for n in copies.get((value, at), ()))
-        if value in owner.results and owner.shardings.pins.get(value) == at and not returned:
+        if value in owner.graph.returned and owner.shardings.pins.get(value) == at and not returned:
             found.append(None)
         for op, place in _read_by(owner, value):
             if owner.shardings.copy_read(op.id, value) != at:

@@ -7,7 +7,6 @@ under autocast) and reduces the wide sum.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -48,7 +47,6 @@ def sum_once(owner: Partitioner, runs: list[OpRun]) -> None:
 class _Summing:
     def __init__(self, owner: Partitioner, runs: list[OpRun]) -> None:
         self.owner, self.graph, self.runs = owner, owner.graph, runs
-        self.uses = Counter(value for op in owner.graph.ops for value in op.operands)
         self.whole: set[int] = set()  # sums of terms of which parts are read
 
     def run(self) -> None:
@@ -85,7 +83,7 @@ class _Summing:
         last = _reduction(self.runs[maker.id].collectives)
         if not last:
             return None
-        if any(self.uses[each] != 1 or each in self.owner.results for each in way):
+        if any(self.graph.uses(each) != 1 or each in self.graph.returned for each in way):
             return None
         if maker.kind == "scatter" and not is_annotated(self.owner, maker):  # it scatters onto the other term
             return None

@@ -29,8 +29,8 @@ def undone(graph: Graph, shardings: Shardings, target: Target) -> Shardings:
     owner = Partitioner(graph, shardings, target)
     for value, numbers in owner.copies_of.items():
         wanted = shardings.made[value]
-        parts = {shardings.read(op.id, value) for op in owner.readers.get(value, ())}
-        if len(parts) != 1 or parts == {wanted} or value in owner.results or not _gathers(owner, value, *parts):
+        parts = {shardings.read(op.id, value) for op in owner.graph.readers(value)}
+        if len(parts) != 1 or parts == {wanted} or value in owner.graph.returned or not _gathers(owner, value, *parts):
             continue
         (shardings.made[value],) = parts
         for number in numbers:

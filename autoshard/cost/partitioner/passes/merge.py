@@ -12,7 +12,7 @@ from dataclasses import replace
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE, free_ops
-from autoshard.graph.ops import Graph, Op, Value, flow
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Spec
 
 EXPRESSIONS = ELEMENTWISE | {"broadcast_in_dim", "slice"}
@@ -51,7 +51,7 @@ def merged(graph: Graph, annotations: Annotations, equal: Mapping[Value, Value])
     pins = {value: spec for value, spec in annotations.pins.items() if value not in equal}
     copies = {(first(value), aten): spec for (value, aten), spec in annotations.copies.items()}
     hops = {(first(value), spec): through for (value, spec), through in annotations.hops.items()}
-    return replace(graph, nx=flow(ops), ops=tuple(ops), outputs=outputs), Annotations(pins, copies, hops)
+    return replace(graph, ops=tuple(ops), outputs=outputs), Annotations(pins, copies, hops)
 
 
 class _Equal:
@@ -64,10 +64,7 @@ class _Equal:
         for (value, aten), spec in annotations.copies.items():
             self.copies.setdefault(value, {})[aten] = annotations.chain(value, spec)
         self.read = {(value, aten): chain for value, own in self.copies.items() for aten, chain in own.items()}
-        self.readers: dict[Value, set[int | None]] = {}
-        for op in graph.ops:
-            for value in op.operands:
-                self.readers.setdefault(value, set()).add(op.aten)
+        self.joined: dict[Value, set[int | None]] = {}  # value -> consumers of what is equal to it
         free, known = free_ops(graph), dict[Hashable, Value]()
         for op in graph.ops:
             value = Value(op.id)
@@ -111,14 +108,16 @@ class _Equal:
         if pins.get(before) != pins.get(value):
             return False
         one, other = self.copies.get(before, {}), self.copies.get(value, {})
-        both = self.readers.get(before, set()) & self.readers.get(value, set())
-        if any(one.get(aten) != other.get(aten) for aten in both):
+        if any(one.get(aten) != other.get(aten) for aten in self._consumers(before) & self._consumers(value)):
             return False
         ways = {chain[-1]: chain for chain in one.values()}
         return all(ways.get(chain[-1], chain) == chain for chain in other.values())
 
+    def _consumers(self, value: Value) -> set[int | None]:
+        return {op.aten for op in self.graph.readers(value)}.union(self.joined.get(value, ()))
+
     def _join(self, before: Value, value: Value) -> None:
         """What reads the later value reads the first from now on."""
-        self.readers.setdefault(before, set()).update(self.readers.get(value, ()))
+        self.joined.setdefault(before, set()).update(self._consumers(value))
         if value in self.copies:
             self.copies.setdefault(before, {}).update(self.copies[value])

@@ -26,7 +26,7 @@ from typing import Any
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.ops import Graph, Op, Value, flow
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.program import TensorType
 
 Shape = tuple[int, ...]
@@ -49,13 +49,8 @@ class _Rewriting:
         self.graph, self.target = graph, target
         self.copied = annotations.copies
         self.pinned = {*annotations.pins, *(value for value, _ in annotations.copies)}
-        self.results = frozenset(graph.outputs)
         self.uniform = _uniform(graph)
         self.numbers = fold(graph).splat
-        self.readers: dict[Value, list[Op]] = {}
-        for op in graph.ops:
-            for value in op.operands:
-                self.readers.setdefault(value, []).append(op)
         self.ops = list(graph.ops)
         self.apart: dict[Value, Value] = {}
         self.moved: dict[Value, frozenset[Shape]] = {}
@@ -77,7 +72,7 @@ class _Rewriting:
         if all(op is before for op, before in zip(self.ops, self.graph.ops, strict=True)):
             return self.graph, {}
         self._drop_unread()
-        return replace(self.graph, nx=flow(self.ops), ops=tuple(self.ops)), self.apart
+        return replace(self.graph, ops=tuple(self.ops)), self.apart
 
     def _compared(self, op: Op) -> None:
         """Whether the larger of an array and a number is greater than that number: whether the array is.
@@ -110,8 +105,8 @@ class _Rewriting:
     def _taken_apart(self, op: Op) -> bool:
         """With the dims of the reshape that alone reads it."""
         made = Value(op.id)
-        readers = self.readers.get(made, [])
-        if len(readers) != 1 or readers[0].kind != "reshape" or made in self.pinned or made in self.results:
+        readers = self.graph.readers(made)
+        if len(readers) != 1 or readers[0].kind != "reshape" or made in self.pinned or made in self.graph.returned:
             return False
         reshape = readers[0]
         parts = _parts(op.results[0].shape, reshape.results[0].shape)
@@ -189,9 +184,10 @@ class _Rewriting:
         if source is None or parts is None:
             return
         kept = tuple(size for dim, sizes in enumerate(parts) if dim not in dims for size in sizes)
-        readers = self.readers.get(made, [])
+        readers = self.graph.readers(made)
         if kept != op.results[0].shape:
-            if made in self.pinned or made in self.results or any(reader.kind != "reshape" for reader in readers):
+            held = made in self.pinned or made in self.graph.returned
+            if held or any(reader.kind != "reshape" for reader in readers):
                 return
             self.apart[made] = made
         first = [sum(map(len, parts[:dim])) for dim in range(len(parts))]
@@ -251,9 +247,9 @@ class _Rewriting:
             if (
                 op.kind in _MOVES
                 and self.ops[op.id] is op
-                and value in self.readers
+                and self.graph.readers(value)
                 and not left[value]
-                and value not in self.results
+                and value not in self.graph.returned
             ):
                 self.ops[op.id] = replace(op, kind="constant", operands=(), attrs={"value": 0})
                 self.apart[value] = op.operands[0]

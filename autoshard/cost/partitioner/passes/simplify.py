@@ -13,8 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import networkx as nx
-
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
 
@@ -185,15 +183,8 @@ def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:
     """`graph` with other ops of their numbers; None where there are none."""
     if not changed:
         return None
-    edges = nx.DiGraph(graph.nx)
-    for op in changed:
-        edges.remove_edges_from(list(edges.in_edges(op.id)))
-        edges.add_node(op.id, op=op)
-        for value in dict.fromkeys(op.operands):
-            before = edges.get_edge_data(value.op, op.id, {"values": ()})["values"]
-            edges.add_edge(value.op, op.id, values=(*before, value))
     ops = {op.id: op for op in changed}
-    return replace(graph, nx=edges, ops=tuple(ops.get(op.id, op) for op in graph.ops))
+    return replace(graph, ops=tuple(ops.get(op.id, op) for op in graph.ops))
 
 
 def _pad(op: Op, graph: Graph, splat: Mapping[Value, Number]) -> Op | None:
