@@ -18,6 +18,52 @@ from dataclasses import dataclass, field
 
 Spec = tuple[tuple[str, ...], ...]
 
+
+@dataclass(frozen=True, slots=True)
+class AxisPart:
+    """What a group of devices spans of the mesh where that is no whole axis; sorted as it is written.
+
+    Attributes:
+        axes: the axis; or, of groups that follow no grid, all axes that they span, in mesh order.
+        size: devices of a group along it.
+        of: devices along the axis, of which these are the nearest; None where groups follow no grid.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    of: int | None = None
+
+    def __str__(self) -> str:
+        """`model[2/4]`, or `data~model[2]` where groups follow no grid."""
+        return f"{'~'.join(self.axes)}[{self.size}{'' if self.of is None else f'/{self.of}'}]"
+
+    def __lt__(self, other: object) -> bool:
+        """As text, beside names of axes too."""
+        return str(self) < str(other)
+
+    def __gt__(self, other: object) -> bool:
+        """As text, beside names of axes too."""
+        return str(self) > str(other)
+
+
+AxisGroup = tuple[str | AxisPart, ...]
+"""The axes that groups of devices lie along, in mesh order: names of whole ones, and parts."""
+
+
+def part_of(axis: str, size: int, of: int) -> str | AxisPart:
+    """`size` of the `of` devices along `axis`, as a member of an axis group."""
+    return axis if size == of else AxisPart((axis,), size, of)
+
+
+def parse_axes(names: Iterable[str]) -> AxisGroup:
+    """An axis group from the `str` of its members, as plans and reports have them."""
+    found = ((name, re.fullmatch(r"(.+)\[(\d+)(?:/(\d+))?\]", name)) for name in names)
+    return tuple(
+        AxisPart(tuple(part[1].split("~")), int(part[2]), int(part[3]) if part[3] else None) if part else name
+        for name, part in found
+    )
+
+
 MAX_DEVICES = 2**20
 """More than any machine has: a larger mesh is a slip of the keyboard, and listing its shapes would take for ever."""
 
@@ -143,6 +189,14 @@ class Mesh:
     def ways(self, axes: Iterable[str]) -> int:
         """Into how many parts a dim split by `axes` falls."""
         return math.prod(self._sizes[axis] for axis in axes)
+
+    def group_size(self, axes: AxisGroup) -> int:
+        """Devices of a group along `axes`."""
+        return math.prod(self._sizes[axis] if isinstance(axis, str) else axis.size for axis in axes)
+
+    def spanned(self, axes: AxisGroup) -> tuple[str, ...]:
+        """The axes of which `axes` are, or have a part, in the order of the mesh."""
+        return self.in_order(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis.axes))
 
     def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` in the order of the mesh."""

@@ -2,7 +2,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.mesh import Mesh, as_spec, default_axis_names, format_spec, parse_spec, replicated, spec_axes
+from autoshard.mesh import (
+    AxisPart,
+    Mesh,
+    as_spec,
+    default_axis_names,
+    format_spec,
+    parse_axes,
+    parse_spec,
+    part_of,
+    replicated,
+    spec_axes,
+)
 
 NAMES = ("data", "model", "z")
 
@@ -92,3 +103,19 @@ def test_a_shape_that_cannot_be_read_is_refused(text):
 def test_a_spec_that_does_not_fit_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         Mesh((2, 4)).check(spec, (8, 8), "w")
+
+
+def test_axis_groups_read_as_they_are_written():
+    group = ("data", AxisPart(("model",), 2, 4), AxisPart(("data", "model"), 2))
+    assert [str(each) for each in group] == ["data", "model[2/4]", "data~model[2]"]
+    assert parse_axes(map(str, group)) == group
+    assert sorted(group) == [group[0], group[2], group[1]]
+
+
+def test_what_an_axis_group_spans():
+    mesh = Mesh((2, 4, 8))
+    assert part_of("model", 4, 4) == "model"
+    group = (part_of("model", 2, 4), "data")
+    assert mesh.group_size(group) == 4
+    assert mesh.spanned(group) == ("data", "model")
+    assert mesh.spanned((AxisPart(("data", "z"), 4),)) == ("data", "z")

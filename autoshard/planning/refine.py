@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from autoshard.mesh import Mesh, spec_axes
+from autoshard.mesh import AxisGroup, Mesh, spec_axes
 from autoshard.plans.value import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class _Candidate:
         return mine == others and abs(self.time - other.time) <= _ALIKE * max(self.time, other.time)
 
 
-def _moved(prediction: Prediction) -> dict[tuple[str, tuple[str, ...]], int]:
+def _moved(prediction: Prediction) -> dict[tuple[str, AxisGroup], int]:
     """Bytes of collectives per kind and axes."""
-    found: dict[tuple[str, tuple[str, ...]], int] = {}
+    found: dict[tuple[str, AxisGroup], int] = {}
     for each in prediction.collectives:
         key = each.kind, each.axes
         found[key] = found.get(key, 0) + each.bytes * each.count

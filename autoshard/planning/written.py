@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, Mesh
 
 if TYPE_CHECKING:
     from autoshard.cost.machine.collectives import Collective
@@ -92,7 +92,7 @@ def totals(prediction: Prediction, graph: Graph | None = None) -> Predicted:
 def _summed(collectives: Iterable[Collective]) -> tuple[CollectiveTotal, ...]:
     from autoshard.plans.value import CollectiveTotal
 
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    found: dict[tuple[str, AxisGroup], list[int]] = {}
     for one in collectives:
         entry = found.setdefault((one.kind, one.axes), [0, 0])
         entry[0] += one.count

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 from autoshard.errors import AutoshardError
+from autoshard.mesh import AxisGroup
 
 SIGNIFICANT_DIGITS = 9
 
@@ -43,7 +44,7 @@ class CollectiveTotal(_Figures):
     """
 
     kind: str
-    axes: tuple[str, ...]
+    axes: AxisGroup
     count: int
     bytes: int
 

@@ -17,7 +17,7 @@ from typing import Any
 import autoshard
 from autoshard import json_text
 from autoshard.json_text import shortened
-from autoshard.mesh import Mesh, Spec, as_spec
+from autoshard.mesh import Mesh, Spec, as_spec, parse_axes
 from autoshard.plans.value import (
     ActivationKey,
     ActivationPlan,
@@ -218,7 +218,9 @@ def predicted_to(predicted: Predicted, *, modules: bool = True) -> Json:
 
 
 def _collectives_to(totals: Sequence[CollectiveTotal]) -> list[Json]:
-    return [{"kind": each.kind, "axes": list(each.axes), "count": each.count, "bytes": each.bytes} for each in totals]
+    return [
+        {"kind": each.kind, "axes": [*map(str, each.axes)], "count": each.count, "bytes": each.bytes} for each in totals
+    ]
 
 
 _ONE_LINE_EACH = frozenset({"candidates", "collectives", "hints", "modules", "ops"})
@@ -429,4 +431,4 @@ def _predicted_from(value: Json) -> Predicted:
 
 
 def _collectives_from(totals: Sequence[Json]) -> tuple[CollectiveTotal, ...]:
-    return tuple(CollectiveTotal(**(each | {"axes": tuple(each["axes"])})) for each in totals)
+    return tuple(CollectiveTotal(**(each | {"axes": parse_axes(each["axes"])})) for each in totals)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard import __version__
 from autoshard.cost.machine.compute import dtype_bytes
-from autoshard.mesh import Mesh, Spec, spec_axes
+from autoshard.mesh import AxisGroup, Mesh, Spec, spec_axes
 from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
 from autoshard.show.drawing import holders, tiles
 from autoshard.show.explanation import Explanation
@@ -46,7 +46,7 @@ class Cost:
 
     compute_s: float = 0.0
     communication_s: float = 0.0
-    collectives: dict[tuple[str, tuple[str, ...]], list[int]] = field(default_factory=dict)
+    collectives: dict[tuple[str, AxisGroup], list[int]] = field(default_factory=dict)
 
     def add(self, compute_s: float, communication_s: float, totals: Iterable[CollectiveTotal]) -> None:
         """Take in what a part takes."""
@@ -344,7 +344,7 @@ class CollectiveRow:
 def _collectives(plan: Plan) -> list[CollectiveRow]:
     if plan.predicted is None:
         return []
-    causes: dict[tuple[str, tuple[str, ...]], dict[str, int]] = {}
+    causes: dict[tuple[str, AxisGroup], dict[str, int]] = {}
     for cost in plan.predicted.modules:
         for each in cost.collectives:
             name = _numberless(cost.module) or (OPTIMIZER if cost.phase == "optimizer" else "outside modules")

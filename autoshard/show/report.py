@@ -263,7 +263,7 @@ def predicted_lines(predicted: Predicted, limit: int | None = None) -> list[str]
 
 
 def _collective(total: CollectiveTotal) -> tuple[str, ...]:
-    return (total.kind, "over " + ", ".join(total.axes), f"x{total.count}", f"{size(total.bytes)} per device")
+    return (total.kind, "over " + ", ".join(map(str, total.axes)), f"x{total.count}", f"{size(total.bytes)} per device")
 
 
 def shortest_first(tried: Iterable[MeshTried]) -> list[MeshTried]:

@@ -27,7 +27,7 @@ from autoshard.cost.partitioner.tpu import scatter_buffer, scatter_unit
 from autoshard.cost.partitioner.tpu import scattered as tiles_scattered
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
-from autoshard.mesh import Mesh, Spec, replicated, spec_axes
+from autoshard.mesh import AxisGroup, Mesh, Spec, replicated, spec_axes
 
 MAX_PADDING = 1.02
 """An uneven split is considered when padding adds at most this factor (a vocabulary of 50257); never in merged dims."""
@@ -434,8 +434,8 @@ def strategies(
     )
 
 
-def _totals(collectives: Iterable[Collective]) -> Counter[tuple[str, tuple[str, ...]]]:
-    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+def _totals(collectives: Iterable[Collective]) -> Counter[tuple[str, AxisGroup]]:
+    found: Counter[tuple[str, AxisGroup]] = Counter()
     for each in collectives:
         found[each.kind, each.axes] += each.bytes * each.count
     return found

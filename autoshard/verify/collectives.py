@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, Mesh
 from autoshard.verify import slices
 from autoshard.verify.hlo_text import (
     Computation,
@@ -44,7 +44,7 @@ class CompiledCollective:
     Attributes:
         kind: XLA's name, without `-start`; `reduce-scatter` also for a TPU reduce-scatter fusion and, on CPU, for an
             all-reduce of which every device goes on with its own slice.
-        axes: the mesh axes it runs over, in mesh order; a part of an axis reads `model[2/4]`.
+        axes: what of the mesh it runs over.
         bytes: the larger of operand and result payload per device, for one execution; a tuple's summed.
         count: executions per step (trip counts of the loops around it, multiplied).
         dtype: element types as printed, joined by `+`.
@@ -55,7 +55,7 @@ class CompiledCollective:
     """
 
     kind: str
-    axes: tuple[str, ...]
+    axes: AxisGroup
     bytes: int
     count: int = 1
     dtype: str = ""
@@ -89,9 +89,9 @@ def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[
     return slices.joined(found, module, mesh) if len(reader.places) > 1 else found
 
 
-def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, tuple[str, ...]], int]:
+def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, AxisGroup], int]:
     """Bytes per device and step for each (kind, axes), in a fixed order."""
-    totals: dict[tuple[str, tuple[str, ...]], int] = {}
+    totals: dict[tuple[str, AxisGroup], int] = {}
     for collective in collectives:
         key = (collective.kind, collective.axes)
         totals[key] = totals.get(key, 0) + collective.total_bytes
@@ -257,7 +257,7 @@ class Reader:
             if not pairs:
                 return
             pairs = [(self.places[0][source], self.places[0][target]) for source, target in pairs]
-            axes = pair_axes(pairs, self.mesh)
+            axes: AxisGroup = pair_axes(pairs, self.mesh)
             # An in-place permute also has its destination and offsets as operands.
             operands = operands[:1] if "slice_sizes=" in instruction.rest else operands
         else:

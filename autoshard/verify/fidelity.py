@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.cost.machine.collectives import Collective
+from autoshard.mesh import AxisGroup
 from autoshard.verify.collectives import CompiledCollective
 
-Key = tuple[str, tuple[str, ...]]
-"""(kind, mesh axes in mesh order)."""
+Key = tuple[str, AxisGroup]
+"""Kind and axes."""
 
 _WORTH_NAMING = 1e-3
 """Kinds and axes whose totals agree to this part of all bytes have no culprits: labels say less than totals do."""
@@ -21,7 +22,7 @@ class Row:
     """One kind over one set of axes; bytes per device and step."""
 
     kind: str
-    axes: tuple[str, ...]
+    axes: AxisGroup
     predicted_bytes: int
     compiled_bytes: int
     predicted_count: int
@@ -102,7 +103,7 @@ class Fidelity:
             "collectives": [
                 {
                     "kind": row.kind,
-                    "axes": list(row.axes),
+                    "axes": [*map(str, row.axes)],
                     "predicted_bytes": row.predicted_bytes,
                     "compiled_bytes": row.compiled_bytes,
                     "predicted_count": row.predicted_count,
@@ -128,7 +129,7 @@ class Fidelity:
         body = [
             (
                 row.kind,
-                "+".join(row.axes),
+                "+".join(map(str, row.axes)),
                 _mb(row.predicted_bytes),
                 _mb(row.compiled_bytes),
                 _mb(row.difference),
@@ -179,7 +180,7 @@ def fidelity(
     after: dict[Key, tuple[int, int]] = {}
     for one in predicted:
         if one.bytes and one.count:
-            _count(before, (one.kind, tuple(one.axes)), one.bytes * one.count, one.count)
+            _count(before, (one.kind, one.axes), one.bytes * one.count, one.count)
     for other in compiled:
         _count(after, (other.kind, other.axes), other.total_bytes, other.count)
     rows = tuple(
@@ -217,7 +218,7 @@ def _culprits(
 
     for one in predicted:
         aten = aten_of(one.op) if one.op is not None else None
-        add(aten, 0, (one.kind, tuple(one.axes)), one.bytes * one.count)
+        add(aten, 0, (one.kind, one.axes), one.bytes * one.count)
     for other in compiled:
         for aten, size in other.parts or ((other.aten, other.bytes),):
             add(aten, 1, (other.kind, other.axes), size * other.count)
@@ -237,13 +238,12 @@ def _count(totals: dict[Key, tuple[int, int]], key: Key, size: int, count: int) 
 
 
 def _listed(sizes: Mapping[Key, int]) -> list[dict[str, Any]]:
-    return [{"kind": kind, "axes": list(axes), "bytes": size} for (kind, axes), size in sorted(sizes.items())]
+    return [{"kind": kind, "axes": [*map(str, axes)], "bytes": size} for (kind, axes), size in sorted(sizes.items())]
 
 
 def _spoken(sizes: Mapping[Key, int]) -> str:
-    return (
-        ", ".join(f"{kind} {'+'.join(axes)} {_mb(size)} MB" for (kind, axes), size in sorted(sizes.items())) or "none"
-    )
+    named = ((kind, "+".join(map(str, axes)), size) for (kind, axes), size in sorted(sizes.items()))
+    return ", ".join(f"{kind} {axes} {_mb(size)} MB" for kind, axes, size in named) or "none"
 
 
 def _mb(size: int) -> str:

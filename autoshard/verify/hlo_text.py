@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, AxisPart, Mesh
 
 DTYPE_BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
@@ -413,26 +413,22 @@ def source_target_pairs(rest: str) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
 
 
-def group_axes(groups: list[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes that groups of devices lie along, in mesh order.
-
-    A part of an axis is written with its share, `model[2/4]`; groups that follow no grid are one name `data~model[2]`:
-    such names equal no axis, so they never count as predicted.
-    """
+def group_axes(groups: list[tuple[int, ...]], mesh: Mesh) -> AxisGroup:
+    """What of the mesh groups of devices lie along."""
     sizes = set(map(len, groups))
     coordinates = [np.array([np.unravel_index(device, mesh.shape) for device in group]) for group in groups]
-    names = []
+    found: list[str | AxisPart] = []
     spans = []
     for dim, axis in enumerate(mesh.axis_names):
         counts = {len(set(group[:, dim].tolist())) for group in coordinates}
         if counts == {1}:
             continue
         spans.append(max(counts))
-        names.append(axis if counts == {mesh.shape[dim]} else f"{axis}[{max(counts)}/{mesh.shape[dim]}]")
+        found.append(axis if counts == {mesh.shape[dim]} else AxisPart((axis,), max(counts), mesh.shape[dim]))
     size = max(sizes)
     if len(sizes) > 1 or int(np.prod(spans)) != size:
-        return (f"{'~'.join(name.partition('[')[0] for name in names)}[{size}]",)
-    return tuple(names)
+        return (AxisPart(mesh.spanned(tuple(found)), size),)
+    return tuple(found)
 
 
 def pair_axes(pairs: list[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:

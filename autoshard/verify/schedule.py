@@ -23,9 +23,8 @@ def collective_seconds(collective: CompiledCollective, mesh: Mesh, device: Devic
     Groups along a part of an axis, or along no grid of the mesh, are taken to run over all of the axes they touch: an
     upper bound.
     """
-    touched = {name for axis in collective.axes for name in axis.partition("[")[0].split("~")}
     kind = cast(CollectiveKind, _LIKE.get(collective.kind, collective.kind))
-    return collective.count * seconds(kind, mesh.in_order(touched), collective.bytes, mesh, device)
+    return collective.count * seconds(kind, mesh.spanned(collective.axes), collective.bytes, mesh, device)
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:

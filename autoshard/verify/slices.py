@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import device_order
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, Mesh
 from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes, pair_axes
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def receiver(computation: Computation, send: Instruction) -> Instruction | None:
     return None
 
 
-def crossing_axes(slices: Sequence[Sequence[int]], send: Instruction, mesh: Mesh) -> tuple[str, ...]:
+def crossing_axes(slices: Sequence[Sequence[int]], send: Instruction, mesh: Mesh) -> AxisGroup:
     """The mesh axes that a transfer runs over.
 
     Its target is `{1,2}x{0:3}`, equal devices of slices 1 and 2, or groups of devices (of a permute: pairs) by libtpu's
@@ -146,7 +146,7 @@ def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> l
             after = by_name.get(_sink(module, computation, other.name)) if other is not None else None
             parts = _parts(between, before, after, cut)
             if parts:
-                axes = mesh.in_order({axis for part in (between, *parts) for axis in part.axes})
+                axes = mesh.in_order(axis for part in (between, *parts) for axis in part.axes if isinstance(axis, str))
                 first = parts[0]
                 whole[send.name] = replace(first, kind=between.kind, axes=axes, count=between.count)
                 gone |= {part.name for part in parts}

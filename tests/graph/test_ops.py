@@ -1,7 +1,12 @@
+import jax
 import jax.numpy as jnp
 
 from autoshard.graph.ops import Value
-from tests.graph.helpers import array, graph_of, only
+from tests.graph.helpers import graph_of, only
+
+
+def array(*shape: int):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def test_what_reads_a_value_and_what_flows_to_an_op():

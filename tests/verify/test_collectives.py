@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisPart, Mesh
 from autoshard.verify.collectives import compiled_collectives, normalise
 
 MESH = Mesh((2, 4), ("data", "model"))
@@ -168,7 +168,7 @@ PAIRS = "source_target_pairs={{0,1},{1,0}}"
     ("line", "kind", "axes", "size"),
     [
         (f"f32[64,32] all-reduce(%p), {ALONG_MODEL}", "all-reduce", ("model",), 8192),
-        (f"f32[64,32] all-reduce(%p), {IN_PAIRS}", "all-reduce", ("model[2/4]",), 8192),
+        (f"f32[64,32] all-reduce(%p), {IN_PAIRS}", "all-reduce", (AxisPart(("model",), 2, 4),), 8192),
         (f"(f32[64,32], f32[16]) all-reduce(%p, %q), {ALONG_MODEL}", "all-reduce", ("model",), 8256),
         ("f32[128,32] all-gather(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}", "all-gather", ("data",), 16384),
         (f"((f32[64,32]), f32[128,32]) all-gather-start(%p), {ALONG_DATA}", "all-gather", ("data",), 16384),

@@ -6,7 +6,7 @@ import pytest
 from autoshard.cost.machine.collectives import Collective, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import load_device
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisPart, Mesh
 from autoshard.verify.collectives import CompiledCollective
 from autoshard.verify.fidelity import fidelity
 from autoshard.verify.judge import judged
@@ -99,7 +99,7 @@ def test_judged_is_collectives_and_kernels_one_after_the_other():
 
 def test_parts_of_axes_and_rare_kinds_cost_as_what_they_resemble():
     mesh, device = Mesh((2, 4), ("data", "model"), "h100"), load_device("h100")
-    part = CompiledCollective("all-reduce", ("model[2/4]",), 1 << 20)
+    part = CompiledCollective("all-reduce", (AxisPart(("model",), 2, 4),), 1 << 20)
     assert collective_seconds(part, mesh, device) == seconds("all-reduce", MODEL, 1 << 20, mesh, device)
-    mixed = CompiledCollective("ragged-all-to-all", ("data~model[2]",), 1 << 20)
+    mixed = CompiledCollective("ragged-all-to-all", (AxisPart(("data", "model"), 2),), 1 << 20)
     assert collective_seconds(mixed, mesh, device) == seconds("all-to-all", BOTH, 1 << 20, mesh, device)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisPart, Mesh
 from autoshard.verify.hlo_text import (
     ArrayShape,
     aten_index,
@@ -199,9 +199,9 @@ def test_an_unknown_form_of_groups_is_refused():
 
 def test_groups_along_a_part_of_an_axis_and_along_no_grid_say_so():
     mesh = Mesh((2, 4), ("data", "model"))
-    assert group_axes([(0, 1), (2, 3), (4, 5), (6, 7)], mesh) == ("model[2/4]",)
-    assert group_axes([(0, 2, 4, 6), (1, 3, 5, 7)], mesh) == ("data", "model[2/4]")
-    assert group_axes([(0, 5), (1, 4), (2, 7), (3, 6)], mesh) == ("data~model[2]",)
+    assert group_axes([(0, 1), (2, 3), (4, 5), (6, 7)], mesh) == (AxisPart(("model",), 2, 4),)
+    assert group_axes([(0, 2, 4, 6), (1, 3, 5, 7)], mesh) == ("data", AxisPart(("model",), 2, 4))
+    assert group_axes([(0, 5), (1, 4), (2, 7), (3, 6)], mesh) == (AxisPart(("data", "model"), 2),)
 
 
 def test_permutes_run_along_the_axes_that_change():

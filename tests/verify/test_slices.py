@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisPart, Mesh
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.slices import places
 
@@ -96,7 +96,7 @@ def test_between_slices_alone():
 
 def test_within_a_slice_alone():
     body = "\n  %ar = f32[64,32] all-reduce(%a), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add"
-    assert read(body, "ar") == [("all-reduce", ("model[2/4]",), 64 * 32 * 4)]
+    assert read(body, "ar") == [("all-reduce", (AxisPart(("model",), 2, 4),), 64 * 32 * 4)]
     body = "\n  %p = f32[64,32] collective-permute(%a), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3}}"
     assert read(body, "p") == [("collective-permute", ("model",), 64 * 32 * 4)]
 
@@ -110,7 +110,7 @@ def test_what_others_read_too_stays_apart():
 def test_a_transfer_between_some_of_the_slices():
     mesh = Mesh((4, 4), ("data", "model"), "tpu-v5e:2x2:4slices")
     body = transfer("r", "ALL_REDUCE", "a", "f32[64,32]", "f32[64,32]", "{1,2}x{0:3}")
-    assert read(body, "got.r", mesh) == [("all-reduce", ("data[2/4]",), 64 * 32 * 4)]
+    assert read(body, "got.r", mesh) == [("all-reduce", (AxisPart(("data",), 2, 4),), 64 * 32 * 4)]
 
 
 @pytest.mark.parametrize(

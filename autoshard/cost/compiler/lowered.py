@@ -477,19 +477,11 @@ class _Lowering:
         """Bytes and shape of what an op makes before its own collectives run."""
         first = own[0]
         made = self._size(value, self.shardings.made[value])
-        ways = self._ways(first)
+        ways = self.shardings.subaxes.mesh.group_size(first.axes)
         size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.total_bytes
         kind = self.graph.type_of(value)
         same = size == made
         return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
-
-    def _ways(self, collective: Collective) -> int:
-        """Devices of one group."""
-        ways = 1
-        for axis in collective.axes:
-            name, _, part = axis.partition("[")
-            ways *= int(part.rstrip("]").partition("/")[0]) if part else self.shardings.subaxes.mesh.axis_size(name)
-        return ways
 
     def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:
         """The array after these collectives, the last of which (or a slice behind it) makes `tiling`."""
@@ -498,7 +490,7 @@ class _Lowering:
         now = source
         for i, collective in enumerate(collectives):
             last = i == len(collectives) - 1
-            ways = self._ways(collective)
+            ways = self.shardings.subaxes.mesh.group_size(collective.axes)
             size = collective.bytes // ways if collective.kind == "reduce-scatter" else collective.total_bytes
             if last and abs(size - end) <= end // 8:
                 array = self._array(value, -1, tiling)
@@ -519,7 +511,8 @@ class _Lowering:
     def _rounded(self, source: int, collective: Collective, op: int) -> int:
         """What is gathered: of an argument of which half of the bytes are, a copy in bf16."""
         found = self.arrays[source]
-        gathered = collective.kind == "all-gather" and 2 * collective.bytes <= found.bytes * self._ways(collective)
+        ways = self.shardings.subaxes.mesh.group_size(collective.axes)
+        gathered = collective.kind == "all-gather" and 2 * collective.bytes <= found.bytes * ways
         if found.maker >= 0 or not gathered:
             return source
         self.arrays.append(Array(found.shape, "bf16", found.bytes // 2, -1))

@@ -30,7 +30,7 @@ from typing import Literal
 
 from autoshard.cost.machine.device import Device, Link
 from autoshard.cost.machine.layout import Dim, layout, links_used
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, AxisPart, Mesh
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
@@ -41,14 +41,14 @@ class Collective:
 
     Attributes:
         kind: XLA's name for it.
-        axes: the mesh axes it runs over, in mesh order; `model[2/4]` where groups hold 2 of the 4 along an axis.
+        axes: what of the mesh it runs over.
         bytes: the larger of operand and result payload per device, for one execution.
         count: executions per step; of a loop of permutes (windowed einsum), how many there are of a part each.
         op: graph op that it is attributed to.
     """
 
     kind: CollectiveKind
-    axes: tuple[str, ...]
+    axes: AxisGroup
     bytes: int
     count: int = 1
     op: int | None = None
@@ -59,7 +59,7 @@ class Collective:
         return self.bytes * self.count
 
 
-def seconds(kind: CollectiveKind, axes: Iterable[str], bytes: float, mesh: Mesh, device: Device) -> float:
+def seconds(kind: CollectiveKind, axes: Iterable[str | AxisPart], bytes: float, mesh: Mesh, device: Device) -> float:
     """Seconds for one collective over `axes` of `mesh`, `bytes` as `Collective.bytes` counts them; 0 for no bytes."""
     if bytes <= 0:
         return 0.0
@@ -73,7 +73,7 @@ def total_seconds(collectives: Iterable[Collective], mesh: Mesh, device: Device)
 
 
 @lru_cache(maxsize=4096)
-def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device: Device) -> tuple[float, float]:
+def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Device) -> tuple[float, float]:
     """(alpha in seconds, beta in seconds per byte) of a collective over `axes`; (0, 0) if they hold one device.
 
     Raises:
@@ -102,11 +102,9 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device
     return device.collective_overhead + alpha, beta
 
 
-def _parts(axis: str, mesh: Mesh) -> list[tuple[str, int]]:
-    """(axis, devices of a group along it) of `model`, `model[2/4]` or `data~model[2]` (groups that follow no grid)."""
-    name, _, part = axis.partition("[")
-    names = name.split("~")
-    left = int(part.rstrip("]").split("/")[0]) if part else mesh.axis_size(name)
+def _parts(axis: str | AxisPart, mesh: Mesh) -> list[tuple[str, int]]:
+    """(axis, devices of a group along it), the inner axes of groups that follow no grid as far as outer ones leave."""
+    names, left = ((axis,), mesh.axis_size(axis)) if isinstance(axis, str) else (axis.axes, axis.size)
     taken = []
     for each in names[:-1]:
         taken.append((each, math.gcd(left, mesh.axis_size(each))))

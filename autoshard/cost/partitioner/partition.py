@@ -41,7 +41,7 @@ from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.cost.partitioner.transfer import Transfers, bytes_of
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
-from autoshard.mesh import Spec
+from autoshard.mesh import AxisGroup, Spec
 
 Shape = tuple[int, ...]
 
@@ -521,7 +521,7 @@ class Partitioner:
         steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]
         return [*steps, ("collective-permute", names, round(size * found.moved))] if found.moved else steps
 
-    def scatters_over(self, axes: tuple[str, ...]) -> bool:
+    def scatters_over(self, axes: AxisGroup) -> bool:
         """Whether the target makes reduce-scatters over these axes at all."""
         return self.target != "tpu" or not sums_whole(axes, self.subaxes.mesh)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import layout
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, Mesh
 
 Shape = tuple[int, ...]
 
@@ -169,7 +169,7 @@ def _padded(size: int, padded: int, ways: int) -> Scattered | None:
     return Scattered(padding, (padding - 1) * (ways - 1) / ways) if 1 <= padding <= MOST_PADDING else None
 
 
-def scatter_unit(axes: tuple[str, ...], mesh: Mesh) -> int:
+def scatter_unit(axes: AxisGroup, mesh: Mesh) -> int:
     """Tiles of which the slices of a reduce-scatter over `axes` are multiples: four over a square, else two."""
     device = load_device(mesh.device)
     if device.links[0].topology != "torus":
@@ -178,7 +178,7 @@ def scatter_unit(axes: tuple[str, ...], mesh: Mesh) -> int:
     return 4 if len(over) == 2 and over[0].size == over[1].size else 2
 
 
-def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+def hides(flops: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
     """Whether a contraction of so many FLOPs hides the permutes of a windowed einsum over `axes`.
 
     XLA compares the longer of the two, and two more permutes, with a contraction and a collective of `size` bytes one
@@ -189,14 +189,14 @@ def hides(flops: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
     link = device.links[0]
     if link.topology != "torus":
         return False
-    ways = mesh.ways({axis.partition("[")[0] for axis in axes})
+    ways = mesh.ways(mesh.spanned(axes))
     computing = flops / device.peak_flops("bf16")
     permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
     moving = permuting / (2 if ways == 4 and scatter_unit(axes, mesh) == 4 else 1)
     return max(computing, permuting) + 2 * permuting / ways < computing + moving
 
 
-def gathers_as_sum(shape: Shape, part: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+def gathers_as_sum(shape: Shape, part: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
     """Whether an all-gather over `axes` is an all-reduce.
 
     Args:

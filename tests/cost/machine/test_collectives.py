@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoshard.cost.machine.collectives import Collective, CollectiveKind, coefficients, seconds, total_seconds
 from autoshard.cost.machine.device import Device, load_device
 from autoshard.cost.machine.layout import links_used
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisPart, Mesh
 
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 B = 1e9
@@ -136,14 +136,16 @@ def test_virtual_cpu_devices_share_one_memory() -> None:
 def test_a_part_of_an_axis_costs_as_many_devices_as_it_has() -> None:
     mesh = Mesh((2, 4), ("x", "y"), "h100")
     two = bandwidth_seconds("all-gather", ("x",), mesh)
-    assert bandwidth_seconds("all-gather", ("y[2/4]",), mesh) == pytest.approx(two)
+    assert bandwidth_seconds("all-gather", (AxisPart(("y",), 2, 4),), mesh) == pytest.approx(two)
     hosts = Mesh((16,), ("x",), "h100")  # eight of sixteen are a host's
-    assert bandwidth_seconds("all-gather", ("x[8/16]",), hosts) == bandwidth_seconds(
+    assert bandwidth_seconds("all-gather", (AxisPart(("x",), 8, 16),), hosts) == bandwidth_seconds(
         "all-gather", ("x",), Mesh((8,), ("x",), "h100")
     )
     torus = Mesh((16,), ("x",), "tpu-v5e:1x16")  # half of a ring is a line
     line = Mesh((8,), ("x",), "tpu-v5e:1x8")
-    assert bandwidth_seconds("all-gather", ("x[8/16]",), torus) == bandwidth_seconds("all-gather", ("x",), line)
+    assert bandwidth_seconds("all-gather", (AxisPart(("x",), 8, 16),), torus) == bandwidth_seconds(
+        "all-gather", ("x",), line
+    )
 
 
 def test_latency_is_paid_once_per_collective() -> None:

@@ -10,7 +10,7 @@ then the one with the least communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from autoshard.cost.partitioner.transfer import bytes_of
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
 from autoshard.graph.rules.index import REDUCERS
+from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
     from autoshard.cost.partitioner.emission import Emission
@@ -57,18 +58,15 @@ class _Outcome:
     local: int = 0
     summed: tuple[Dim, bool] | None = None
 
-    def cost(self, group: Callable[[tuple[str, ...]], int]) -> tuple[int, int]:
+    def cost(self, mesh: Mesh) -> tuple[int, int]:
         """What XLA compares ways by: the most that one op touches, then the bytes that all collectives send.
 
         `EvaluatePartitionCost` of spmd_partitioner_util.h: operands and result, for an all-reduce its operand alone; an
         all-reduce sends its operand twice, an all-gather or all-to-all all but one device's part.
-
-        Args:
-            group: axis names of a collective -> devices in one of its groups.
         """
         memory, sent = self.memory, 0
         for kind, axes, size in (*(step for move in self.moves for step in move[2]), *self.own):
-            devices = group(axes)
+            devices = mesh.group_size(axes)
             if kind in ("all-reduce", "reduce-scatter"):
                 memory, sent = max(memory, size), sent + 2 * size
             elif kind == "all-gather":
@@ -133,7 +131,7 @@ class IndexPartitioner:
             for number, way in enumerate((self._by_window, self._by_trivial, self._by_index)):
                 found = way(operand, indices, window, devices, outer, False)
                 if found is not None:
-                    ranked.append(((found.cost(self.resharder.devices), number), way))
+                    ranked.append(((found.cost(self.subaxes.mesh), number), way))
             for _, way in sorted(ranked, key=lambda item: item[0]):
                 found = way(operand, indices, window, devices, outer, True)
                 if found is not None:

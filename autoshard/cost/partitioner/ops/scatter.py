@@ -25,6 +25,7 @@ from autoshard.cost.partitioner.reshard.steps import Cut, first_cut
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.graph.groups import ELEMENTWISE, unscaled
 from autoshard.graph.ops import Op, Value
+from autoshard.mesh import AxisGroup
 
 if TYPE_CHECKING:
     from autoshard.cost.machine.collectives import Collective
@@ -195,7 +196,8 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
             continue
         *first, last = runs[op.id].collectives
         order = owner.order.get(op.id, ())
-        axes = order or tuple(axis for name in last.axes for axis in owner.subaxes.of_axis.get(name, ()))
+        whole = (name for name in last.axes if isinstance(name, str))
+        axes = order or tuple(axis for name in whole for axis in owner.subaxes.of_axis.get(name, ()))
         taken = cuts(Value(op.id)) if axes and owner.scatters_over(last.axes) else []
         if not taken or not all(owner.cuts.scatters(axes, cut, bool(order)) for cut in taken):
             if owner.target == "gpu" and len(taken) == 1 and taken[0] is not None:
@@ -210,7 +212,7 @@ def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
 
 
-def _split(owner: Partitioner, cut: Cut, whole: Collective, summed: set[tuple[str, ...]]) -> tuple[Collective, ...]:
+def _split(owner: Partitioner, cut: Cut, whole: Collective, summed: set[AxisGroup]) -> tuple[Collective, ...]:
     """`AllReduceSplitter`, on GPU: a sum over all devices of which groups of neighbours take parts is two sums.
 
     A reduce-scatter within each group, then an all-reduce of the parts between them; only where the program sums over

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,13 +10,14 @@ import numpy as np
 from autoshard.cost.machine.collectives import CollectiveKind
 from autoshard.cost.machine.device import Target
 from autoshard.cost.partitioner.reshard.device_tiles import Tiles, tiles, tiles_of
-from autoshard.cost.partitioner.reshard.steps import CrashError, Emitted, axis_names, reshard_tiles
+from autoshard.cost.partitioner.reshard.steps import CrashError, Emitted, axis_group, reshard_tiles
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.cost.partitioner.tpu import gathers_as_sum
 from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.mesh import AxisGroup, part_of
 
-Step = tuple[CollectiveKind, tuple[str, ...], int]
-"""Kind, axis names as in `Collective.axes`, bytes."""
+Step = tuple[CollectiveKind, AxisGroup, int]
+"""Kind, axes, bytes."""
 
 Shape = tuple[int, ...]
 Group = tuple[int, ...]
@@ -32,30 +32,20 @@ class Resharder:
         self.target: Target = target
         self._known: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
         self._shares: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
-        self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._names: dict[tuple[int, ...], AxisGroup] = {}
 
-    def names(self, subaxes: Sequence[int]) -> tuple[str, ...]:
-        """Axis names of subaxes, in mesh order; a part of an axis reads `model[2/4]`, as compiled programs do."""
+    def names(self, subaxes: Sequence[int]) -> AxisGroup:
+        """What subaxes are of the mesh."""
         key = tuple(subaxes)
         known = self._names.get(key)
         if known is None:
             parts = dict.fromkeys(self.subaxes.axes(key), 1)
             for number in set(key):
                 parts[self.subaxes.axis[number]] *= self.subaxes.sizes[number]
-            known = self._names[key] = tuple(self._name(axis, part) for axis, part in parts.items())
+            mesh = self.subaxes.mesh
+            known = tuple(part_of(axis, size, mesh.axis_size(axis)) for axis, size in parts.items())
+            self._names[key] = known
         return known
-
-    def _name(self, axis: str, part: int) -> str:
-        whole = self.subaxes.mesh.axis_size(axis)
-        return axis if part == whole else f"{axis}[{part}/{whole}]"
-
-    def devices(self, names: Sequence[str]) -> int:
-        """Devices in a group along axes that `names` named."""
-        parts = (re.fullmatch(r"(.*)\[(\d+)/\d+\]", name) for name in names)
-        return math.prod(
-            self.subaxes.mesh.axis_size(name) if part is None else int(part[2])
-            for name, part in zip(names, parts, strict=True)
-        )
 
     def reshard(self, shape: Shape, dtype: str, source: Tiling, target: Tiling, outer: Group = ()) -> tuple[Step, ...]:
         """What moving a value of `shape` from `source` to `target` takes; uneven dims count their padding.
@@ -74,7 +64,7 @@ class Resharder:
 
     def _gathered(self, shape: Shape, item: int, step: Step) -> Step:
         kind, axes, size = step
-        part = size // (item * self.devices(axes))
+        part = size // (item * self.subaxes.mesh.group_size(axes))
         if kind != "all-gather" or not gathers_as_sum(shape, part, size, axes, self.subaxes.mesh):
             return step
         return "all-reduce", axes, size
@@ -120,7 +110,7 @@ class Resharder:
         steps: list[Step] = []
         for each in self._survived(shape, before, after):
             named = Emitted(each.kind, devices[each.groups], each.elements)
-            steps.append((each.kind, axis_names(named, mesh.shape, mesh.axis_names), each.elements))
+            steps.append((each.kind, axis_group(named, mesh.shape, mesh.axis_names), each.elements))
         return tuple(steps)
 
     def _survived(self, shape: Shape, before: Tiles, after: Tiles) -> tuple[Emitted, ...]:

@@ -25,7 +25,7 @@ from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.device import Device, Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
 from autoshard.cost.partitioner.reshard.step_tables import CRASH, Step, step_table
-from autoshard.cost.partitioner.reshard.steps import CrashError, axis_names, reshard_tiles
+from autoshard.cost.partitioner.reshard.steps import CrashError, axis_group, reshard_tiles
 from autoshard.mesh import Mesh, Spec
 
 Array = npt.NDArray[np.float64]
@@ -206,6 +206,6 @@ def _steps(src: Places, dst: Places, shape: Shape, sizes: Shape, names: tuple[st
         return Steps((Step(CRASH, (), Fraction(0)),), True)
     total = math.prod(shape)
     steps = tuple(
-        Step(each.kind, axis_names(each, sizes, names), Fraction(each.elements, total)) for each in done.steps
+        Step(each.kind, axis_group(each, sizes, names), Fraction(each.elements, total)) for each in done.steps
     )
     return Steps(steps, done.rematerialized)

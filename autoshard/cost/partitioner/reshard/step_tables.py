@@ -23,6 +23,7 @@ import numpy.typing as npt
 from autoshard import files, kept
 from autoshard.cost.machine.collectives import CollectiveKind
 from autoshard.errors import FileError
+from autoshard.mesh import AxisGroup, parse_axes
 
 CRASH: Literal["crash"] = "crash"
 """Kind of the one step of a reshard on which XLA ends the process: it takes for ever."""
@@ -36,12 +37,12 @@ class Step:
 
     Attributes:
         kind: XLA's name.
-        axes: as in `Collective.axes`; a collective over a part of an axis names it `model[2/4]`, as verification does.
+        axes: what of the mesh it runs over.
         share: its bytes per device as a part of the whole tensor's (see `Collective.bytes`).
     """
 
     kind: CollectiveKind | Literal["crash"]
-    axes: tuple[str, ...]
+    axes: AxisGroup
     share: Fraction
 
 
@@ -95,7 +96,7 @@ def _sources() -> str:
 
 def _write(path: Path, table: StepTable) -> None:
     """Keep a table; where that is not possible it is made again next time."""
-    ways = [[[step.kind, step.axes, str(step.share)] for step in way] for way in table.ways]
+    ways = [[[step.kind, [*map(str, step.axes)], str(step.share)] for step in way] for way in table.ways]
     document = {"ways": ways, "index": table.index.reshape(-1).tolist()}
     with contextlib.suppress(FileError):
         kept.write(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 1, mtime=0))
@@ -110,6 +111,8 @@ def _read(path: Path) -> StepTable | None:
     if content is None:
         return None
     document: Any = json.loads(gzip.decompress(content))
-    ways = [tuple(Step(kind, tuple(axes), Fraction(share)) for kind, axes, share in way) for way in document["ways"]]
+    ways = [
+        tuple(Step(kind, parse_axes(axes), Fraction(share)) for kind, axes, share in way) for way in document["ways"]
+    ]
     size = math.isqrt(len(document["index"]))
     return StepTable(ways, np.array(document["index"], dtype=np.int32).reshape(size, size))

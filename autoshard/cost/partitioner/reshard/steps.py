@@ -41,6 +41,7 @@ from autoshard.cost.partitioner.reshard.device_tiles import (
     tiles,
     ungrouped,
 )
+from autoshard.mesh import AxisGroup, AxisPart, part_of
 
 Pairs = list[tuple[int, int]]
 
@@ -555,12 +556,10 @@ def _along(groups: bytes, width: int, sizes: Shape) -> tuple[tuple[int, int], ..
     return tuple(found)
 
 
-def axis_names(emitted: Emitted, sizes: Shape, names: Sequence[str]) -> tuple[str, ...]:
-    """As `Collective.axes` has them: `model`, `model[2/4]` for a part of it, `data~model[2]` where there is no grid."""
+def axis_group(emitted: Emitted, sizes: Shape, names: Sequence[str]) -> AxisGroup:
+    """What a collective runs over."""
     found = along(emitted, sizes)
     width = emitted.groups.shape[1]
     if emitted.kind != "collective-permute" and math.prod(count for _, count in found) != width:
-        return (f"{'~'.join(names[axis] for axis, _ in found)}[{width}]",)
-    return tuple(
-        names[axis] if count == sizes[axis] else f"{names[axis]}[{count}/{sizes[axis]}]" for axis, count in found
-    )
+        return (AxisPart(tuple(names[axis] for axis, _ in found), width),)
+    return tuple(part_of(names[axis], count, sizes[axis]) for axis, count in found)

@@ -9,13 +9,13 @@ import pytest
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.reshard import price as reshard
 from autoshard.cost.partitioner.reshard.step_tables import Step, step_table
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisPart, Mesh
 
 SIZE = 50
 
 
 def steps(i, j):
-    return () if i < j else (Step("all-gather", ("data", "model[2/4]"), Fraction(i, 3 + j % 5)),)
+    return () if i < j else (Step("all-gather", ("data", AxisPart(("model",), 2, 4)), Fraction(i, 3 + j % 5)),)
 
 
 @pytest.fixture
