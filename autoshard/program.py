@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from autoshard.dtypes import is_float
+
 ArgumentRole = Literal["parameter", "buffer", "input", "optimizer_state", "scalar"]
 OutputRole = Literal["loss", "output", "parameter", "buffer", "optimizer_state"]
 
@@ -159,7 +161,7 @@ class Program:
         if self.frontend != "torch_xla":
             return frozenset()
         plain = (op for op in self.ops if op.name in WRITTEN_LAST)
-        return frozenset(op.index for op in plain if any("f" in kind.dtype[:2] for kind in op.outputs))
+        return frozenset(op.index for op in plain if any(is_float(kind.dtype) for kind in op.outputs))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -20,7 +20,7 @@ from autoshard.cost.partitioner.passes.rewritten import rewritten
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings, propagate
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
@@ -249,7 +249,7 @@ def _replicated(graph: Graph, free: Container[int], device: Device, times: int =
                 found.extend(replace(each, id=op.id) for each in inner)
             continue
         size = sum(
-            math.prod(kind.shape) * bytes_of(kind.dtype)
+            math.prod(kind.shape) * dtype_bytes(kind.dtype)
             for kind in (*op.results, *(graph.type_of(value) for value in op.operands))
         )
         name = op.attrs["target"] if op.kind == "custom_call" else op.kind

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import json_text
+from autoshard.dtypes import is_float
 from autoshard.errors import SourceError
 from autoshard.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
 from autoshard.stablehlo.attributes import SPLIT_BY_HAND
@@ -41,7 +42,6 @@ _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rem
 """Scopes that jax's own transformations put in names."""
 MOST_ELEMENTS = 2**58
 """Of one tensor, so that its bytes are a number of 64 bits."""
-_FLOATS = re.compile(r"b?f\d")
 _OWN = frozenset({"sdy.sharding_constraint"})
 
 
@@ -283,7 +283,7 @@ class _Reader:
                 continue
             where = ir.InsertionPoint.after(op)
             for j, (result, kind) in enumerate(zip(list(op.results), kinds, strict=True)):
-                if not _FLOATS.match(kind.dtype):
+                if not is_float(kind.dtype):
                     continue
                 uses = [(use.owner.operation, use.operand_number) for use in result.uses]
                 marker = ir.Operation.create(
@@ -420,7 +420,7 @@ class _Reader:
             else:
                 made.append(Output(name or f"result{index}", "output", kind))
         free = [each for each in made if each.updates is None]
-        losses = [each for each in free if not each.type.shape and _FLOATS.match(each.type.dtype)]
+        losses = [each for each in free if not each.type.shape and is_float(each.type.dtype)]
         if ties and len(losses) == 1:
             made[made.index(losses[0])] = Output(losses[0].name, "loss", losses[0].type)
         return tuple(made)

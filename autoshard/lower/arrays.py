@@ -7,19 +7,6 @@ from typing import Any
 import numpy as np
 
 
-def numpy_dtypes() -> dict[str, Any]:
-    """Element type in StableHLO's words -> numpy dtype."""
-    import ml_dtypes
-
-    return {
-        "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
-        "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
-        "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "ui8": np.dtype(np.uint8), "ui32": np.dtype(np.uint32),
-        "ui64": np.dtype(np.uint64), "i1": np.dtype(np.bool_), "complex<f32>": np.dtype(np.complex64),
-        "complex<f64>": np.dtype(np.complex128),
-    }  # fmt: skip
-
-
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     """A tensor, or whatever numpy takes, as a numpy array; bf16 keeps its bits."""
     if not hasattr(value, "detach"):

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from autoshard.dtypes import is_float, is_whole, numpy_dtype
 from autoshard.errors import LoweringError
-from autoshard.lower.arrays import numpy_dtypes, to_numpy, to_torch
+from autoshard.lower.arrays import to_numpy, to_torch
 from autoshard.lower.devices import device_ids
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.value import ROLES, ActivationKey, Plan
@@ -304,11 +305,9 @@ class JaxStep:
         """The `jax.stages.Lowered` of the step, to compile ahead of time or to look at."""
         import jax
 
-        dtypes = numpy_dtypes()
-
         def aval(argument: Argument) -> Any:
             sharding = self._shardings.get(argument.name)
-            return jax.ShapeDtypeStruct(self._whole(argument.name), dtypes[argument.type.dtype], sharding=sharding)
+            return jax.ShapeDtypeStruct(self._whole(argument.name), numpy_dtype(argument.type.dtype), sharding=sharding)
 
         with self._settings():
             avals = {argument.name: aval(argument) for argument in self.program.arguments}
@@ -397,7 +396,7 @@ class JaxStep:
         if isinstance(value, jax.Array) and value.shape == whole:
             return value if value.sharding == sharding else jax.device_put(value, sharding)
         array = to_numpy(value)
-        dtype = numpy_dtypes()[kind.dtype]
+        dtype = numpy_dtype(kind.dtype)
         if array.shape != kind.shape or array.dtype != dtype:
             given = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             raise LoweringError(f"{name} is {given}, planned was {kind.dtype}[{','.join(map(str, kind.shape))}]")
@@ -448,18 +447,17 @@ def optimizer_scalars(graph: Graph) -> list[str]:
     return [
         argument.name
         for op, argument in zip(graph.arguments, program.arguments, strict=True)
-        if argument.role == "scalar" and op in read and not argument.type.shape and "f" in argument.type.dtype
+        if argument.role == "scalar" and op in read and not argument.type.shape and is_float(argument.type.dtype)
     ]
 
 
 def random_seeds(graph: Graph) -> dict[str, Any]:
     """Names of the integer scalars that random numbers are made from -> numpy dtype."""
     before = graph.leading_to([op.id for op in graph.ops if op.kind in _RANDOM])
-    dtypes = numpy_dtypes()
     return {
-        argument.name: dtypes[argument.type.dtype]
+        argument.name: numpy_dtype(argument.type.dtype)
         for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
-        if argument.role == "scalar" and op in before and "i" in argument.type.dtype
+        if argument.role == "scalar" and op in before and is_whole(argument.type.dtype)
     }
 
 
@@ -479,10 +477,9 @@ def _exported_call(module: bytes, program: Program, devices: int, precision: Pre
             _set_highest(parsed.operation)
         version = hlo.get_version_from_compatibility_requirement(hlo.StablehloCompatibilityRequirement.WEEK_4)
         serialized = _jax.mlir.serialize_portable_artifact(parsed, version, True)
-    dtypes = numpy_dtypes()
     with jax.enable_x64(True):
-        taken = tuple(core.ShapedArray(each.type.shape, dtypes[each.type.dtype]) for each in program.arguments)
-        given = tuple(core.ShapedArray(each.type.shape, dtypes[each.type.dtype]) for each in program.outputs)
+        taken = tuple(core.ShapedArray(each.type.shape, numpy_dtype(each.type.dtype)) for each in program.arguments)
+        given = tuple(core.ShapedArray(each.type.shape, numpy_dtype(each.type.dtype)) for each in program.outputs)
     none = (None,) * len(taken)
     exported = export.Exported(
         fun_name="autoshard_step",

@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoshard.dtypes import FLOATS
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Value
-
-_FLOATS = ("f16", "bf16", "f32", "f64")
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def forward_values(graph: Graph) -> Iterator[tuple[str, Value]]:
     """(module path, value) of every float value of the forward pass that an aten op made, in order."""
     for (aten, _), value in sorted(graph.aten_outputs.items()):
         op = graph.program.ops[aten]
-        if op.phase == "forward" and graph.type_of(value).dtype in _FLOATS and graph.ops[value.op].kind != "argument":
+        if op.phase == "forward" and graph.type_of(value).dtype in FLOATS and graph.ops[value.op].kind != "argument":
             yield op.module, value
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 from autoshard.cost.machine.collectives import CollectiveKind, seconds
-from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.cost.machine.device import Device
+from autoshard.dtypes import dtype_bytes
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value

@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from autoshard import __version__
-from autoshard.cost.machine.compute import dtype_bytes
+from autoshard.dtypes import dtype_bytes
 from autoshard.mesh import AxisGroup, Mesh, Spec, spec_axes
 from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
 from autoshard.show.drawing import holders, tiles

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.dtypes import DTYPES
 from autoshard.program import TensorType
 
 _HOST_PROGRAM_SHAPE = 4  # HloModuleProto.host_program_shape: ProgramShapeProto
@@ -15,11 +16,7 @@ _STACK_FRAME_INDEX = 17  # HloModuleProto.stack_frame_index: StackFrameIndexProt
 _FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4  # of StackFrameIndexProto
 _PARAMETERS, _RESULT = 1, 2  # of ProgramShapeProto: ShapeProto
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES = 2, 3, 4  # of ShapeProto
-_DTYPES = {
-    1: "i1", 2: "i8", 3: "i16", 4: "i32", 5: "i64", 6: "ui8", 7: "ui16", 8: "ui32", 9: "ui64",
-    10: "f16", 11: "f32", 12: "f64", 15: "complex<f32>", 16: "bf16", 18: "complex<f64>",
-    19: "f8E5M2", 20: "f8E4M3FN", 21: "i4", 22: "ui4",
-}  # fmt: skip
+_DTYPES = {dtype.number: dtype.name for dtype in DTYPES.values()}
 """PrimitiveType -> element type in StableHLO's words."""
 _TUPLE = 13
 

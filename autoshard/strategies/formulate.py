@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.compiler.tpu.strips import batch_dims, copied_seconds
-from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.ops.scatter import MOVES
 from autoshard.cost.partitioner.partition import Partitioner
@@ -27,6 +27,7 @@ from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.hops import hops_between, path_matrix
 from autoshard.cost.partitioner.reshard.price import reshard_matrix
 from autoshard.cost.partitioner.tiling import Subaxes
+from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
@@ -51,7 +52,6 @@ from autoshard.strategies.space import (
 Matrix = npt.NDArray[np.float64]
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds that leave a partial result when what they sum over is split."""
-FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
 
 
 @dataclass(frozen=True)

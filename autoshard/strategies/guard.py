@@ -21,6 +21,7 @@ from dataclasses import replace
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
+from autoshard.dtypes import is_whole
 from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
@@ -194,7 +195,7 @@ def _whole_numbers_behind(graph: Graph, value: Value) -> set[Value]:
     arguments, seen, todo = set(map(Value, graph.arguments)), {value}, [value]
     while todo:
         for operand in graph.ops[todo.pop().op].operands:
-            if operand not in seen and "f" not in graph.type_of(operand).dtype:
+            if operand not in seen and is_whole(graph.type_of(operand).dtype):
                 seen.add(operand)
                 todo.append(operand)
     return seen & arguments

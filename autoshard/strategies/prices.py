@@ -17,9 +17,10 @@ from autoshard.cost.compiler.backend import backend_of
 from autoshard.cost.compiler.tpu.layout import row_major
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
-from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops, roofline_seconds
+from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.reshard.price import fit_of, reshard_matrix, reshard_steps
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import DimFactors, Graph, Op, Value

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.propagate import equal_values
 from autoshard.cost.partitioner.reshard.price import reshard_matrix
+from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group
 from autoshard.graph.ops import Graph, Value
@@ -27,7 +27,7 @@ from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, Problem, Solution, Status
-from autoshard.strategies.formulate import FLOATS, Formulation
+from autoshard.strategies.formulate import Formulation
 from autoshard.strategies.space import spec_of
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.machine.collectives import Collective, CollectiveKind
-from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import sums_whole
 from autoshard.cost.partitioner.tpu import scatter_buffer, scatter_unit
 from autoshard.cost.partitioner.tpu import scattered as tiles_scattered
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import AxisGroup, Mesh, Spec, replicated, spec_axes

@@ -17,9 +17,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
+from autoshard.dtypes import numpy_dtype
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.inputs import key_name
-from autoshard.lower.arrays import numpy_dtypes, to_numpy
+from autoshard.lower.arrays import to_numpy
 from autoshard.lower.host_scalars import HostScalars
 from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax
 
@@ -109,7 +110,7 @@ class CapturedStep:
         import jax
 
         array = to_numpy(given[argument.name])
-        want = numpy_dtypes()[argument.type.dtype]
+        want = numpy_dtype(argument.type.dtype)
         if array.shape != argument.type.shape or array.dtype != want:
             has = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             raise LoweringError(f"{argument.name} is {has}, the program takes {argument.type}")

@@ -14,14 +14,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from autoshard.dtypes import DTYPES
 from autoshard.mesh import AxisGroup, AxisPart, Mesh
 
-DTYPE_BITS = {
-    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
-    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4,
-    "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8,
-    "f8e8m0fnu": 8,
-}  # fmt: skip
+DTYPE_BITS = {dtype.hlo: dtype.bits for dtype in DTYPES.values()}
 """Bits of one element as XLA prints its type; `token` and `opaque` hold nothing."""
 
 _ARRAY = re.compile(r"\b(" + "|".join(sorted(DTYPE_BITS, key=len, reverse=True)) + r")\[([\d,<=\s]*)\](\{[^{}]*\})?")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from autoshard.dtypes import DTYPES
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
 from autoshard.verify.targets import Family
 
@@ -27,7 +28,7 @@ _COLLECTIVE = re.compile(
 )
 _ASYNC_COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
 _PARTIAL_READS = frozenset({"slice", "dynamic-slice", "gather"})
-_XLA_TO_STABLEHLO = {"pred": "i1", "u8": "ui8", "u16": "ui16", "u32": "ui32", "u64": "ui64"}
+_NAMES = {dtype.hlo: dtype.name for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ def _is_parameter(inner: Computation, name: str) -> bool:
 def _add(totals: dict[str, float], found: tuple[str, float]) -> dict[str, float]:
     dtype, flops = found
     if flops:
-        totals[_XLA_TO_STABLEHLO.get(dtype, re.sub(r"^s(\d)", r"i\1", dtype))] = flops
+        totals[_NAMES[dtype]] = flops
     return totals
 
 

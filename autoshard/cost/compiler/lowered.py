@@ -12,12 +12,13 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, dtype_bytes, op_flops
+from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
 from autoshard.cost.partitioner.ops.attention import Attention
 from autoshard.cost.partitioner.partition import Move, OpRun, Partitioned
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.contraction import Matrices, matrices
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims

@@ -20,11 +20,12 @@ from autoshard.cost.compiler.lowered import Lowered, Step, lower
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.traffic import PARTIAL
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
+from autoshard.cost.machine.compute import CONTRACTIONS, roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.partition import OpRun, Partitioned
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import BARRIER, Groups
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.machine.device import Device
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.body import Body
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, fusion_groups
 from autoshard.graph.ops import Graph, Op
-
-_BYTES = {"i1": 1, "i8": 1, "ui8": 1, "i16": 2, "ui16": 2, "bf16": 2, "f16": 2, "i32": 4, "ui32": 4, "f32": 4}
-_BYTES |= {"i64": 8, "ui64": 8, "f64": 8, "complex<f32>": 8, "complex<f64>": 16}
 
 CONTRACTIONS = frozenset({"dot_general", "convolution", "triangular_solve", "cholesky"})
 """Kinds whose FLOPs run on the matrix units that `Device.flops` describes."""
@@ -34,15 +32,6 @@ _NO_FLOPS = frozenset(
     complex""".split()  # noqa: SIM905
 )
 _PER_ELEMENT = {"batch_norm_training": 8, "batch_norm_inference": 4, "batch_norm_grad": 14, "rng_bit_generator": 10}
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a StableHLO dtype (`f32`, `bf16`, `i1`, `f8E4M3FN`…); sub-byte kinds take one."""
-    if dtype in _BYTES:
-        return _BYTES[dtype]
-    if dtype.startswith(("f8", "f4", "f6", "i2", "i4", "ui2", "ui4")):
-        return 1
-    return 4
 
 
 def op_flops(op: Op, graph: Graph) -> float:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.dtypes import numpy_dtype
+
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -43,7 +45,7 @@ class JaxBackend:
         import jax
         import jax.numpy as jnp
 
-        kind = _dtype(dtype)
+        kind = numpy_dtype(dtype)
         accumulated = jnp.int32 if dtype == "i8" else None
         a, b = (self._whole((self.devices, size, size), kind) for _ in range(2))
         return self._run(
@@ -118,9 +120,3 @@ class JaxBackend:
             jax.block_until_ready(compiled(*arguments))
 
         return run
-
-
-def _dtype(name: str) -> Any:
-    import jax.numpy as jnp
-
-    return {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": jnp.float64, "i8": jnp.int8}[name]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.dtypes import DTYPES
+
 
 class TorchBackend:
     """The CPU, or the first CUDA device; see `measure.Backend`."""
@@ -42,11 +44,10 @@ class TorchBackend:
         """See `measure.Backend`."""
         import torch
 
-        kinds = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
         if dtype == "i8":
             a, b = (torch.ones(size, size, dtype=torch.int8, device=self.where) for _ in range(2))
             return self._run(lambda: torch._int_mm(a, b))
-        a, b = (torch.ones(size, size, dtype=kinds[dtype], device=self.where) for _ in range(2))
+        a, b = (torch.ones(size, size, dtype=getattr(torch, DTYPES[dtype].torch), device=self.where) for _ in range(2))
         out = torch.empty_like(a)
         return self._run(lambda: torch.mm(a, b, out=out))
 

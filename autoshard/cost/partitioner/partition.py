@@ -38,7 +38,8 @@ from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.emitted import Resharder, Step
 from autoshard.cost.partitioner.reshard.steps import Cut
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
-from autoshard.cost.partitioner.transfer import Transfers, bytes_of
+from autoshard.cost.partitioner.transfer import Transfers
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import AxisGroup, Spec
@@ -390,7 +391,7 @@ class Partitioner:
         kind = op.results[0]
         used = {axis for dim in result for axis in dim}
         idle = tuple(axis for axis in range(len(self.subaxes.sizes)) if axis not in used)
-        size = math.prod(self.subaxes.shard(kind.shape, result)) * bytes_of(kind.dtype)
+        size = math.prod(self.subaxes.shard(kind.shape, result)) * dtype_bytes(kind.dtype)
         own: list[Step] = [("all-reduce", self.resharder.names(idle), size)] if idle else []
         return Emission((), tuple(own), self.share(op, result), reads)
 
@@ -458,7 +459,7 @@ class Partitioner:
     def permutes(self, moved: Iterable[Moved], tiling: Tiling, dtype: str) -> list[Step]:
         """The collectives of a halo exchange of an array that is split by `tiling`."""
         return [
-            ("collective-permute", self.permute_axes(tiling[one.dim], one.pairs), one.elements * bytes_of(dtype))
+            ("collective-permute", self.permute_axes(tiling[one.dim], one.pairs), one.elements * dtype_bytes(dtype))
             for one in moved
         ]
 
@@ -541,14 +542,12 @@ class Partitioner:
         kept = tuple(size for dim, size in enumerate(shape) if dim not in reduced)
         for number, result in enumerate(results):
             dtype = op.results[number].dtype
-            elements = math.prod(self.subaxes.shard(kept, made_as))
+            size = math.prod(self.subaxes.shard(kept, made_as)) * dtype_bytes(dtype)
             if count > 1 and partial:
                 for axes in partial:
-                    own.append(
-                        ("all-gather", self.resharder.names(axes), elements * self.subaxes.ways(axes) * bytes_of(dtype))
-                    )
+                    own.append(("all-gather", self.resharder.names(axes), size * self.subaxes.ways(axes)))
             else:
-                own.extend(self.sums(partial[::-1], elements * bytes_of(dtype), self.cuts.cut(kept, made_as, result)))
+                own.extend(self.sums(partial[::-1], size, self.cuts.cut(kept, made_as, result)))
             if made_as != result:
                 own.extend(self.resharder.reshard(kept, dtype, made_as, result))
         whole = math.prod(shape)

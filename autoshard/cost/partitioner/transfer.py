@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.contraction import Dims, convolution_dims, dot_dims, kernel_is_small
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.indexing import IndexDims, index_dims
 from autoshard.graph.ops import Graph, Op
-
-_BITS = {"i1": 8, "i4": 4, "ui4": 4, "pred": 8}
 
 PASS_THROUGH = frozenset(
     {
@@ -35,15 +34,6 @@ FORWARD_LEVEL: dict[str, int] = dict.fromkeys(ELEMENTWISE, 0) | {
 """From which aggressiveness on a kind passes shardings; 1 for those not named."""
 
 
-def bytes_of(dtype: str) -> int:
-    """Bytes of one element (StableHLO's names; a bool takes one byte, 4-bit integers are rounded up)."""
-    digits = "".join(ch for ch in dtype.split("E")[0] if ch.isdigit())
-    bits = _BITS.get(dtype) or (int(digits) if digits else 32)
-    if dtype.startswith("complex<"):
-        bits *= 2
-    return max(1, bits // 8)
-
-
 class Transfers:
     """Transfer functions of a graph's ops; dim maps are made once per op and operand."""
 
@@ -57,7 +47,7 @@ class Transfers:
     def operand_bytes(self, op: Op, place: int) -> int:
         """Bytes of the whole operand."""
         kind = self.graph.type_of(op.operands[place])
-        return math.prod(kind.shape) * bytes_of(kind.dtype)
+        return math.prod(kind.shape) * dtype_bytes(kind.dtype)
 
     def is_dot(self, op: Op) -> bool:
         """Whether a convolution has no spatial dims to speak of, so that it is a contraction of whole operands."""

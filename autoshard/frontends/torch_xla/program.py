@@ -28,7 +28,6 @@ from autoshard.frontends.tracing.device import is_xla
 from autoshard.frontends.tracing.modules import ModulePaths
 from autoshard.frontends.tracing.sequence import Call, draws
 from autoshard.frontends.tracing.trace import (
-    DTYPES,
     Labels,
     Lowered,
     Result,
@@ -309,4 +308,4 @@ class XlaLabels(Labels):
             self.xla._xla_annotate_custom_sharding(tensor, self.replicated)
 
 
-__all__ = ["DTYPES", "XlaLabels", "capture", "prepare_runtime", "tensor_type", "trace"]
+__all__ = ["XlaLabels", "capture", "prepare_runtime", "tensor_type", "trace"]

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
 from autoshard.frontends.tracing.ops import dot_dims
@@ -30,12 +29,6 @@ LOWERINGS: dict[str, Lowering] = {}
 """Name of an overload (`aten.add.Tensor`) -> its lowering."""
 NUMBERS_ARE_OPERANDS: set[str] = set()
 """Ops whose numbers torch_xla passes as arguments of the program: what an optimizer counts changes with every step."""
-
-DTYPES = {
-    torch.float64: jnp.float64, torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16,
-    torch.int64: jnp.int64, torch.int32: jnp.int32, torch.int16: jnp.int16, torch.int8: jnp.int8,
-    torch.uint8: jnp.uint8, torch.bool: jnp.bool_, torch.complex64: jnp.complex64, torch.complex128: jnp.complex128,
-}  # fmt: skip
 
 
 def lowers(names: str, numbers: bool = False) -> Callable[[Lowering], Lowering]:

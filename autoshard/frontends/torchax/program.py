@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard.dtypes import numpy_dtype, torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import table as switches
 from autoshard.frontends.switches.autocast import Autocast, autocast_of_placeholders
@@ -37,7 +38,6 @@ from autoshard.frontends.tracing.device import captured_on, names_it
 from autoshard.frontends.tracing.modules import ModulePaths
 from autoshard.frontends.tracing.sequence import Call, tensors_in
 from autoshard.frontends.tracing.trace import (
-    DTYPES,
     Labels,
     Lowered,
     Result,
@@ -147,7 +147,7 @@ class _Tracing(Tracing):
 
 
 def _type(shape: tuple[int, ...], dtype: torch.dtype) -> TensorType:
-    return TensorType(shape, DTYPES[dtype])
+    return TensorType(shape, torch_dtypes()[dtype])
 
 
 class _Recording(Labels):
@@ -434,7 +434,7 @@ def _reads(op: Any) -> Iterator[Any]:
 
 
 def _mlir(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"tensor<{''.join(f'{n}x' for n in shape)}{DTYPES[dtype]}>"
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{torch_dtypes()[dtype]}>"
 
 
 def _parsed(text: str) -> Any:
@@ -482,11 +482,9 @@ def _function_text(signature: Signature, name: str) -> str:
     """The function of one op, in MLIR's text, with the functions that it calls."""
     import jax
 
-    from autoshard.frontends.torchax.aten import DTYPES as JAX
-
     lowering = lowering_of(signature.func)
     assert lowering is not None
-    out = tuple(jax.ShapeDtypeStruct(shape, JAX[dtype]) for shape, dtype in signature.outputs)
+    out = tuple(jax.ShapeDtypeStruct(shape, numpy_dtype(torch_dtypes()[dtype])) for shape, dtype in signature.outputs)
 
     def function(*operands: Any) -> Any:
         def placed(value: Any) -> Any:
@@ -500,7 +498,7 @@ def _function_text(signature: Signature, name: str) -> str:
         made = list(made) if isinstance(made, list | tuple) else [made]
         return [jax.lax.convert_element_type(m, o.dtype).reshape(o.shape) for m, o in zip(made, out, strict=True)]
 
-    given = [jax.ShapeDtypeStruct(shape, JAX[dtype]) for shape, dtype in signature.operands]
+    given = [jax.ShapeDtypeStruct(shape, numpy_dtype(torch_dtypes()[dtype])) for shape, dtype in signature.operands]
     try:
         text = jax.jit(function, keep_unused=True).trace(*given).lower().as_text()
     except Exception as error:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from autoshard.dtypes import torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import table as switches
 from autoshard.frontends.tracing import refusals
@@ -51,13 +52,6 @@ from autoshard.program import (
     TensorType,
     ValueRead,
 )
-
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "ui8",
-    torch.bool: "i1", torch.complex64: "complex<f32>", torch.complex128: "complex<f64>",
-}  # fmt: skip
-"""torch dtype -> StableHLO's word for it."""
 
 
 @contextlib.contextmanager
@@ -119,7 +113,7 @@ def trace_step(
 
 def check_placeable(like: torch.Tensor) -> None:
     """Refuse a tensor that no placeholder can stand for."""
-    if like.dtype not in DTYPES:
+    if like.dtype not in torch_dtypes():
         raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
     if like.layout is not torch.strided:
         raise CaptureError(f"tensors of layout {like.layout} cannot be captured; only dense ones (`.to_dense()`)")
@@ -721,7 +715,7 @@ def _the_optimizer() -> str:
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:
     """Shape and dtype in the words of `Program`."""
-    return TensorType(tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+    return TensorType(tuple(tensor.shape), torch_dtypes().get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
 
 
 def _loss_of(output: Any) -> Any:

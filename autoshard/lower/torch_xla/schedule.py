@@ -6,14 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autoshard.dtypes import FLOATS
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.value import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
 from autoshard.program import ValueRead
-
-PINNED = frozenset({"f16", "bf16", "f32", "f64"})
-"""Element types of the values that are annotated. Bool and integer values never are: unannotated they cost nothing, and
-annotating a mask makes the partitioner gather the floats it was computed from. (Arguments are sharded whatever they
-hold.)"""
 
 Shared = tuple[Producer, tuple[Spec, ...]]
 """One annotated copy of one value, with the specs that it is annotated with one after the other, its own last; every
@@ -74,11 +70,11 @@ class Schedule:
             key = value.key
             if key.index >= len(ops) or ops[key.index].name != key.name:
                 raise PlanError(f"the plan annotates op {key.index} ({key.name}), which is no op of its program")
-            if value.spec is not None and value.dtype in PINNED:
+            if value.spec is not None and value.dtype in FLOATS:
                 pins[key.index, key.output] = value.spec
         types = {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arguments.items()}
         for producer, dtype, copy in _copies(plan):
-            if dtype not in PINNED:
+            if dtype not in FLOATS:
                 continue
             positions = _positions(ops, types, producer, copy.consumer)
             if not positions:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.machine.compute import dtype_bytes, op_bytes, op_flops, roofline_seconds
+from autoshard.cost.machine.compute import op_bytes, op_flops, roofline_seconds
 from autoshard.cost.machine.device import load_device
 from tests.graph.helpers import graph_of, only
 
@@ -90,13 +90,6 @@ def test_bytes_are_operands_and_results() -> None:
     graph = graph_of(lambda a, b: a + b, *arrays((6, 4), (6, 4)))
     assert op_bytes(only(graph, "add"), graph) == 3 * 24 * 4
     assert op_bytes(graph.ops[0], graph) == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"), [("f32", 4), ("bf16", 2), ("i1", 1), ("f64", 8), ("ui32", 4), ("f8E4M3FN", 1), ("ui8", 1)]
-)
-def test_dtype_bytes(dtype: str, size: int) -> None:
-    assert dtype_bytes(dtype) == size
 
 
 @given(st.floats(0, 1e15), st.floats(0, 1e12), st.sampled_from(["bf16", "f32"]))

@@ -27,7 +27,8 @@ from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
 from autoshard.cost.compiler.schedule import Dependencies, combined
-from autoshard.cost.machine.compute import dtype_bytes, roofline_seconds
+from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})

@@ -17,7 +17,7 @@ from autoshard.cost.partitioner.ops.dot import Move as Resharded
 from autoshard.cost.partitioner.ops.looped import Hides, Loop, Ring
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Op, Value
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
     out = op.results[0]
     partitioner = _partitioner(owner, op)
     plan = partitioner.plan(
-        (lhs.shape, reads[0], bytes_of(lhs.dtype)), (rhs.shape, reads[1], bytes_of(rhs.dtype)), (out.shape, result)
+        (lhs.shape, reads[0], dtype_bytes(lhs.dtype)),
+        (rhs.shape, reads[1], dtype_bytes(rhs.dtype)),
+        (out.shape, result),
     )
     moves: list[tuple[int, MoveKey, tuple[Step, ...]]] = []
     own: list[Step] = []
@@ -45,7 +47,7 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
             moves.append((step.place, (step.key, None, step.tiling), steps))
         elif isinstance(step, Loop):
             kind = out if step.place == 2 else (lhs, rhs)[step.place]
-            width = 2 if step.place < 2 and kind.dtype == "f32" else bytes_of(kind.dtype)
+            width = 2 if step.place < 2 and kind.dtype == "f32" else dtype_bytes(kind.dtype)
             permute: Step = ("collective-permute", owner.resharder.names(step.axes), step.part * width)
             if step.place == 2:
                 rounds = len(own), step.parts + 1
@@ -63,7 +65,7 @@ def contraction(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: T
                 cut = owner.cuts.cut(then.shape, then.source, then.target, then.outer)
             if cut is not None and owner.target == "tpu" and is_transposed(owner, op):
                 cut = replace(cut, factors=cut.factors[::-1], places=cut.places[:, ::-1], shape=cut.shape[::-1])
-            size = math.prod(step.made) * bytes_of(out.dtype)
+            size = math.prod(step.made) * dtype_bytes(out.dtype)
             own.extend(owner.sums(step.axes, size, cut, tiles_tpu.lies_row_major(op.kind, step.made)))
             order = owner.order_of(step.axes)
         elif step.place == 2:
@@ -106,7 +108,7 @@ def _partitioner(owner: Partitioner, op: Op) -> DotPartitioner:
 
 def _hides(owner: Partitioner, op: Op, macs: int, elements: int, axes: Dim) -> bool:
     """See `tiles_tpu.hides`."""
-    size = elements * bytes_of(op.results[0].dtype)
+    size = elements * dtype_bytes(op.results[0].dtype)
     return tiles_tpu.hides(2 * macs, size, owner.resharder.names(axes), owner.subaxes.mesh)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import DimFactors, Op
 from autoshard.graph.rules.table import rule_for
 
@@ -36,7 +36,7 @@ def batch_norm(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: t
         kind = op.results[number]
         made = (run_as[feature],)
         if axes:
-            size = math.prod(owner.subaxes.shard(kind.shape, made)) * bytes_of(kind.dtype)
+            size = math.prod(owner.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
             own.append(("all-reduce", owner.resharder.names(axes), size))
         if made != result:
             own.extend(owner.resharder.reshard(kind.shape, kind.dtype, made, result))
@@ -70,7 +70,7 @@ def custom_call(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: 
     for number, result in enumerate(results):
         kind = op.results[number]
         made = ((),) * len(result) if rule is None else tiling(rule.results[number])
-        size = math.prod(owner.subaxes.shard(kind.shape, made)) * bytes_of(kind.dtype)
+        size = math.prod(owner.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
         own.extend(owner.sums(summed, size, owner.cuts.cut(kind.shape, made, result)))
         if made != result:
             own.extend(owner.resharder.reshard(kind.shape, kind.dtype, made, result))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from autoshard.cost.partitioner.ops.scatter import is_summed
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
 from autoshard.graph.rules.index import REDUCERS
@@ -90,7 +90,7 @@ class IndexPartitioner:
         self.result = result
         self.is_gather = op.kind == "gather"
         types = [owner.graph.type_of(value) for value in op.operands]
-        if owner.target == "tpu" and bytes_of(types[1].dtype) == 8:
+        if owner.target == "tpu" and dtype_bytes(types[1].dtype) == 8:
             types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
@@ -142,7 +142,7 @@ class IndexPartitioner:
         self.final: Tiling = operand.tiling
         if not self.is_gather:
             window = self._moved(outcome, window, self._nothing(window), outer)
-        outcome.memory = sum(math.prod(each.shape) * bytes_of(each.dtype) for each in (operand, indices, window))
+        outcome.memory = sum(math.prod(each.shape) * dtype_bytes(each.dtype) for each in (operand, indices, window))
         outcome.local = math.prod(window.shape)
         return outcome
 
@@ -444,4 +444,4 @@ class IndexPartitioner:
         return ((),) * len(array.shape)
 
     def _bytes(self, shape: Shape, tiling: Tiling, dtype: str) -> int:
-        return math.prod(self.subaxes.shard(shape, tiling)) * bytes_of(dtype)
+        return math.prod(self.subaxes.shard(shape, tiling)) * dtype_bytes(dtype)

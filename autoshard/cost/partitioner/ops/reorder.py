@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Value
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def before_convert(owner: Partitioner, value: Value, copy: int | None, steps: tu
         if owner.shardings.copied[copy] != owner.shardings.made[value]:
             return steps
         copy = owner.shardings.copies[copy].source
-    narrow, wide = (bytes_of(kind.dtype) for kind in (owner.graph.type_of(op.operands[0]), op.results[0]))
+    narrow, wide = (dtype_bytes(kind.dtype) for kind in (owner.graph.type_of(op.operands[0]), op.results[0]))
     if narrow >= wide:
         return steps
     gathers = len([*itertools.takewhile(lambda step: step[0] == "all-gather", steps)])

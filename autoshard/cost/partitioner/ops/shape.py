@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.cost.partitioner.ops.halo import Exchange, Window, exchange, exchange_all, halos
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Op
 from autoshard.program import TensorType
 
@@ -201,7 +201,7 @@ def concatenated(
     ways = owner.subaxes.ways(result[dim])
     single = len(kinds) == 2 and all(kind.shape[dim] == ways for kind in kinds)
     if owner.target == "tpu" and ways > 1 and single and all(read == result for read in reads):
-        row = math.prod(owner.subaxes.shard(kinds[0].shape, result)) * bytes_of(kinds[0].dtype)
+        row = math.prod(owner.subaxes.shard(kinds[0].shape, result)) * dtype_bytes(kinds[0].dtype)
         # Each device keeps two rows of one operand; the first (last) of all keeps one that it has.
         step: Step = ("collective-permute", owner.subaxes.axes(result[dim]), row)
         return [result, result], [step] * (2 if ways == 2 else 4)
@@ -238,6 +238,6 @@ def reverse(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emiss
     own: list[Step] = []
     turned = tuple(axis for dim in op.attrs["dims"] for axis in result[dim])
     if turned:
-        size = math.prod(owner.subaxes.shard(kind.shape, result)) * bytes_of(kind.dtype)
+        size = math.prod(owner.subaxes.shard(kind.shape, result)) * dtype_bytes(kind.dtype)
         own.append(("collective-permute", owner.subaxes.axes(turned), size))
     return owner.moved(op, (source,), (result,), owner.share(op, result), own)

@@ -15,7 +15,7 @@ from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.partitioner.ops.chained import is_annotated
 from autoshard.cost.partitioner.ops.contraction import is_transposed
 from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.graph.groups import unscaled
 from autoshard.graph.ops import Graph, Op, Value
 
@@ -92,7 +92,7 @@ class _Summing:
         if moved and last[0].kind == "all-reduce":
             return None
         cut = made != way or maker.id in self.whole or last[0].kind == "reduce-scatter"
-        times = bytes_of(op.results[0].dtype) // bytes_of(self.graph.type_of(value).dtype)
+        times = dtype_bytes(op.results[0].dtype) // dtype_bytes(self.graph.type_of(value).dtype)
         if cut and times > 1:
             return None
         reduction = tuple(replace(one, bytes=times * one.bytes) for one in last)
@@ -127,4 +127,4 @@ def _widens(graph: Graph, op: Op) -> bool:
     if op.kind != "convert":
         return False
     narrow, wide = graph.type_of(op.operands[0]).dtype, op.results[0].dtype
-    return {narrow, wide} <= {"f16", "bf16", "f32", "f64"} and bytes_of(narrow) < bytes_of(wide)
+    return {narrow, wide} <= FLOATS and dtype_bytes(narrow) < dtype_bytes(wide)

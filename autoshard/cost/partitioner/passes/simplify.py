@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.dtypes import is_float
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
 
@@ -88,13 +89,13 @@ def _number(op: Op, graph: Graph, splat: dict[Value, Number]) -> Number | None:
         dtype = op.results[0].dtype
         if dtype == "i1":
             return bool(read[0])
-        return float(read[0]) if dtype.startswith(("f", "bf")) else int(read[0])
+        return float(read[0]) if is_float(dtype) else int(read[0])
     if op.kind in _FOLDS:
         return _FOLDS[op.kind](read[0], read[1])
     if op.kind == "divide":
         if not read[1]:
             return None
-        return read[0] / read[1] if op.results[0].dtype.startswith(("f", "bf")) else int(read[0] / read[1])
+        return read[0] / read[1] if is_float(op.results[0].dtype) else int(read[0] / read[1])
     if op.kind == "compare":
         return _COMPARES[op.attrs["direction"]](read[0], read[1])
     if op.kind == "select":

@@ -13,7 +13,7 @@ from autoshard.cost.partitioner.reshard.device_tiles import Tiles, tiles, tiles_
 from autoshard.cost.partitioner.reshard.steps import CrashError, Emitted, axis_group, reshard_tiles
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.cost.partitioner.tpu import gathers_as_sum
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.dtypes import dtype_bytes
 from autoshard.mesh import AxisGroup, part_of
 
 Step = tuple[CollectiveKind, AxisGroup, int]
@@ -58,7 +58,7 @@ class Resharder:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._steps(shape, source, target, outer)
-        item = bytes_of(dtype)
+        item = dtype_bytes(dtype)
         steps = tuple((kind, axes, elements * item) for kind, axes, elements in known)
         return steps if self.target != "tpu" else tuple(self._gathered(shape, item, step) for step in steps)
 
