@@ -18,7 +18,8 @@ from autoshard.planning.decision import Progress
 from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.written import captured_graph, written_plan
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
-from autoshard.show.report import columns, duration, size
+from autoshard.show.report import duration, size
+from autoshard.text import columns
 
 if TYPE_CHECKING:
     from autoshard.graph.ops import Graph

@@ -21,7 +21,8 @@ from autoshard.planning.hints import value_named
 from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError, Plan, PlanError
 from autoshard.program import TensorType
-from autoshard.show.report import columns, duration, layout, size
+from autoshard.show.report import duration, layout, size
+from autoshard.text import columns
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction

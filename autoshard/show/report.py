@@ -24,6 +24,7 @@ from autoshard.plans.value import (
     describe_mesh,
 )
 from autoshard.show.terminal import printable
+from autoshard.text import columns
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32
@@ -342,17 +343,3 @@ def size(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.4g} {unit}"
     return f"{count:.0f} B"
-
-
-def columns(rows: Sequence[Sequence[str]], right_from: int | None = None) -> list[str]:
-    """Rows as aligned lines; columns from `right_from` on are aligned right."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if right_from is not None and i >= right_from else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

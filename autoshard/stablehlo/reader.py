@@ -20,6 +20,7 @@ from autoshard.errors import CaptureError
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.orders import post_order
 from autoshard.program import Argument, Output, Program, TensorType
 from autoshard.stablehlo.attributes import plain_dot, read_attrs, trip_count
 from autoshard.stablehlo.context import mlir_context as mlir_context
@@ -59,11 +60,19 @@ def build_graph(program: Program, *, cse: bool = False) -> Graph:
 
 
 def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -> Graph:
-    """Drop dead ops, number the rest in the order that XLA gives them, and build the DiGraph."""
+    """Drop dead ops, and number the rest in post-order, as XLA writes out a computation in which nothing is dead.
+
+    A module comes in another order where something is: torch_xla writes the gradient of a convolution's input even
+    where nothing asks for it.
+    """
     ops = importer.ops
     argument_count = importer.argument_count
     new_id = [*range(argument_count), *[-1] * (len(ops) - argument_count)]
-    order = _post_order(ops, outputs, argument_count)
+
+    def makers(values: Sequence[Value]) -> list[int]:
+        return [value.op for value in values if value.op >= argument_count]
+
+    order = post_order(makers(outputs), lambda number: makers(ops[number].operands))
     for number, i in enumerate(order, argument_count):
         new_id[i] = number
 
@@ -77,29 +86,6 @@ def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -
         kept.append(Op(new_id[i], op.kind, reads, op.results, op.attrs, op.aten, op.module))
     marked = {key: moved(value) for key, value in importer.aten_outputs.items() if new_id[value.op] >= 0}
     return Graph(program, tuple(kept), tuple(range(argument_count)), tuple(map(moved, outputs)), marked)
-
-
-def _post_order(ops: Sequence[Op], outputs: Iterable[Value], argument_count: int) -> list[int]:
-    """The ops that `outputs` depend on, each behind those that it reads, the first operand's first.
-
-    That is the order in which XLA writes out a computation once nothing in it is dead. A module comes in another where
-    something was: torch_xla writes the gradient of a convolution's input even where nothing asks for it.
-    """
-    entered, left = bytearray(len(ops)), bytearray(len(ops))
-    left[:argument_count] = b"\1" * argument_count
-    order = []
-    stack = [value.op for value in outputs][::-1]
-    while stack:
-        i = stack[-1]
-        if not left[i] and not entered[i]:
-            entered[i] = 1
-            stack += [operand.op for operand in reversed(ops[i].operands) if not left[operand.op]]
-            continue
-        stack.pop()
-        if not left[i]:
-            left[i] = 1
-            order.append(i)
-    return order
 
 
 class _Importer:

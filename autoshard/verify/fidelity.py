@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.mesh import AxisGroup
+from autoshard.text import columns
 from autoshard.verify.collectives import CompiledCollective
 
 Key = tuple[str, AxisGroup]
@@ -140,7 +141,7 @@ class Fidelity:
         ]
         difference = sum(row.difference for row in self.rows)
         total = ("total", "", _mb(self.predicted_bytes), _mb(self.compiled_bytes), _mb(difference), "", "")
-        lines = _aligned([header, *body, total], left=2)
+        lines = columns([header, *body, total], right_from=2)
         value = "none compiled, some predicted" if self.value == float("inf") else f"{self.value:.1%}"
         lines.append(f"fidelity on {self.target}: {value} of the compiled bytes differ")
         if self.culprits and culprits:
@@ -249,15 +250,3 @@ def _spoken(sizes: Mapping[Key, int]) -> str:
 def _mb(size: int) -> str:
     """MB with as many digits as a small collective needs to show at all."""
     return f"{size / 1e6:.2f}" if size >= 5000 or size == 0 else f"{size / 1e6:.6f}"
-
-
-def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Rows as columns: the first `left` left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

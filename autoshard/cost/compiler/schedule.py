@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered
+from autoshard.graph import orders
 from autoshard.graph.groups import BARRIER
 
 
@@ -245,25 +246,8 @@ def depth_first(deps: Dependencies, results: Sequence[int], sizes: Sequence[int]
 def _depth_first(
     deps: Dependencies, results: Sequence[int], visited: Callable[[Sequence[int]], Sequence[int]]
 ) -> list[int]:
-    order: list[int] = []
-    done = bytearray(len(deps.makers))
     rest = [number for number, users in enumerate(deps.frees) if not users]
-    for root in (*visited(results), *rest):
-        if done[root]:
-            continue
-        stack = [(root, iter(visited(deps.waits[root])))]
-        done[root] = 1
-        while stack:
-            number, left = stack[-1]
-            for maker in left:
-                if not done[maker]:
-                    done[maker] = 1
-                    stack.append((maker, iter(visited(deps.waits[maker]))))
-                    break
-            else:
-                order.append(number)
-                stack.pop()
-    return order
+    return orders.post_order((*visited(results), *rest), lambda number: visited(deps.waits[number]))
 
 
 def greedy(

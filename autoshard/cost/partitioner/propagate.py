@@ -32,6 +32,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.orders import post_order
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
 
@@ -317,21 +318,8 @@ class _Propagation:
 
         An op's results stand together, those that nothing reads too: XLA has them in one tuple.
         """
-        seen = bytearray(len(self.operands))
-        order: list[int] = []
-        stack = list(reversed(self._results()))
-        while stack:
-            node = stack[-1]
-            if seen[node]:
-                stack.pop()
-                for each in self._of_one_op(node) if seen[node] == 1 else ():
-                    if seen[each] < 2:
-                        seen[each] = 2
-                        order.append(each)
-                continue
-            seen[node] = 1
-            stack.extend(operand for operand in reversed(self.operands[node]) if not seen[operand])
-        return order
+        order = post_order(self._results(), self.operands.__getitem__)
+        return list(dict.fromkeys(each for node in order for each in self._of_one_op(node)))
 
     def _seed(self, annotations: Annotations) -> None:
         for argument in self.graph.arguments:

@@ -19,6 +19,7 @@ from autoshard.cost.compiler.schedule import Dependencies
 from autoshard.cost.compiler.tpu.place import SHARE
 from autoshard.cost.machine.device import Device
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
+from autoshard.graph.orders import post_order
 
 CYCLE = 1 / 1.5e9
 """Seconds: what an instruction that is no fusion takes (copies, gathers and scatters too), and the way to a reader."""
@@ -98,16 +99,8 @@ def filling(kernels: Sequence[Kernel], deps: Dependencies) -> set[int]:
 
 def right_before(order: Sequence[int], these: set[int], makers: Sequence[Sequence[int]]) -> list[int]:
     """`order`, in which each of `these` stands right before what reads it first."""
-    done: dict[int, None] = {}
-    for number in (*(one for one in order if one not in these), *order):
-        todo = [number]
-        while todo:
-            before = [maker for maker in makers[todo[-1]] if maker in these and maker not in done]
-            if before and todo[-1] not in done:
-                todo.append(before[0])
-            else:
-                done[todo.pop()] = None
-    return list(done)
+    roots = (*(one for one in order if one not in these), *order)
+    return post_order(roots, lambda number: [maker for maker in makers[number] if maker in these])
 
 
 def _seconds(kernel: Kernel, program: Lowered, device: Device, size: Callable[[Array], int]) -> float:
