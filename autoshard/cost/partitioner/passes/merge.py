@@ -64,7 +64,7 @@ class _Equal:
         for (value, aten), spec in annotations.copies.items():
             self.copies.setdefault(value, {})[aten] = annotations.chain(value, spec)
         self.read = {(value, aten): chain for value, own in self.copies.items() for aten, chain in own.items()}
-        self.joined: dict[Value, set[int | None]] = {}  # value -> consumers of what is equal to it
+        self.consumers: dict[Value, set[int | None]] = {}
         free, known = free_ops(graph), dict[Hashable, Value]()
         for op in graph.ops:
             value = Value(op.id)
@@ -114,10 +114,13 @@ class _Equal:
         return all(ways.get(chain[-1], chain) == chain for chain in other.values())
 
     def _consumers(self, value: Value) -> set[int | None]:
-        return {op.aten for op in self.graph.readers(value)}.union(self.joined.get(value, ()))
+        """The aten ops that read a value, or what is equal to it."""
+        if value not in self.consumers:
+            self.consumers[value] = {op.aten for op in self.graph.readers(value)}
+        return self.consumers[value]
 
     def _join(self, before: Value, value: Value) -> None:
         """What reads the later value reads the first from now on."""
-        self.joined.setdefault(before, set()).update(self._consumers(value))
+        self._consumers(before).update(self._consumers(value))
         if value in self.copies:
             self.copies.setdefault(before, {}).update(self.copies[value])
