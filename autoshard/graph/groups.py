@@ -11,8 +11,9 @@ What an `optimization_barrier` passes on has nothing in common but the time: eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
@@ -64,7 +65,14 @@ class Group:
 
     def readers(self, graph: Graph, value: Value) -> list[Op]:
         """The ops of it that read a value, in program order."""
-        return [op for op in (graph.ops[number] for number in self.ops) if value in self.operands(op)]
+        found: Sequence[Op] = graph.readers(value)
+        if len(found) > len(self.ops):
+            found = [graph.ops[number] for number in self.ops]
+        return [op for op in found if op.id in self._members and value in self.operands(op)]
+
+    @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(self.ops)
 
     def made(self, graph: Graph) -> list[Value]:
         """All values that it makes, in program order."""
