@@ -13,12 +13,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from autoshard.planning.meshes import candidate_meshes
+
 import autoshard
-from autoshard.capture.program import Program
-from autoshard.capture.sources import Source
-from autoshard.capture.stablehlo_file import read_program
+from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
-from autoshard.meshes import candidate_meshes
+from autoshard.program import Program
+from autoshard.sources import Source
 from benchmarks import models
 
 NO_TIME_LIMIT = 3600.0
