@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from autoshard.plan import SolverInfo
-from tests import plans
+from autoshard.plans.value import SolverInfo
 from tests.golden import record
 from tests.golden.programs import GOLDEN
+from tests.plans import made as plans
 
 SHOWN = 40
 
