@@ -31,8 +31,8 @@ from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
 from autoshard.planning.decision import plan_graph
-from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
@@ -99,7 +99,7 @@ def sweep(models: Iterable[str], targets: Iterable[str], plans: Iterable[str], m
                 before = known.get(key(row), {"error": "not there"})
                 if before.get("sources") == sources() and "error" not in before:
                     continue
-                graph = graph or captured_graph(program(model))
+                graph = graph or build_graph(program(model))
                 try:
                     row |= {"target": target, **measured(graph, mesh, target, plan), **row}
                 except ManualPlanError as error:

@@ -20,14 +20,15 @@ from compiled import measured_plan
 from models import MODELS, built, hf, program
 
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.decision import plan_graph, within_limit
-from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.formulate import formulate
 
 MODELS |= {
@@ -42,7 +43,7 @@ MODELS |= {
 
 def folded(name: str, mesh: Mesh) -> str:
     """One row: nodes, objective and CPU seconds, folded and whole."""
-    graph = captured_graph(program(name))
+    graph = build_graph(program(name))
     problem = formulate(graph, mesh, load_device(mesh.device)).problem
     small, expand = fold(problem, classes_of(problem))
     start = time.process_time()
@@ -63,7 +64,7 @@ def least_memory(graph: Graph, mesh: Mesh) -> float:
 
     def decide(limit: float | None) -> Any:
         decided = plan_graph(graph, mesh, memory=limit)
-        return decided, decided.annotations, predict_annotations(graph, decided.annotations, mesh)
+        return decided, decided.annotations, predict(graph, decided.annotations, mesh)
 
     try:
         within_limit(1.0, decide)
@@ -74,15 +75,15 @@ def least_memory(graph: Graph, mesh: Mesh) -> float:
 
 def limited(name: str, mesh: Mesh, target: str, slack: float, compiled: bool) -> str:
     """One row: least memory, the limit, and what the plan under it takes."""
-    graph = captured_graph(program(name))
+    graph = build_graph(program(name))
     free = plan_graph(graph, mesh)
-    most = predict_annotations(graph, free.annotations, mesh)
+    most = predict(graph, free.annotations, mesh)
     least = min(least_memory(graph, mesh), most.peak_memory_bytes)
     limit = slack * least
 
     def decide(asked: float | None) -> Any:
         decided = plan_graph(graph, mesh, memory=asked)
-        return decided, decided.annotations, predict_annotations(graph, decided.annotations, mesh)
+        return decided, decided.annotations, predict(graph, decided.annotations, mesh)
 
     try:
         found, written, prediction = within_limit(limit, decide)

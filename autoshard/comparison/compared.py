@@ -16,9 +16,10 @@ from autoshard.mesh import Mesh
 from autoshard.planning.api import DEVICE_MEMORY, Hint, capture, collector_paused, memory_limit, plan_captured
 from autoshard.planning.decision import Progress
 from autoshard.planning.meshes import candidate_meshes
-from autoshard.planning.written import captured_graph, written_plan
+from autoshard.planning.written import written_plan
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
 from autoshard.show.report import columns, duration, size
+from autoshard.stablehlo.reader import build_graph
 
 if TYPE_CHECKING:
     from autoshard.graph.ops import Graph
@@ -275,7 +276,7 @@ def compare_program(
     names = check_names(plans)
     say = progress or (lambda stage: None)
     say("graph")
-    graph = captured_graph(program)
+    graph = build_graph(program)
     made: dict[str, Plan] = {}
     left_out: dict[str, str] = {}
     for name in names:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from autoshard.cost.predict import predict
 from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
 from autoshard.planning.decision import Decision, Progress, plan_graph, within_limit
-from autoshard.planning.written import captured_graph, predict_annotations, written_plan
+from autoshard.planning.written import written_plan
+from autoshard.stablehlo.reader import build_graph
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
@@ -195,7 +197,7 @@ def plan_program(
     wanted = _hints(hints)
     (progress or (lambda stage: None))("graph")
     return plan_captured(
-        captured_graph(program),
+        build_graph(program),
         mesh,
         memory=memory,
         hints=wanted,
@@ -266,7 +268,7 @@ def plan_captured(
             )
             say("predict")
             written = decided.annotations if annotations == "all" else least(graph, decided.annotations, mesh)
-            return decided, written, predict_annotations(graph, written, mesh)
+            return decided, written, predict(graph, written, mesh)
 
         decided, written, prediction = within_limit(limit, attempt)
         if decided.carried is not None:
@@ -310,8 +312,8 @@ def evaluate(program: Program, plan: Plan) -> Prediction:
         PlanError: the plan is for another program; says the first difference.
     """
     plan.check_program(program)
-    graph = captured_graph(program)
-    return predict_annotations(graph, plan.annotations(graph), plan.mesh)
+    graph = build_graph(program)
+    return predict(graph, plan.annotations(graph), plan.mesh)
 
 
 def register_rule(
@@ -336,7 +338,7 @@ def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
     from autoshard.manual import plan_named
 
     by_hand = plan_named(name)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     return written_plan(graph, mesh, by_hand(graph, mesh))
 
 

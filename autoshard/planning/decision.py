@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autoshard.cost.predict import predict
 from autoshard.mesh import Mesh, Spec, format_spec
-from autoshard.planning.written import predict_annotations
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
@@ -193,7 +193,7 @@ def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], 
     device = load_device(mesh.device)
     if device.target != "tpu" or all(op.kind != "convolution" for op in graph.ops):
         return found
-    first = predict_annotations(graph, found.annotations, mesh)
+    first = predict(graph, found.annotations, mesh)
     early = early_seconds(first.compiled, device)
     if not early:
         return found
@@ -201,7 +201,7 @@ def with_or_without_gathers(graph: Graph, mesh: Mesh, decided: Callable[[bool], 
         other = decided(False)
     except NoPlanError:  # a hint, or the memory limit, wants one
         return found
-    second = predict_annotations(graph, other.annotations, mesh)
+    second = predict(graph, other.annotations, mesh)
     return found if first.step_time_s + early <= second.step_time_s else other
 
 

@@ -100,14 +100,15 @@ def refined(
     Raises:
         CompileError: the target's compiler compiles none of the candidates.
     """
-    from autoshard.planning.written import predict_annotations, written_plan
+    from autoshard.cost.predict import predict
+    from autoshard.planning.written import written_plan
     from autoshard.stablehlo.annotate import annotate
     from autoshard.verify.check import compare_compiled
     from autoshard.verify.compile import CompileError
 
     say = progress or (lambda stage: None)
     own = plan.annotations(graph)
-    first = _Candidate(OPTIMUM, own, predict_annotations(graph, own, plan.mesh), plan.solver)
+    first = _Candidate(OPTIMUM, own, predict(graph, own, plan.mesh), plan.solver)
     candidates = _distinct([first, *_rivals(plan, graph, time_limit, written, say)], plan.options.memory)
     rows: list[RefineCandidate] = []
     errors: list[CompileError] = []
@@ -163,8 +164,8 @@ def _rivals(
     written: Callable[[Annotations], Annotations],
     say: Progress,
 ) -> Iterator[_Candidate]:
+    from autoshard.cost.predict import predict
     from autoshard.planning.decision import decide, formulated
-    from autoshard.planning.written import predict_annotations
 
     options, mesh = plan.options, plan.mesh
     formulation = formulated(graph, mesh, options.memory, options.hints, say)
@@ -182,7 +183,7 @@ def _rivals(
             objective = decided.solution.objective
             gap = max(0.0, objective - plan.solver.bound) / objective if objective else 0.0
             info = SolverInfo("feasible", objective, plan.solver.bound, gap, decided.solution.backend)
-        yield _Candidate(name, annotations, predict_annotations(graph, annotations, mesh), info, kind)
+        yield _Candidate(name, annotations, predict(graph, annotations, mesh), info, kind)
 
     say("runners-up")
     chosen = _chosen(plan, graph)
@@ -237,8 +238,8 @@ def _overlapped(graph: Graph, plan: Plan) -> Formulation:
 
 def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
     """Plans by hand that hold the hints."""
+    from autoshard.cost.predict import predict
     from autoshard.planning.rivals import by_hand
-    from autoshard.planning.written import predict_annotations
 
     for name, chosen in by_hand(graph, plan.mesh, plan.options.hints):
-        yield _Candidate(name, chosen, predict_annotations(graph, chosen, plan.mesh), kind="by hand")
+        yield _Candidate(name, chosen, predict(graph, chosen, plan.mesh), kind="by hand")

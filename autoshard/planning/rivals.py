@@ -60,7 +60,8 @@ def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annota
     Args:
         written: what of a plan's annotations is written (all, or the least that are needed).
     """
-    from autoshard.planning.written import predict_annotations, totals, written_plan
+    from autoshard.cost.predict import predict
+    from autoshard.planning.written import totals, written_plan
 
     assert plan.predicted is not None
     assert plan.solver is not None
@@ -79,7 +80,7 @@ def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annota
         if number >= count and not same:
             continue
         chosen = written(made)
-        prediction = predict_annotations(graph, chosen, plan.mesh)
+        prediction = predict(graph, chosen, plan.mesh)
         fits = memory is None or prediction.peak_memory_bytes <= memory
         alike = same and _alike(totals(prediction), plan.predicted)
         if fits and (alike or prediction.step_time_s < fastest * (1 - _FASTER)):

@@ -13,22 +13,6 @@ if TYPE_CHECKING:
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
     from autoshard.plans.value import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
-    from autoshard.program import Program
-
-
-def captured_graph(program: Program) -> Graph:
-    """The op graph of a captured program."""
-    from autoshard.stablehlo.reader import build_graph
-
-    return build_graph(program)
-
-
-def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:
-    """The cost model's figures for a graph with these annotations; the rest follows from propagation."""
-    from autoshard.cost.machine.device import load_device
-    from autoshard.cost.predict import predict
-
-    return predict(graph, annotations, mesh, load_device(mesh.device))
 
 
 def written_plan(
@@ -47,6 +31,7 @@ def written_plan(
     Raises:
         UncompilableError: the compiler would abort under such annotations.
     """
+    from autoshard.cost.predict import predict
     from autoshard.plans.value import plan_of
     from autoshard.strategies.guard import check_compiles, warn_of, wrong_sums
 
@@ -54,7 +39,7 @@ def written_plan(
         check_compiles(graph, annotations, mesh)
     wrong = () if solver is not None else wrong_sums(graph, annotations, mesh)
     warn_of(wrong)
-    predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction
+    predicted = predict(graph, annotations, mesh) if prediction is None else prediction
     return plan_of(
         graph,
         mesh,

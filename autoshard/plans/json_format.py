@@ -14,7 +14,6 @@ from importlib import resources
 from itertools import islice
 from typing import Any
 
-import autoshard
 from autoshard import json_text
 from autoshard.json_text import shortened
 from autoshard.mesh import Mesh, Spec, as_spec
@@ -38,6 +37,7 @@ from autoshard.plans.value import (
     TensorPlan,
 )
 from autoshard.program import ValueRead
+from autoshard.version import __version__
 
 FORMAT = "autoshard.plan"
 VERSION = 1
@@ -59,7 +59,7 @@ def to_dict(plan: Plan) -> Json:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "autoshard_version": autoshard.__version__,
+        "autoshard_version": __version__,
         "program": {
             "fingerprint": program.fingerprint,
             "kind": program.kind,
@@ -293,7 +293,7 @@ def check(value: Any, source: str) -> None:
         raise PlanError(f"{source}: format: expected {FORMAT!r}, found {found}; this is no plan of autoshard")
     if value.get("version") != VERSION or isinstance(value.get("version"), bool):
         raise PlanError(
-            f"{source}: version: this autoshard ({autoshard.__version__}) reads version {VERSION} of the format, "
+            f"{source}: version: this autoshard ({__version__}) reads version {VERSION} of the format, "
             f"not {shortened(value.get('version'))}; the plan was written by autoshard {value.get('autoshard_version')}"
         )
     from jsonschema import Draft202012Validator

@@ -14,14 +14,15 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autoshard.cost.predict import predict
 from autoshard.mesh import Mesh, Spec
 from autoshard.planning.api import collector_paused
 from autoshard.planning.decision import Decision, Progress, decide, formulated, within_limit
 from autoshard.planning.hints import value_named
-from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError, Plan, PlanError
 from autoshard.program import TensorType
 from autoshard.show.report import columns, duration, layout, size
+from autoshard.stablehlo.reader import build_graph
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
@@ -186,7 +187,7 @@ def explain_all(
     plan.check_program(program)
     with collector_paused():
         say("graph")
-        graph = captured_graph(program)
+        graph = build_graph(program)
         asked = [_asked(graph, plan, name) for name in tensors]
         found = []
         for name, values in zip(tensors, asked, strict=True):
@@ -246,7 +247,7 @@ def _explained(
     planned = plan.annotations(graph)
     chosen = planned.pins.get(values[0])
     if chosen is None:  # of a plan that pins no more than it has to
-        chosen = predict_annotations(graph, planned, plan.mesh).specs[values[0]]
+        chosen = predict(graph, planned, plan.mesh).specs[values[0]]
     others = []
     for spec in dict.fromkeys([chosen, *common]):
         if spec == chosen and plan.predicted is not None:
@@ -287,7 +288,7 @@ def _alternative(
         decided = decide(
             limited, plan.mesh, hints=hints, fold=plan.options.fold, time_limit=time_limit, seed=plan.options.seed
         )
-        return decided, decided.annotations, predict_annotations(graph, decided.annotations, plan.mesh)
+        return decided, decided.annotations, predict(graph, decided.annotations, plan.mesh)
 
     try:
         _, written, prediction = within_limit(plan.options.memory, attempt)

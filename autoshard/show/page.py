@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from autoshard import __version__
 from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
@@ -29,6 +28,7 @@ from autoshard.show.report import (
     size,
     states_of,
 )
+from autoshard.version import __version__
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.cost.predict import predict
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.planning.decision import plan_graph, within_limit
 from autoshard.planning.meshes import candidate_meshes, factorisations
-from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.plans.value import NoPlanError
 from autoshard.program import Program
 from autoshard.solver.objective import evaluate as evaluate_choice
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies import guard
 from autoshard.strategies.formulate import formulate
 from autoshard.strategies.random_plans import random_annotations
@@ -144,7 +145,7 @@ def test_a_hint_that_fits_nothing_is_refused(program: Program, hints, said: str)
 
 def test_a_memory_limit_is_kept_and_costs_time(program: Program):
     free = autoshard.plan_program(program, MESH, memory=None)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     problem = formulate(graph, MESH, _device(), memory=1e12).problem
     unlimited = evaluate_choice(problem, plan_graph(graph, MESH, memory=1e12).solution.choice)
     limit = unlimited.peak * 0.9
@@ -221,11 +222,11 @@ def test_hints_that_contradict_each_other_are_refused(program: Program):
 
 
 def test_predictions_follow_from_the_annotations_whatever_they_are(program: Program):
-    graph = captured_graph(program)
+    graph = build_graph(program)
     for seed in range(5):
         drawn = random_annotations(graph, MESH, seed)
         assert random_annotations(graph, MESH, seed) == drawn
-        assert predict_annotations(graph, drawn, MESH).step_time_s > 0
+        assert predict(graph, drawn, MESH).step_time_s > 0
         assert all(spec_axes(spec) <= {"data", "model"} for spec in drawn.pins.values())
 
 

@@ -8,9 +8,9 @@ import autoshard
 from autoshard.mesh import spec_axes
 from autoshard.planning import refine
 from autoshard.planning.api import plan_captured
-from autoshard.planning.written import captured_graph
 from autoshard.plans.value import Plan, RefineCandidate, Refinement
 from autoshard.show.report import refined_lines
+from autoshard.stablehlo.reader import build_graph
 from tests.plans import made
 
 torch = pytest.importorskip("torch")
@@ -84,7 +84,7 @@ def test_a_rival_that_compiles_better_is_taken_with_its_own_prediction(program, 
         ), compiled
 
     monkeypatch.setattr(check, "compare_compiled", upside_down)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     found = plan_captured(graph, autoshard.Mesh((2, 2)), refine="cpu")
     assert found.refined.chosen != "optimum"
     assert found.predicted.step_time_s > plain.predicted.step_time_s
@@ -94,7 +94,7 @@ def test_a_rival_that_compiles_better_is_taken_with_its_own_prediction(program, 
 
 
 def test_runners_up_do_not_split_as_the_optimum_does(program, plain):
-    graph = captured_graph(program)
+    graph = build_graph(program)
     rivals = {each.name: each for each in refine._rivals(plain, graph, 60.0, lambda each: each, lambda stage: None)}
     assert {"another 0.weight", "another 2.weight", "another inputs", "dp", "megatron"} <= set(rivals)
     chosen = refine._chosen(plain, graph)

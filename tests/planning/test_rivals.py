@@ -7,12 +7,14 @@ import pytest
 
 import autoshard
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.manual import PLANS
 from autoshard.manual.rank import estimate, ranked
 from autoshard.mesh import Mesh
 from autoshard.planning import rivals, written
 from autoshard.plans.value import Options, Plan, SolverInfo
 from autoshard.show.report import solver_line
+from autoshard.stablehlo.reader import build_graph
 
 torch = pytest.importorskip("torch")
 
@@ -26,7 +28,7 @@ def graph():
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) if i % 2 == 0 else torch.nn.ReLU() for i in range(7)))
     batch = (torch.zeros(64, 1024), torch.zeros(64, 1024))
     program = autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
-    return written.captured_graph(program)
+    return build_graph(program)
 
 
 def chosen(graph, name, **options):
@@ -36,7 +38,7 @@ def chosen(graph, name, **options):
 
 
 def predicted(graph, name):
-    return written.predict_annotations(graph, PLANS[name](graph, MESH), MESH)
+    return predict(graph, PLANS[name](graph, MESH), MESH)
 
 
 def test_the_plan_by_hand_that_is_predicted_fastest_is_taken(graph):
@@ -78,7 +80,7 @@ def test_what_a_plan_by_hand_says_nothing_of_is_whole():
     """ResNet on TPU v5e was data parallel with every value pinned, 2.59 ms, and not 2.55: its counts have no pin."""
     layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256))
     batch = (torch.zeros(64, 256), torch.zeros(64, 256))
-    counted = written.captured_graph(autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss))
+    counted = build_graph(autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss))
     made = PLANS["dp"](counted, MESH)
     before = written.written_plan(counted, MESH, made, options=Options(), solver=SOLVER)
     own = before.annotations(counted)
@@ -122,7 +124,7 @@ def test_a_choice_whose_objective_its_prediction_belies_is_held_against_more(gra
 def test_the_best_predicted_is_among_the_best_estimated(graph, device):
     mesh = Mesh((2, 4), device=device)
     order = list(ranked(graph, mesh, load_device(device), PLANS))
-    times = {name: written.predict_annotations(graph, found, mesh).step_time_s for name, found in order}
+    times = {name: predict(graph, found, mesh).step_time_s for name, found in order}
     best = min(times, key=times.__getitem__)
     assert best in [name for name, _ in order[:3]]
     estimates = [estimate(graph, found, mesh, load_device(device)) for _, found in order]

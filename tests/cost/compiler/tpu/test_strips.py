@@ -19,12 +19,11 @@ from autoshard.cost.compiler.tpu.strips import (
     early_seconds,
 )
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.predict import Prediction
+from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.planning.decision import Decision, decide, plan_graph, with_or_without_gathers
-from autoshard.planning.written import predict_annotations
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.problem import Status
 from autoshard.strategies.formulate import formulate
@@ -64,7 +63,7 @@ def network(images: int, features: int = 256) -> Graph:
 def predicted(graph: Graph, device: str, last: tuple[tuple[str, ...], ...] = WHOLE) -> Prediction:
     """Images are split over all devices, the third kernel as `last` says."""
     pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, last), strict=True)}
-    return predict_annotations(graph, Annotations(pins), mesh_of(device))
+    return predict(graph, Annotations(pins), mesh_of(device))
 
 
 def test_batch_dims_are_found_through_elementwise_ops_and_not_for_kernels() -> None:
@@ -94,7 +93,7 @@ def test_activations_are_put_together_around_an_all_to_all() -> None:
     pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, WHOLE), strict=True)}
     first = next(op.id for op in graph.ops if op.kind == "convolution")
     moved = Annotations(pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
-    kinds = [kernel.kind for kernel in predict_annotations(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
+    kinds = [kernel.kind for kernel in predict(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
     place = kinds.index("all-to-all")
     assert kinds[place - AROUND : place] == ["copy"] * AROUND
     assert kinds[place + 1 : place + 1 + ORDERED] == ["copy"] * ORDERED
@@ -128,14 +127,12 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     assert asked == [True, False]
 
     # The copies count twice: a plan without them that is slower by less than they take is taken.
-    gathered = predict_annotations(graph, split, mesh)
+    gathered = predict(graph, split, mesh)
     early = early_seconds(gathered.compiled, load_device("tpu-v5e"))
     slower = replace(gathered, step_time_s=gathered.step_time_s + early / 2)
     monkeypatch.setattr(
-        "autoshard.planning.decision.predict_annotations",
-        lambda graph, annotations, mesh: (
-            slower if annotations == moved else predict_annotations(graph, annotations, mesh)
-        ),
+        "autoshard.planning.decision.predict",
+        lambda graph, annotations, mesh: slower if annotations == moved else predict(graph, annotations, mesh),
     )
     chosen = with_or_without_gathers(
         graph, mesh, lambda gathers: replace(plan, annotations=split if gathers else moved)
