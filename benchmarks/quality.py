@@ -31,7 +31,8 @@ from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.api import plan_captured
+from autoshard.planning.one_mesh import candidate_on
+from autoshard.planning.options import PlanningOptions
 from autoshard.planning.rivals import or_by_hand
 from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.targets import on_target, parse_target
@@ -55,9 +56,10 @@ def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annota
     found: dict[str, Annotations] = {}
     left_out: dict[str, str] = {}
     if {SOLVER, PLAN} & {*wanted}:
-        alone = plan_captured(graph, mesh, rivals=False, time_limit=TIME_LIMIT_S)
-        found[SOLVER] = alone.annotations(graph)
-        found[PLAN] = or_by_hand(alone, graph, lambda annotations: annotations).annotations(graph)
+        options = PlanningOptions(time_limit=TIME_LIMIT_S)
+        alone = candidate_on(graph, mesh, options, TIME_LIMIT_S)
+        found[SOLVER] = alone.annotations
+        found[PLAN] = or_by_hand(alone, graph, options, {}).annotations
     for name in wanted:
         if name in found:
             continue

@@ -250,7 +250,8 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
-    from autoshard.planning.api import collector_paused, device_for, meshes_for, plan_program
+    from autoshard.planning.api import collector_paused, plan_program
+    from autoshard.planning.meshes import device_for, meshes_for
 
     # All that can be wrong with the command itself, before torch or jax is imported.
     device = device_for(device, refine)

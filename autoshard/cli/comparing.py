@@ -67,6 +67,7 @@ def compare(
         known_device(device)
     from autoshard.comparison import compared as comparison
     from autoshard.planning.api import collector_paused
+    from autoshard.planning.options import PlanningOptions
 
     if device is None and placement is None:
         mesh = comparison.comparison_mesh(mesh_shape, None, target, axes)
@@ -93,10 +94,7 @@ def compare(
             plans=names,
             others=others,
             target=target,
-            memory=limit,
-            hints=wanted,
-            time_limit=time_limit,
-            progress=stages.begin,
+            options=PlanningOptions(memory=limit, hints=wanted, time_limit=time_limit, progress=stages.begin),
         )
         if plot is not None:
             stages.begin("plot")

@@ -12,9 +12,11 @@ from dataclasses import asdict
 from functools import lru_cache
 from importlib import resources
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from autoshard import json_text
+from autoshard import files, json_text
+from autoshard.errors import FileError
 from autoshard.json_text import shortened
 from autoshard.mesh import Mesh, Spec, as_spec
 from autoshard.plans.value import (
@@ -51,6 +53,14 @@ Json = dict[str, Any]
 def dumps(plan: Plan) -> str:
     """The plan as text, ending in a newline."""
     return "".join(_lines(to_dict(plan))) + "\n"
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan to a file, whole or not at all; see `Plan.save`."""
+    try:
+        files.write(Path(path), dumps(plan))
+    except FileError as error:
+        raise PlanError(str(error)) from None
 
 
 def to_dict(plan: Plan) -> Json:
@@ -261,6 +271,15 @@ def schema() -> Json:
     found = json.loads(resources.files("autoshard.plans").joinpath("plan_schema.json").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan that `save` wrote; see `Plan.load`."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror or error}") from None
+    return loads(text, str(path))
 
 
 def loads(text: str | bytes, source: str = "plan") -> Plan:

@@ -15,7 +15,7 @@ from autoshard.frontends.torch_xla.program import prepare_runtime
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.lower.torch_xla.mark_sharding import annotated_program
 from autoshard.mesh import Mesh
-from autoshard.planning.decision import formulated
+from autoshard.planning.one_mesh import formulated
 from autoshard.stablehlo.reader import build_graph
 from tests.core import nets
 
@@ -166,7 +166,7 @@ def test_both_write_an_op_in_the_same_ones():
         program = autoshard.capture(Written(), inputs, loss_fn=lambda y: y, optimizer=nets.adamw, frontend=frontend)
         graph = build_graph(program)
         made.append(what_moves(graph))
-        problem = formulated(graph, Mesh((2, 4), device="h100"), None, {}, lambda stage: None).problem
+        problem = formulated(graph, Mesh((2, 4), device="h100"), None, {}).problem
         problems.append([len(costs) for costs in problem.node_costs])
     assert made[0] == made[1]
     assert problems[0] == problems[1]
