@@ -11,7 +11,7 @@ from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
-from autoshard.cost.machine.device import Device, Target
+from autoshard.cost.machine.device import Device, Target, load_device
 from autoshard.cost.partitioner.ops.undone import undone
 from autoshard.cost.partitioner.partition import Partitioned, partition
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
@@ -82,13 +82,15 @@ class Prediction:
 
 
 def predict(
-    graph: Graph, annotations: Annotations, mesh: Mesh, device: Device, *, groups: Groups | None = None
+    graph: Graph, annotations: Annotations, mesh: Mesh, device: Device | None = None, *, groups: Groups | None = None
 ) -> Prediction:
     """What `graph` costs under `annotations` on `mesh` of `device`; what is not annotated follows from propagation.
 
     Args:
+        device: the kind that `mesh` names where none is given.
         groups: `fusion_groups(graph)`, if the caller has it.
     """
+    device = load_device(mesh.device) if device is None else device
     target = device.target
     graph = simplified(graph, target)
     groups = fusion_groups(graph) if groups is None else groups
