@@ -6,7 +6,8 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.cost.compiler.backend import Compiled, backend_of
+from autoshard.cost.compiler.backend import Compiled
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.compiler.backend import backend_of
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.tpu.layout import row_major
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients

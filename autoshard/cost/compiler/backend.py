@@ -1,6 +1,6 @@
 """What a target's compiler makes of one device's program: kernels, their order, and the memory that they take.
 
-One `Backend` per target family, in a module of its own; `backend_of` finds it.
+One `Backend` per target family, in a module of its own; `backends.py` finds it.
 """
 
 from __future__ import annotations
@@ -203,18 +203,3 @@ class Backend:
     def placed(self, compiled: Compiled) -> Compiled:
         """The same kernels in the same order, with temporaries where this device has room for them."""
         return replace(compiled, placement=self.place(compiled.kernels, compiled.program, compiled.live))
-
-
-def backend_of(device: Device) -> Backend:
-    """The compiler of a device kind's target family."""
-    if device.target == "cpu":
-        from autoshard.cost.compiler.cpu import CpuBackend
-
-        return CpuBackend(device)
-    if device.target == "gpu":
-        from autoshard.cost.compiler.gpu.backend import GpuBackend
-
-        return GpuBackend(device)
-    from autoshard.cost.compiler.tpu.backend import TpuBackend
-
-    return TpuBackend(device)

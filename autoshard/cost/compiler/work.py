@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autoshard.cost.compiler.backend import Compiled, backend_of
+from autoshard.cost.compiler.backend import Compiled
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Lowered, Step, lower
 from autoshard.cost.compiler.rewrite import Rewriter

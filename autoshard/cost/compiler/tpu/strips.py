@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.compiler.multi_output import merged_outputs
@@ -42,9 +43,6 @@ from autoshard.cost.machine.device import Device
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
-
-if TYPE_CHECKING:
-    from autoshard.cost.compiler.backend import Compiled
 
 Key = TypeVar("Key")
 
