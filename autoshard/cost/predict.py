@@ -13,8 +13,8 @@ from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, Target
-from autoshard.cost.partitioner.ops.undone import undone
-from autoshard.cost.partitioner.partition import Partitioned, partition
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.cost.partitioner.passes.rewritten import rewritten
@@ -22,6 +22,7 @@ from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings, propagate
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.cost.partitioner.undone import undone
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value

@@ -23,7 +23,7 @@ from autoshard.cost.compiler.traffic import PARTIAL
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
 from autoshard.cost.machine.device import Device
-from autoshard.cost.partitioner.partition import OpRun, Partitioned
+from autoshard.cost.partitioner.partitioned import OpRun, Partitioned
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.graph.groups import BARRIER, Groups

@@ -10,6 +10,8 @@ from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 
 Dim = tuple[int, ...]
+Tilings = tuple[Tiling, ...]
+"""One per operand, or per result."""
 MoveKey = tuple[Any, Tiling | None, Tiling]
 """Names what a move makes of a value; the last part is how that is split."""
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.emission import Emission, Tilings
 from autoshard.cost.partitioner.ops.scatter import is_summed
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
@@ -21,10 +22,6 @@ from autoshard.cost.partitioner.transfer import bytes_of
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
 from autoshard.graph.rules.index import REDUCERS
-
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.emission import Emission
-    from autoshard.cost.partitioner.partition import Partitioner
 
 Dim = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -79,20 +76,25 @@ class _Outcome:
         return memory, sent
 
 
+def indexed(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
+    """The emission of a gather or scatter whose operands are found under `reads`."""
+    return IndexPartitioner(context, op, reads, results[0]).emit()
+
+
 class IndexPartitioner:
     """Plans one gather or scatter; `emit` is the entry."""
 
-    def __init__(self, owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> None:
+    def __init__(self, context: Context, op: Op, reads: Tilings, result: Tiling) -> None:
         """For one op, whose operands are found under `reads` and whose result is wanted under `result`."""
-        self.owner = owner
-        self.subaxes = owner.subaxes
-        self.resharder = owner.resharder
+        self.context = context
+        self.subaxes = context.subaxes
+        self.resharder = context.resharder
         self.op = op
         self.reads = reads
         self.result = result
         self.is_gather = op.kind == "gather"
-        types = [owner.graph.type_of(value) for value in op.operands]
-        if owner.target == "tpu" and bytes_of(types[1].dtype) == 8:
+        types = [context.graph.type_of(value) for value in op.operands]
+        if context.target == "tpu" and bytes_of(types[1].dtype) == 8:
             types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
@@ -102,8 +104,6 @@ class IndexPartitioner:
 
     def emit(self) -> Emission:
         """The emission of the op."""
-        from autoshard.cost.partitioner.emission import Emission
-
         operand = _Array(0, self.types[0].shape, self.reads[0], self.types[0].dtype)
         indices = _Array(1, self.types[1].shape, self.reads[1], self.types[1].dtype)
         result = self.op.results[0]
@@ -342,8 +342,8 @@ class IndexPartitioner:
         if not self.is_gather:  # what the groups made is as they hold the operand
             self._given(outcome, held, self.final, held.tiling, outer + group)
         if sums:
-            outcome.own.extend(self.owner.sums(sums[::-1], size, None))
-            together = self.owner.target != "cpu"
+            outcome.own.extend(self.context.sums(sums[::-1], size, None))
+            together = self.context.target != "cpu"
             last = tuple(axis for dim in sums[::-1] for axis in dim) if together else sums[0]
             outcome.summed = last, len(sums) == 1
         if self.is_gather:
@@ -355,12 +355,12 @@ class IndexPartitioner:
         """Reshard what was made; a sum that is sliced at once is a reduce-scatter."""
         if before == after:
             return
-        cut = self.owner.cuts.cut(array.shape, before, after, outer)
+        cut = self.context.cuts.cut(array.shape, before, after, outer)
         if outcome.summed is not None:
             axes, ordered = outcome.summed
             size, gathers = outcome.own[-1][2], self.is_gather
-            scattered = self.owner.scattered(
-                axes, size, cut, ordered, gathers, gathers and is_summed(self.owner, self.op)
+            scattered = self.context.scattered(
+                axes, size, cut, ordered, gathers, gathers and is_summed(self.context, self.op)
             )
             outcome.own[-1:] = scattered or (outcome.own[-1],)
         steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
