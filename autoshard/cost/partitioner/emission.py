@@ -17,6 +17,14 @@ MoveKey = tuple[Any, Tiling | None, Tiling]
 
 
 @dataclass(frozen=True)
+class Ring:
+    """Names what goes round a ring of `parts` devices within the groups `outer`, beside what is gathered there."""
+
+    outer: Dim
+    parts: int
+
+
+@dataclass(frozen=True)
 class Emission:
     """The collectives of one op, before it is known which of its reshards were made earlier.
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.device import Target
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Tilings
+from autoshard.cost.partitioner.emission import Emission, Ring, Tilings
 from autoshard.cost.partitioner.ops import body, expanded, reorder, rounded, shape
 from autoshard.cost.partitioner.ops.aligned import aligned, reduce, rng
 from autoshard.cost.partitioner.ops.attention import attentions, unread
@@ -25,7 +25,6 @@ from autoshard.cost.partitioner.ops.contraction import contraction, is_transpose
 from autoshard.cost.partitioner.ops.gather import KeptGathers, in_whole_mesh
 from autoshard.cost.partitioner.ops.index import indexed
 from autoshard.cost.partitioner.ops.kernel import Gathering, source_of, turned
-from autoshard.cost.partitioner.ops.looped import Ring
 from autoshard.cost.partitioner.ops.scatter import is_summed, scatter_later
 from autoshard.cost.partitioner.ops.summed import sum_once
 from autoshard.cost.partitioner.partitioned import Move, OpRun, Partitioned

@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from autoshard.cost.partitioner.ops.dot import Create, Dim, DotPartitioner, Halo, Shape, Side
+from autoshard.cost.partitioner.ops.dot import DotPartitioner
+from autoshard.cost.partitioner.ops.dot_plan import Create, Dim, Goal, Halo, Hides, Shape, Side
 from autoshard.cost.partitioner.ops.halo import Exchange, Moved, Window, exchange, exchange_all, halos
-from autoshard.cost.partitioner.ops.looped import Hides
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.graph.contraction import Dims
 
@@ -49,56 +49,50 @@ class ConvolutionPartitioner(DotPartitioner):
         contracted = math.prod(rhs[b] for _, b in self.dims.contract)
         return math.prod(out) * contracted * math.prod(rhs[b] for _, b, _, _ in self.dims.spatial)
 
-    def _try(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
-    ) -> Shape | None:
-        found = self._convolve(lhs, rhs, shape, out, devices, outer, create, strict)
+    def _try(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
+        found = self._convolve(lhs, rhs, goal, strict)
         if found is not None:
             return found[0]
-        return super()._try(lhs, rhs, shape, out, devices, outer, create, strict)
+        return super()._try(lhs, rhs, goal, strict)
 
-    def _default(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _default(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """Every device computes everything, and keeps its part: measured wherever a kernel slides over the input,
         unless the dims of one side split the result over all devices.
         """
-        d, count = self.dims, self.subaxes.ways(devices)
+        d, count = self.dims, self.subaxes.ways(goal.devices)
         free = ((b[2] for b in d.batch), (m[1] for m in d.left), (n[1] for n in d.right))
-        whole = any(self.ways(out, dims) == count for dims in free)
+        whole = any(self.ways(goal.out, dims) == count for dims in free)
         if self.groups == 1 and (whole or not d.spatial):
-            return super()._default(lhs, rhs, shape, out, devices, outer, create)
-        lhs, rhs = (self._moved(side, _whole(side.tiling), outer) for side in (lhs, rhs))
-        return self._reshard_result(shape, _whole(out), out, outer, self.make(lhs, rhs, create))
+            return super()._default(lhs, rhs, goal)
+        lhs, rhs = (self._moved(side, _whole(side.tiling), goal.outer) for side in (lhs, rhs))
+        return self._reshard_result(goal, _whole(goal.out), self.make(lhs, rhs, goal.create))
 
-    def _expected_other(self, place: int, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
+    def _expected_other(self, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
         """An operand that fits no group is gathered whole; without spatial dims, as in any contraction."""
         if self.dims.spatial:
             return _whole(other.tiling)
-        return super()._expected_other(place, other, out, side, devices)
+        return super()._expected_other(other, out, side, devices)
 
-    def _convolve(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
-    ) -> Outcome | None:
+    def _convolve(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Outcome | None:
         """`PartitionConv`; None where the convolution is left to the contraction."""
         d = self.dims
-        slides = any(lhs.tiling[a] or rhs.tiling[b] or out[o] for a, b, o, _ in d.spatial)
-        batched = any(lhs.tiling[a] or rhs.tiling[b] or out[o] for a, b, o in d.batch)
+        slides = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o, _ in d.spatial)
+        batched = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o in d.batch)
         summed = any(lhs.tiling[a] for a, _ in d.contract) and any(rhs.tiling[b] for _, b in d.contract)
         if not (slides and not batched and not summed) and self.groups == 1:
             return None
         features = self.attrs["rhs"][1]
         if self.attrs["feature_groups"] > 1 and self.subaxes.shard(rhs.shape, rhs.tiling)[features] > 1:
             return (None,)  # groups of several input features
-        made = self._grouped(lhs, rhs, shape, out, devices, outer, create) if self.groups > 1 else None
+        made = self._grouped(lhs, rhs, goal) if self.groups > 1 else None
         if made is None and any(lhs.tiling) and any(rhs.tiling):
-            made = self._both_split(lhs, rhs, shape, out, devices, outer, create)
-        if made is None and any(out):
-            made = self._as_result(lhs, rhs, shape, out, outer, create)
+            made = self._both_split(lhs, rhs, goal)
+        if made is None and any(goal.out):
+            made = self._as_result(lhs, rhs, goal)
         if made is None and self.groups > 1:
-            made = self._within_groups(lhs, rhs, shape, out, devices, outer, create, strict)
+            made = self._within_groups(lhs, rhs, goal, strict)
             if made is None and not strict:
-                made = self._group_axes_only(lhs, rhs, shape, out, outer, create)
+                made = self._group_axes_only(lhs, rhs, goal)
             return (made,)
         return None if made is None else (made,)
 
@@ -113,10 +107,10 @@ class ConvolutionPartitioner(DotPartitioner):
 
     # ---- spatial dims ------------------------------------------------------------------------------------------
 
-    def _as_result(self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create) -> Shape | None:
+    def _as_result(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """`PartitionConvolutionTiledOutput`: the input split as the result is, with halos; the kernel whole."""
         attrs = self.attrs
-        if out[attrs["out"][1]]:
+        if goal.out[attrs["out"][1]]:
             return None
         if attrs["feature_groups"] > 1 and (lhs.tiling[attrs["lhs"][1]] or rhs.tiling[attrs["rhs"][0]]):
             return None
@@ -124,7 +118,7 @@ class ConvolutionPartitioner(DotPartitioner):
             return None
         want: list[Dim] = [()] * len(lhs.tiling)
         for mine, into in zip(attrs["lhs"], attrs["out"], strict=True):
-            want[mine] = out[into]
+            want[mine] = goal.out[into]
         asked = tuple(want)
         found: list[tuple[int, Exchange | None]] = []
         windows = []
@@ -141,20 +135,18 @@ class ConvolutionPartitioner(DotPartitioner):
             if asked[a] and not window.trivial:
                 windows.append((a, window))
                 found.append((a, exchange(window, self.subaxes.ways(asked[a]))))
-        lhs = self._moved(lhs, asked, outer)
-        rhs = self._moved(rhs, _whole(rhs.tiling), outer)
+        lhs = self._moved(lhs, asked, goal.outer)
+        rhs = self._moved(rhs, _whole(rhs.tiling), goal.outer)
         done = exchange_all(self.subaxes.shard(lhs.shape, asked), found)
         if done is None:
             # Gathered along those dims; every device then pads and slices what it has.
             slid = {a for a, _ in windows}
-            self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), outer)
+            self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), goal.outer)
         else:
-            self._halos(lhs, done[1], ("window", outer, asked, tuple(windows)))
-        return self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, out))
+            self._halos(lhs, done[1], ("window", goal.outer, asked, tuple(windows)))
+        return self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, goal.out))
 
-    def _both_split(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _both_split(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`: partial results of aligned parts, summed.
 
         This is what a weight gradient becomes whose images are split in space.
@@ -184,14 +176,14 @@ class ConvolutionPartitioner(DotPartitioner):
         done = exchange_all(self.subaxes.shard(lhs.shape, lhs_tiling), found)
         if done is None:
             return None
-        lhs = self._moved(lhs, lhs_tiling, outer)
-        rhs = self._moved(rhs, rhs_tiling, outer)
-        self._halos(lhs, done[1], ("kernel", outer, lhs_tiling, rhs.shape, rhs_tiling))
-        made = self._make_local(lhs, rhs, create, self.out)
-        # XLA sums over all devices of the group, those that hold the same part among them.
-        self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(devices)
-        self._sum((devices,), made, out, outer)
-        return self._sliced(shape, out)
+        lhs = self._moved(lhs, lhs_tiling, goal.outer)
+        rhs = self._moved(rhs, rhs_tiling, goal.outer)
+        self._halos(lhs, done[1], ("kernel", goal.outer, lhs_tiling, rhs.shape, rhs_tiling))
+        made = self._make_local(lhs, rhs, goal.create, self.out)
+        # XLA sums over all goal.devices of the group, those that hold the same part among them.
+        self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(goal.devices)
+        self._sum((goal.devices,), made, goal.out, goal.outer)
+        return self.subaxes.shard(goal.shape, goal.out)
 
     def _kernel_halos(self, i: int, size: int, taps: int, count: int, shards: int) -> Exchange | None:
         """Halos of the input where each shard has a part of the taps, and every position of the result."""
@@ -230,57 +222,51 @@ class ConvolutionPartitioner(DotPartitioner):
             found[b] = tiling[a]
         return tuple(found)
 
-    def _grouped(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _grouped(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """Groups over all devices: `PartitionConvolutionWithFeatureGroupCount` and `…BatchGroupCount`."""
-        count = self.subaxes.ways(devices)
+        count = self.subaxes.ways(goal.devices)
         if self.groups % count:
             return None
         a, b, _ = self._group_dims()
         if self.attrs["batch_groups"] > 1 and not lhs.shape[a] == rhs.shape[b] == self.groups:
             return None
         if self.subaxes.ways(lhs.tiling[a]) == count:
-            rhs = self._moved(rhs, self._aligned_by_groups(0, lhs.tiling, 1), outer)
+            rhs = self._moved(rhs, self._aligned_by_groups(0, lhs.tiling, 1), goal.outer)
         elif self.subaxes.ways(rhs.tiling[b]) == count:
-            lhs = self._moved(lhs, self._aligned_by_groups(1, rhs.tiling, 0), outer)
+            lhs = self._moved(lhs, self._aligned_by_groups(1, rhs.tiling, 0), goal.outer)
         else:
             return None
         made_as = self._aligned_by_groups(0, lhs.tiling, 2)
-        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
-        return self._reshard_result(shape, made_as, out, outer, made)
+        made = self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, made_as))
+        return self._reshard_result(goal, made_as, made)
 
-    def _within_groups(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
-    ) -> Shape | None:
+    def _within_groups(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
         """Groups over some of the devices, as if they were a batch dim; the rest within each part."""
         a, b, o = self._group_dims()
         ways = self.subaxes.ways
-        if ways(out[o]) == 1 or ways(out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
+        if ways(goal.out[o]) == 1 or ways(goal.out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
             return None
         if lhs.shape[a] != rhs.shape[b] and (not any(lhs.tiling) or self.groups % ways(lhs.tiling[a])):
             return None
         before = self.dims
         contract = before.contract if self.attrs["batch_groups"] > 1 else ()
         self.dims = Dims((*before.batch, (a, b, o)), contract, (), (), before.spatial)
-        made = self._group_batch(lhs, rhs, shape, out, devices, outer, create, strict)
+        made = self._group_batch(lhs, rhs, goal, strict)
         self.dims = before
         return made
 
-    def _group_axes_only(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _group_axes_only(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """`PartitionConvOnBatchOrFeatureGroupedDims`: split along the groups alone, gathered along all else."""
         a, b, o = self._group_dims()
-        ways = [self.subaxes.ways(tiling[dim]) for tiling, dim in ((lhs.tiling, a), (rhs.tiling, b), (out, o))]
+        ways = [self.subaxes.ways(tiling[dim]) for tiling, dim in ((lhs.tiling, a), (rhs.tiling, b), (goal.out, o))]
         if max(ways) == 1 or self.groups % max(ways):
             return None
-        axes = (lhs.tiling[a], rhs.tiling[b], out[o])[ways.index(max(ways))]
-        lhs = self._moved(lhs, _only(lhs.tiling, a, axes), outer)
-        rhs = self._moved(rhs, _only(rhs.tiling, b, axes), outer)
-        made_as = _only(out, o, axes)
-        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
-        return self._reshard_result(shape, made_as, out, outer, made)
+        axes = (lhs.tiling[a], rhs.tiling[b], goal.out[o])[ways.index(max(ways))]
+        lhs = self._moved(lhs, _only(lhs.tiling, a, axes), goal.outer)
+        rhs = self._moved(rhs, _only(rhs.tiling, b, axes), goal.outer)
+        made_as = _only(goal.out, o, axes)
+        made = self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, made_as))
+        return self._reshard_result(goal, made_as, made)
 
     # ---- leaves ------------------------------------------------------------------------------------------------
 
