@@ -12,7 +12,8 @@ from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
-from autoshard.cost.machine.device import Device, Target
+from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
@@ -100,11 +101,11 @@ def predict(
     again = recomputed_ops(written)
     useful = sum(each for number, each in enumerate(flops) if number not in again)
     shardings, partitioned = _partitioned(graph, annotations, mesh, target)
-    equal = _moved_again(graph, annotations, shardings, partitioned) if target == "tpu" else {}
+    equal = _moved_again(graph, annotations, shardings, partitioned) if device.compiler.merges_equal_ops else {}
     if equal:
         graph, annotations = merged(graph, annotations, equal)
         shardings, partitioned = _partitioned(graph, annotations, mesh, target)
-    lowered = lower(graph, shardings, partitioned, barriers=target != "cpu")
+    lowered = lower(graph, shardings, partitioned, barriers=device.compiler.keeps_barriers)
     compiled = backend_of(device).compile(lowered)
     kernels = _per_op(compiled, device)
     compute = _per_group(kernels, groups)

@@ -138,7 +138,7 @@ class Prices:
             if not split and not whole:
                 continue
             kind = self.graph.type_of(value)
-            scattered = self.device.target == "tpu" and self.graph.ops[value.op].kind == "scatter"
+            scattered = self.device.compiler.pads_scattered_rows and self.graph.ops[value.op].kind == "scatter"
             key = (kind, ways.shape.value_dims[place], whole, split, scattered)
             if key not in alike:
                 alike[key] = self._bytes_of(kind, ways.shape.value_dims[place], ways, whole, split, scattered)

@@ -8,7 +8,8 @@ from autoshard.cost.compiler.backend import Backend
 from autoshard.cost.compiler.cpu import CpuBackend
 from autoshard.cost.compiler.gpu.backend import GpuBackend
 from autoshard.cost.compiler.tpu.backend import TpuBackend
-from autoshard.cost.machine.device import Device, Target
+from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.targets import Target
 
 BACKENDS: Mapping[Target, type[Backend]] = {"cpu": CpuBackend, "gpu": GpuBackend, "tpu": TpuBackend}
 

@@ -20,9 +20,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+from autoshard.cost.machine.targets import CAPABILITIES, Capabilities, Target
 from autoshard.mesh import Mesh
 
-Target = Literal["cpu", "tpu", "gpu"]
 Topology = Literal["torus", "switch", "shared"]
 
 ENVIRONMENT = "AUTOSHARD_DEVICES"
@@ -111,6 +111,11 @@ class Device:
     cores: int = 1
     sparse_copy_bytes: int = 0
     source: str = field(default="", repr=False, compare=False)
+
+    @property
+    def compiler(self) -> Capabilities:
+        """What the compiler of its target family does."""
+        return CAPABILITIES[self.target]
 
     @property
     def kind(self) -> str:
@@ -438,7 +443,7 @@ def _device(table: _Table, name: str) -> Device:
     capacity = table.value.get("memory_bytes")
     return Device(
         name=name,
-        target=cast(Target, table.choice("target", ("cpu", "tpu", "gpu"))),
+        target=cast(Target, table.choice("target", tuple(CAPABILITIES))),
         flops=flops,
         memory_bandwidth=table.number("memory_bandwidth"),
         memory_bytes=None if capacity is None else table.whole("memory_bytes"),

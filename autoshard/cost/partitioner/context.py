@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.device import Target
 from autoshard.cost.machine.layout import sums_whole
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.cuts import Cuts
 from autoshard.cost.partitioner.emission import Dim, Emission, Tilings
@@ -45,6 +45,7 @@ class Context(ABC):
         self.shardings = shardings
         self.subaxes: Subaxes = shardings.subaxes
         self.target: Target = target
+        self.compiler = CAPABILITIES[target]
         self.transfers = Transfers(graph, self.subaxes)
         self.resharder = Resharder(self.subaxes, target)
         self.cuts = Cuts(self.subaxes, target)
@@ -137,7 +138,7 @@ class Context(ABC):
         if not axes:
             return []
         order = self.order_of(axes)
-        if self.target != "cpu":
+        if self.compiler.sums_dims_at_once:
             axes = (order,)
         *first, _ = axes
         steps: list[Step] = [("all-reduce", self.resharder.names(dim), size) for dim in first]
@@ -151,7 +152,7 @@ class Context(ABC):
         """
         if not axes:
             return ()
-        last = axes[-1] if self.target == "cpu" else tuple(axis for dim in axes for axis in dim)
+        last = tuple(axis for dim in axes for axis in dim) if self.compiler.sums_dims_at_once else axes[-1]
         return last if len(axes) == 1 else tuple(sorted(last))
 
     def scattered(
@@ -170,7 +171,7 @@ class Context(ABC):
         names = self.resharder.names(axes)
         if cut is None or not self.cuts.scatters(axes, cut, ordered) or not self.scatters_over(names):
             return None
-        if self.target != "tpu":
+        if not self.compiler.scatters_whole_tiles:
             return [("reduce-scatter", names, size)]
         dim = next(dim for dim, factor in enumerate(cut.factors) if factor > 1)
         unit = tiles_tpu.scatter_unit(names, self.subaxes.mesh)
@@ -187,4 +188,4 @@ class Context(ABC):
 
     def scatters_over(self, axes: tuple[str, ...]) -> bool:
         """Whether the target makes reduce-scatters over these axes at all."""
-        return self.target != "tpu" or not sums_whole(axes, self.subaxes.mesh)
+        return not (self.compiler.scatters_whole_tiles and sums_whole(axes, self.subaxes.mesh))

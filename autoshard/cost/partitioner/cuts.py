@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
 from autoshard.cost.partitioner.reshard.steps import Cut, first_cut
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
@@ -24,6 +24,7 @@ class Cuts:
         """For `target`'s partitioner."""
         self.subaxes = subaxes
         self.target = target
+        self.compiler = CAPABILITIES[target]
 
     def cut(self, shape: Sequence[int], source: Tiling, target: Tiling, outer: Dim = ()) -> Cut | None:
         """The slice that every device takes before anything is communicated; None where it takes none.
@@ -48,10 +49,10 @@ class Cuts:
         ways = math.prod(sizes[axis] for axis in mine)
         grid = np.arange(math.prod(sizes)).reshape(sizes).transpose([*rest, *mine])
         parts = cut.places[grid.reshape(-1, ways)]
-        if self.target == "cpu":
+        if not self.compiler.scatters_sums:
             return all(len({tuple(part) for part in group}) == ways for group in parts.tolist())
         split = [dim for dim, factor in enumerate(cut.factors) if factor > 1]
-        if self.target == "gpu" and any(cut.shape[dim] % cut.factors[dim] for dim in split):
+        if not self.compiler.scatters_uneven_slices and any(cut.shape[dim] % cut.factors[dim] for dim in split):
             return False
         return (
             len(split) == 1 and cut.factors[split[0]] == ways and bool((parts[:, :, split[0]] == np.arange(ways)).all())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.emission import Emission, Ring, Tilings
 from autoshard.cost.partitioner.ops import body, expanded, reorder, rounded, shape
@@ -80,12 +80,12 @@ class Partitioner(Context):
         super().__init__(graph, shardings, target)
         self.memo: dict[Hashable, Emission] = {}
         self.made: set[Hashable] = set()
-        self.kept = KeptGathers(graph) if target == "tpu" else None
-        self.gathering = Gathering(self) if target == "tpu" else None
+        self.kept = KeptGathers(graph) if self.compiler.regathers else None
+        self.gathering = Gathering(self) if self.compiler.windowed_einsums else None
 
     def run(self) -> Partitioned:
         """Partition every op, in program order."""
-        if self.target == "tpu":
+        if self.compiler.fuses_attention:
             self.attentions = attentions(self)
             products = (attention.product for attention in self.attentions.values())
             self.read_unrounded = frozenset({*self.attentions, *(one for one in products if one is not None)})
@@ -102,7 +102,7 @@ class Partitioner(Context):
         uneven = self._uneven_results()
         copies += [one for steps in uneven.values() for one in steps]
         scatter_later(self, runs)
-        if self.target != "cpu":
+        if self.compiler.sums_terms_once:
             sum_once(self, runs)
             scatter_later(self, runs)
             chained_scatters(self, runs)
@@ -191,10 +191,10 @@ class Partitioner(Context):
         results = tuple(self.shardings.made[Value(op.id, r)] for r in range(len(op.results)))
         shapes = tuple(self.graph.type_of(value) for value in op.operands)
         key: Hashable = (op.kind, shapes, op.results, tuple(op.attrs.items()), reads, results)
-        if self.target == "tpu" and op.kind in ("dot_general", "convolution"):
+        if op.kind in ("dot_general", "convolution"):
             narrow = rounded.rounds(self, Value(op.id), None)
             key = (key, self.may_loop(op), narrow, is_transposed(self, op), op.id in self.read_unrounded)
-        if self.target == "tpu" and op.kind == "gather":
+        if op.kind == "gather":
             key = (key, is_summed(self, op))
         emission = self.memo.get(key)
         if emission is None:
@@ -216,13 +216,18 @@ class Partitioner(Context):
                 move = (move[0], turned(move[1], dims), turned(end, dims))
             copy = self.shardings.copy_read(reader, value)
             node: Hashable = ("value", value) if copy is None else ("copy", copy)
-            if self.target == "tpu" and op.kind == "gather" and place == 1 and "64" in self.graph.type_of(value).dtype:
+            if (
+                self.compiler.narrows_integers
+                and op.kind == "gather"
+                and place == 1
+                and "64" in self.graph.type_of(value).dtype
+            ):
                 node = (node, "clamped")  # to 32 bits before it is moved; a scatter's indices are not
             if move[1] is not None:
                 steps = reorder.before_convert(self, value, copy, steps)
             if copy is None and move[1] is not None:
                 steps = reorder.before_broadcast(self, value, move[1], move[2], steps)
-            if self.target == "tpu" and move[1] is not None:
+            if self.compiler.regathers and move[1] is not None:
                 held = self.shardings.made[value] if copy is None else self.shardings.copied[copy]
                 move = in_whole_mesh(move, held)
                 end = move[2]
@@ -277,6 +282,6 @@ class Partitioner(Context):
         if not op.operands:
             return Emission((), (), self.share(op, results[0]), reads)
         emit = EMITTED_BY.get(op.kind, aligned)
-        if self.target == "tpu":
+        if self.compiler.splits_top_k_and_norms:
             emit = EXPANDED_BY.get(op.kind, emit)
         return aligned(self, op, reads, results) if "outer" in op.attrs else emit(self, op, reads, results)

@@ -23,6 +23,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.passes.merge import COMMUTES, EXPRESSIONS, MERGED
 from autoshard.cost.partitioner.passes.simplify import fold, simplified
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
@@ -102,7 +103,7 @@ class Shardings:
         return {value: self.subaxes.spec(self.read(None, value)) for value in self.made}
 
 
-def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> Shardings:
+def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target = "cpu") -> Shardings:
     """The sharding of every value of `graph` under `annotations` (see the module's docstring).
 
     Args:
@@ -115,7 +116,7 @@ def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: str = 
 _LATEST = Latest()
 
 
-def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: str) -> _Propagation:
+def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> _Propagation:
     """The steps of one plan ask for the same: what is equal, whether numbers would be wrong, what it costs."""
     graph = simplified(graph, target)
     key = annotations, mesh, target
@@ -134,12 +135,13 @@ def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Val
 class _Propagation:
     """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 
-    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> None:
+    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: Target = "cpu") -> None:
         self.folded = fold(graph)
-        self.opaque = top_k_sorts(graph) if target == "gpu" else frozenset[int]()
+        compiler = CAPABILITIES[target]
+        self.opaque = top_k_sorts(graph) if compiler.calls_top_k else frozenset[int]()
         self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
-        self.simplified = target == "tpu"
-        self.results_fold = target == "gpu"
+        self.merges = compiler.merges_equal_ops
+        self.results_first = compiler.shards_results_first
         self.subaxes = Subaxes(mesh)
         self.transfers = Transfers(self.graph, self.subaxes)
         self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
@@ -215,12 +217,12 @@ class _Propagation:
             if len(op.results) == 1 and Value(op.id) in self.folded.splat:
                 nodes = []
             self.operands.extend([tuple(nodes)] * len(op.results))
-            if self.simplified:
+            if self.merges:
                 self._merge(op, equal)
         for made in self.copies:
             source = self._node(made.value) if made.source is None else self.value_count + made.source
             self.operands.append((source,))
-        if self.simplified:
+        if self.merges:
             self._split_expressions()
 
     def _merge(self, op: Op, equal: dict[Hashable, int]) -> None:
@@ -355,7 +357,7 @@ class _Propagation:
         for node in reversed(self.order):
             if self.op_of[node] is None:
                 (results if self.copies[node - self.value_count].result else pins).append(node)
-        for node in [*results, *pins] if self.results_fold else pins:
+        for node in [*results, *pins] if self.results_first else pins:
             (source,) = self.operands[node]
             if self.tiling[source] is None and not self.fixed[source]:
                 self.tiling[source] = self.tiling[node]

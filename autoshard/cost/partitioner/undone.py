@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.propagate import Shardings
@@ -18,7 +18,7 @@ from autoshard.graph.ops import Graph, Value
 
 def undone(graph: Graph, shardings: Shardings, target: Target) -> Shardings:
     """`shardings`, with values and copies that are gathered only to be cut again left in their parts."""
-    if target == "cpu":
+    if not CAPABILITIES[target].undoes_gathers:
         return shardings
     copied = _detours(graph, shardings)
     shardings = replace(shardings, made=dict(shardings.made), copied=tuple(copied))

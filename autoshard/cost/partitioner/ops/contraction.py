@@ -55,7 +55,7 @@ def contraction(context: Context, op: Op, reads: Tilings, results: Tilings) -> E
                 cut = None if cut is None else replace(cut, shape=step.made)
             elif isinstance(then, Resharded) and then.place == 2:
                 cut = context.cuts.cut(then.shape, then.source, then.target, then.outer)
-            if cut is not None and context.target == "tpu" and is_transposed(context, op):
+            if cut is not None and context.compiler.turns_products and is_transposed(context, op):
                 cut = replace(cut, factors=cut.factors[::-1], places=cut.places[:, ::-1], shape=cut.shape[::-1])
             size = math.prod(step.made) * bytes_of(out.dtype)
             own.extend(context.sums(step.axes, size, cut, tiles_tpu.lies_row_major(op.kind, step.made)))
@@ -87,7 +87,7 @@ def is_transposed(context: Context, op: Op) -> bool:
 
 def _partitioner(context: Context, op: Op) -> DotPartitioner:
     dims = context.transfers.contraction(op)
-    hides: Hides | None = partial(_hides, context, op) if context.target == "tpu" else None
+    hides: Hides | None = partial(_hides, context, op) if context.compiler.windowed_einsums else None
     if op.kind == "convolution":
         return ConvolutionPartitioner(dims, context.subaxes, op.attrs, op.results[0].shape, hides, context.may_loop(op))
     return DotPartitioner(dims, context.subaxes, hides, context.may_loop(op))
@@ -103,7 +103,12 @@ def _moved(context: Context, op: Op, move: Resharded, dtype: str) -> tuple[MoveK
     """The reshard of an operand: its name and its collectives."""
     steps = context.resharder.reshard(move.shape, dtype, move.source, move.target, move.outer)
     summed = any(each[0] == "all-reduce" for each in steps)
-    if context.target == "tpu" and dtype == "f32" and not summed and spmd_rounded.multiplies_matrices(context, op):
+    if (
+        context.compiler.rounds_for_products
+        and dtype == "f32"
+        and not summed
+        and spmd_rounded.multiplies_matrices(context, op)
+    ):
         # It multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
         dtype = "bf16"
         steps = tuple((name, axes, size // 2) for name, axes, size in steps)

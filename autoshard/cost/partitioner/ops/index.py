@@ -127,7 +127,7 @@ class IndexPartitioner:
         self.result = result
         self.is_gather = op.kind == "gather"
         types = [context.graph.type_of(value) for value in op.operands]
-        if context.target == "tpu" and bytes_of(types[1].dtype) == 8:
+        if context.compiler.narrows_integers and bytes_of(types[1].dtype) == 8:
             types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
@@ -320,7 +320,7 @@ class IndexPartitioner:
             self._given(outcome, held, self.final, held.tiling, outer + group)
         if way.sums:
             outcome.own.extend(self.context.sums(way.sums[::-1], size, None))
-            together = self.context.target != "cpu"
+            together = self.context.compiler.sums_dims_at_once
             last = tuple(axis for dim in way.sums[::-1] for axis in dim) if together else way.sums[0]
             outcome.summed = last, len(way.sums) == 1
         if self.is_gather:

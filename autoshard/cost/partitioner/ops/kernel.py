@@ -31,7 +31,7 @@ def source_of(context: Context, op: Op, place: int) -> tuple[Value, Dim, int]:
     """
     value, reader = op.operands[place], op.id
     dims = tuple(range(len(context.graph.type_of(value).shape)))
-    if context.target != "tpu" or op.kind != "convolution":
+    if not context.compiler.folds_into_convolutions or op.kind != "convolution":
         return value, dims, reader
     while context.shardings.copy_read(reader, value) is None:
         maker = context.graph.ops[value.op]

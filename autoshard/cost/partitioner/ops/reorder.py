@@ -19,7 +19,7 @@ def before_convert(context: Context, value: Value, copy: int | None, steps: tupl
     with, and stays.
     """
     op = context.graph.ops[value.op]
-    if context.target != "gpu" or op.kind != "convert":
+    if not context.compiler.gathers_before_widening or op.kind != "convert":
         return steps
     while copy is not None:
         if context.shardings.copied[copy] != context.shardings.made[value]:
@@ -41,10 +41,12 @@ def before_broadcast(
     Along a dim that the broadcast makes, a GPU gathers nothing at all; a TPU as many copies of a vector as there are
     parts, and what is broadcast where that has more dims (measured, libtpu 0.0.51).
     """
+    if not context.compiler.gathers_before_broadcasts:
+        return steps
     op = context.graph.ops[value.op]
     while op.kind == "broadcast_in_dim" and op.results[0] == context.graph.type_of(op.operands[0]):
         op = context.graph.ops[op.operands[0].op]
-    if context.target == "cpu" or op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
+    if op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
         return steps
     small, large = context.graph.type_of(op.operands[0]).shape, op.results[0].shape
     carried = {to for size, to in zip(small, op.attrs["dims"], strict=True) if size == large[to]}
@@ -54,7 +56,7 @@ def before_broadcast(
         return tuple((kind, axes, size // factor) for kind, axes, size in steps)
     if gathered & carried:
         return steps
-    if context.target == "gpu":
+    if context.compiler.gathers_no_repeats:
         return ()
     if len(small) > 1:
         return steps

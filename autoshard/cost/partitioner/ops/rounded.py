@@ -22,7 +22,7 @@ _PASSING = MOVES | {"reverse"}
 
 def rounds(context: Context, value: Value, at: int | None) -> bool:
     """Whether a TPU moves a value of f32, or its copy number `at`, in bf16."""
-    if context.target != "tpu" or context.graph.type_of(value).dtype != "f32":
+    if not context.compiler.rounds_for_products or context.graph.type_of(value).dtype != "f32":
         return False
     return only_contracted(context, value, at)
 

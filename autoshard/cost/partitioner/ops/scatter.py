@@ -34,7 +34,7 @@ def _slices_sooner(context: Context, op: Op) -> bool:
 
     Its pad-slice mover (libtpu 0.0.51) does so with the sum of a product and a bias.
     """
-    if context.target != "tpu" or op.kind not in ELEMENTWISE:
+    if not context.compiler.slices_sooner or op.kind not in ELEMENTWISE:
         return False
     made_by = [context.graph.ops[value.op].kind for value in op.operands]
     return sum(kind != "broadcast_in_dim" for kind in made_by) == 1
@@ -63,9 +63,11 @@ def _cut_behind(context: Context, op: Op, read: Tiling) -> Cut | None:
     into = op.results[0].shape
     made = context.shardings.made[Value(op.id)]
     forth = context.subaxes.reshape(context.graph.type_of(op.operands[0]).shape, into, read)
-    cut = None if context.target == "gpu" else context.cuts.cut(into, forth, made)
-    if cut is None or context.target == "cpu":
+    cut = context.cuts.cut(into, forth, made)
+    if cut is None or not context.compiler.scatters_sums:
         return cut
+    if not context.compiler.scatters_behind_reshapes:
+        return None
     turned = {tuple(reader.attrs.get("permutation", ())) for reader in context.readers.get(Value(op.id), ())}
     if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in context.results:
         return None
@@ -130,10 +132,10 @@ def scatter_later(context: Context, runs: list[OpRun]) -> None:
         axes = order or tuple(axis for name in last.axes for axis in context.subaxes.of_axis.get(name, ()))
         taken = cuts(Value(op.id)) if axes and context.scatters_over(last.axes) else []
         if not taken or not all(context.cuts.scatters(axes, cut, bool(order)) for cut in taken):
-            if context.target == "gpu" and len(taken) == 1 and taken[0] is not None:
+            if context.compiler.splits_all_reduces and len(taken) == 1 and taken[0] is not None:
                 runs[op.id] = replace(runs[op.id], collectives=(*first, *_split(context, taken[0], last, summed)))
             continue
-        if context.target != "cpu" and any(cut != taken[0] for cut in taken):
+        if context.compiler.scatters_sums and any(cut != taken[0] for cut in taken):
             continue
         row_major = tiles_tpu.lies_row_major(op.kind, op.results[0].shape)
         in_sums = op.kind == "gather" and is_summed(context, op)

@@ -203,7 +203,7 @@ def concatenated(
     """
     ways = context.subaxes.ways(result[dim])
     single = len(kinds) == 2 and all(kind.shape[dim] == ways for kind in kinds)
-    if context.target == "tpu" and ways > 1 and single and all(read == result for read in reads):
+    if context.compiler.exchanges_rows and ways > 1 and single and all(read == result for read in reads):
         row = math.prod(context.subaxes.shard(kinds[0].shape, result)) * bytes_of(kinds[0].dtype)
         # Each device keeps two rows of one operand; the first (last) of all keeps one that it has.
         step: Step = ("collective-permute", context.subaxes.axes(result[dim]), row)

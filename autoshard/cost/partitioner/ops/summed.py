@@ -104,7 +104,7 @@ class _Summing:
         way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
         *_, value = way
         turn = self.graph.ops[value.op]
-        if self.context.target == "gpu" and _widens(self.graph, turn):
+        if self.context.compiler.sums_widened_terms and _widens(self.graph, turn):
             way |= dict.fromkeys(unscaled(self.graph, turn.operands[0]), split)
             *_, value = way
             turn = self.graph.ops[value.op]

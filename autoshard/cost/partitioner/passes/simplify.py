@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
 
@@ -124,7 +125,7 @@ def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None
     return None
 
 
-def simplified(graph: Graph, target: str) -> Graph:
+def simplified(graph: Graph, target: Target) -> Graph:
     """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
 
     For all a broadcast that only adds dims of one element is a reshape (MLIR's canonicalization), through which
@@ -134,11 +135,12 @@ def simplified(graph: Graph, target: str) -> Graph:
     one to another through the exponent that they share. The CPU's compiler does so after partitioning.
     """
     graph = _with_reshapes(graph) or graph
-    if target == "cpu":
+    compiler = CAPABILITIES[target]
+    if not compiler.simplifies_first:
         return graph
     graph = _with_pads(graph) or graph
     graph = _with_outer_products(graph) or graph
-    return _with_squares(graph) or graph if target == "gpu" else graph
+    return _with_squares(graph) or graph if compiler.squares_by_products else graph
 
 
 @per_graph
