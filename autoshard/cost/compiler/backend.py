@@ -27,6 +27,7 @@ from autoshard.cost.compiler.schedule import (
 )
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.machine.device import Device
+from autoshard.cost.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,10 @@ class Backend:
         """Bytes of an array's buffer."""
         return -(-array.bytes // self.alignment) * self.alignment
 
-    def rewrite(self, program: Lowered) -> Lowered:
+    @property
+    def rewrites(self) -> Passes[Lowered]:
         """What is rewritten before fusion: layouts, copies, padding."""
-        return program
+        return Passes()
 
     def fusion(self, program: Lowered) -> Fusion:
         """Which steps run as one."""
@@ -181,7 +183,7 @@ class Backend:
 
     def compile(self, program: Lowered) -> Compiled:
         """Kernels, order and memory of one device's program."""
-        program = self.rewrite(program)
+        program = self.rewrites(program)
         kernels = self.fusion(program).kernels()
         self.store(kernels, program)
         kernels = self.combine(kernels, program)

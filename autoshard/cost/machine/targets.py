@@ -19,7 +19,6 @@ class Capabilities:
 
     Attributes:
         simplifies_first: products, broadcasts and updates before it propagates shardings (`AlgebraicSimplifier`).
-        squares_by_products: second powers are products before that.
         folds_transposes: into products before that (`TransposeFolding`), and takes apart the rows of products.
         compares_unclipped: what a ReLU reads, rather than its result, for the mask of the backward pass.
         merges_equal_ops: before it propagates shardings; what follows from constants each reader has of its own.
@@ -59,7 +58,6 @@ class Capabilities:
     """
 
     simplifies_first: bool = False
-    squares_by_products: bool = False
     folds_transposes: bool = False
     compares_unclipped: bool = False
     merges_equal_ops: bool = False
@@ -112,7 +110,6 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
     "cpu": Capabilities(gathers_arguments_first=True),
     "gpu": replace(
         _OF_ACCELERATORS,
-        squares_by_products=True,
         shards_results_first=True,
         calls_top_k=True,
         sums_widened_terms=True,

@@ -31,6 +31,7 @@ from autoshard.cost.partitioner.partitioned import Move, OpRun, Partitioned
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.passes import Passes
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Spec
 
@@ -65,6 +66,13 @@ EXPANDED_BY: Mapping[str, Emit] = {
     "batch_norm_grad": expanded.batch_norm,
 }
 """What a TPU's compiler expands before it partitions."""
+
+REDUCED_BY: Mapping[Target, Passes[list[OpRun]]] = {
+    "cpu": Passes((scatter_later,)),
+    "gpu": Passes((scatter_later, sum_once, scatter_later, chained_scatters)),
+    "tpu": Passes((scatter_later, sum_once, scatter_later, chained_scatters)),
+}
+"""What happens to sums over devices once all ops are partitioned."""
 
 
 def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned:
@@ -101,11 +109,7 @@ class Partitioner(Context):
         copies = [one for move in made.values() for one in move.collectives]
         uneven = self._uneven_results()
         copies += [one for steps in uneven.values() for one in steps]
-        scatter_later(self, runs)
-        if self.compiler.sums_terms_once:
-            sum_once(self, runs)
-            scatter_later(self, runs)
-            chained_scatters(self, runs)
+        runs = REDUCED_BY[self.target](runs, self)
         return Partitioned(
             tuple(runs),
             tuple(copies),

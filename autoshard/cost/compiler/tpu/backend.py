@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend, Placement
@@ -73,6 +74,7 @@ from autoshard.cost.compiler.tpu.strips import (
     sums_together,
 )
 from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.passes import Passes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
@@ -105,6 +107,12 @@ def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
     return found
 
 
+def _in_groups_and_strips(program: Lowered) -> Lowered:
+    """Strips are as wide as they would be if no features were summed in groups."""
+    widths = strip_widths(program)
+    return cut_into_strips(laid_out_for_convolutions(in_groups(program), widths), widths)
+
+
 class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
@@ -120,15 +128,30 @@ class TpuBackend(Backend):
         size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
 
-    def rewrite(self, program: Lowered) -> Lowered:
+    @property
+    def rewrites(self) -> Passes[Lowered]:
         """See `rewrite.py`, `strips.py` and `loops.py`."""
-        program = gathered_in_pieces(attentions_by_rows(program), self.device.kind)
-        program = gathered_results(scattered_in_turns(gathered_as_sums(program), self.device.kind))
-        program = updated_kernels(as_loops(with_bodies(program, self.device)))
-        program = results_as_they_lie(masks_of_operands(program))
-        images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
-        widths = strip_widths(images)
-        return flattened_indices(cut_into_strips(laid_out_for_convolutions(in_groups(images), widths), widths))
+        return Passes(
+            (
+                attentions_by_rows,
+                partial(gathered_in_pieces, kind=self.device.kind),
+                gathered_as_sums,
+                partial(scattered_in_turns, kind=self.device.kind),
+                gathered_results,
+                partial(with_bodies, device=self.device),
+                as_loops,
+                updated_kernels,
+                masks_of_operands,
+                results_as_they_lie,
+                scattered_onto,
+                scattered_by_rows,
+                looked_up_by_rows,
+                moved_by_rows,
+                as_images,
+                _in_groups_and_strips,
+                flattened_indices,
+            )
+        )
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""

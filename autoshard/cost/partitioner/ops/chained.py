@@ -25,8 +25,8 @@ from autoshard.graph.ops import Op, Value
 _SAME = ("reducer", "window_dims", "inserted_dims", "scatter_dims", "index_vector_dim", "operand_batch_dims")
 
 
-def chained_scatters(context: Context, runs: list[OpRun]) -> None:
-    """Let every scatter-add that scatters onto another one's result be part of it: one sum, two concatenations."""
+def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
+    """Let every scatter-add that scatters onto another's result be part of it: one sum, two concatenations."""
     last: dict[int, Op] = {}  # an add -> the scatter-add that it is part of
     for op in context.graph.ops:
         if op.kind != "add" or op.operands[0] == op.operands[1]:
@@ -45,6 +45,7 @@ def chained_scatters(context: Context, runs: list[OpRun]) -> None:
                 first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
                 _join(context, runs, first, last[op.id])
             break
+    return runs
 
 
 def _scatter_onto(context: Context, runs: list[OpRun], scatter: Op, other: Value, add: Op) -> None:

@@ -85,8 +85,8 @@ def is_summed(context: Context, op: Op) -> bool:
     return any(reader.kind == "reduce" for reader in context.readers.get(Value(op.id), ()))
 
 
-def scatter_later(context: Context, runs: list[OpRun]) -> None:
-    """An all-reduce whose every reader goes on with a slice is a reduce-scatter too."""
+def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
+    """An all-reduce whose every reader goes on with a slice is a reduce-scatter too; `runs` are changed."""
     sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
     copies: dict[tuple[Value, int | None], list[int]] = {}
     for number, copy in enumerate(context.shardings.copies):
@@ -142,6 +142,7 @@ def scatter_later(context: Context, runs: list[OpRun]) -> None:
         steps = context.scattered(axes, last.bytes, taken[0], bool(order), row_major, in_sums)
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
+    return runs
 
 
 def _split(context: Context, cut: Cut, whole: Collective, summed: set[tuple[str, ...]]) -> tuple[Collective, ...]:

@@ -38,9 +38,10 @@ class _Term:
     whole: tuple[Value, ...]
 
 
-def sum_once(context: Context, runs: list[OpRun]) -> None:
+def sum_once(runs: list[OpRun], context: Context) -> list[OpRun]:
     """A sum of two reduced values that it alone reads is reduced once; `runs` are changed."""
     _Summing(context, runs).run()
+    return runs
 
 
 class _Summing:
