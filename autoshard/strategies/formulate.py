@@ -560,7 +560,7 @@ class _Builder:
         if not self.device.compiler.copies_inputs_on_chip or value not in self.inputs:
             return np.zeros(moved.shape)
         differs = np.array([[float(row != column) for column in columns] for row in rows])
-        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        rate = self.device.reachable_bandwidth
         return np.asarray(differs * (1.0 - moved) * self._bytes(value, tuple(rows))[:, None] / rate)
 
     def _strips(self, shape: tuple[int, ...], item: int, image: int, rows: list[Spec], columns: list[Spec]) -> Matrix:

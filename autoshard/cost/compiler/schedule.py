@@ -266,6 +266,26 @@ def _depth_first(
     return order
 
 
+def _readers(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
+    """Of every array that a kernel makes the kernels that read it, in order."""
+    readers: dict[int, list[int]] = {array: [] for kernel in kernels for array in kernel.writes}
+    for number, kernel in enumerate(kernels):
+        for array in kernel.reads:
+            if array in readers:
+                readers[array].append(number)
+    return readers
+
+
+def _bytes_made(
+    kernels: Sequence[Kernel], arrays: Sequence[Array], updates: Callable[[Kernel], bool] | None
+) -> list[int]:
+    """Bytes that each kernel adds; see `greedy`."""
+    return [
+        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
+        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
+    ]
+
+
 def greedy(
     kernels: Sequence[Kernel],
     deps: Dependencies,
@@ -280,22 +300,9 @@ def greedy(
         late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
             then adds as much as that.
     """
-    left = dict.fromkeys((array for kernel in kernels for array in kernel.writes), 0)
-    for kernel in kernels:
-        for array in kernel.reads:
-            if array in left:
-                left[array] += 1
-    for array in left:
-        left[array] += arrays[array].returned
-    readers: dict[int, list[int]] = {array: [] for array in left}
-    for number, kernel in enumerate(kernels):
-        for array in kernel.reads:
-            if array in readers:
-                readers[array].append(number)
-    made = [
-        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
-        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
-    ]
+    readers = _readers(kernels)
+    left = {array: len(reading) + arrays[array].returned for array, reading in readers.items()}
+    made = _bytes_made(kernels, arrays, updates)
     scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
     done = bytearray(len(kernels))
     filled = {n for n, kernel in enumerate(kernels) if late and not kernel.reads and deps.frees[n] and not scalar[n]}

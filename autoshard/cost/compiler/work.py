@@ -19,6 +19,7 @@ from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Lowered, Step, lower
 from autoshard.cost.compiler.rewrite import Rewriter
+from autoshard.cost.compiler.timing import operand_dtype
 from autoshard.cost.compiler.traffic import PARTIAL
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import CONTRACTIONS, dtype_bytes, roofline_seconds
@@ -214,8 +215,7 @@ class _Attribution:
         owner = None if head is None else self.groups.of.get(head.op)
         scale = 1.0
         if head is not None and owner is not None:
-            dtype = self.program.arrays[head.reads[0]].dtype if head.reads else "f32"
-            work = roofline_seconds(kernel.flops, 0.0, dtype, self.device, kernels=0)
+            work = roofline_seconds(kernel.flops, 0.0, operand_dtype(kernel, self.program), self.device, kernels=0)
             own = self._seconds(found.get(owner, Counter()))
             beside = sum(self._seconds(each) for group, each in found.items() if group != owner)
             if beside:

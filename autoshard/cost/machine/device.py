@@ -140,6 +140,15 @@ class Device:
             f"device {self.name} has no link {name!r}; it has {', '.join(link.name for link in self.links)}"
         )
 
+    @property
+    def reachable_bandwidth(self) -> float:
+        """Bytes/s of device memory that kernels reach."""
+        return self.memory_bandwidth * self.achievable_memory
+
+    def reachable_flops(self, dtype: str) -> float:
+        """FLOP/s that kernels reach on operands of `dtype`."""
+        return self.peak_flops(dtype) * self.achievable_compute
+
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for operands of `dtype`; a dtype the file does not list runs as f32 (f8 kinds as i8)."""
         if dtype in self.flops:

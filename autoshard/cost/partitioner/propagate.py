@@ -19,7 +19,7 @@ constants and iotas alone is made for each reader anew (`HloConstantSplitter` wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -414,29 +414,26 @@ class _Propagation:
         operands, users = self.operands, self.users
         done_forward, done_backward = bytearray(fixed), bytearray(fixed)
         results = self._results()
+
+        def sweep(nodes: Iterable[int], done: bytearray, infer: Callable[[int, int], bool]) -> bool:
+            changed = False
+            for node in nodes:
+                if not done[node]:
+                    done[node] = 1
+                    if infer(node, level):
+                        changed = True
+                        for operand in operands[node]:
+                            done_backward[operand] = fixed[operand]
+                        for user in users[node]:
+                            done_forward[user] = fixed[user]
+            return changed
+
         changed = True
         while changed:
-            changed = False
-            for node in self.order:
-                if not done_forward[node]:
-                    done_forward[node] = 1
-                    if self._from_operands(node, level):
-                        changed = True
-                        for operand in operands[node]:
-                            done_backward[operand] = fixed[operand]
-                        for user in users[node]:
-                            done_forward[user] = fixed[user]
+            changed = sweep(self.order, done_forward, self._from_operands)
             if level == 0:
                 self._replicate_results(results)
-            for node in reversed(self.order):
-                if not done_backward[node]:
-                    done_backward[node] = 1
-                    if self._from_users(node, level):
-                        changed = True
-                        for operand in operands[node]:
-                            done_backward[operand] = fixed[operand]
-                        for user in users[node]:
-                            done_forward[user] = fixed[user]
+            changed |= sweep(reversed(self.order), done_backward, self._from_users)
 
     def _replicate_results(self, results: Iterable[int]) -> None:
         """The tuple of results takes part in propagation; an element that has nothing yet becomes replicated."""

@@ -101,7 +101,7 @@ def early_seconds(compiled: Compiled, device: Device) -> float:
         if late is not None and position < backward and program.arrays[array].strips:
             ready = max([position, *(use for use in uses[array] if use < backward)])
             size += program.arrays[array].bytes * any(ready < gather < late for gather in gathers)
-    return 2 * size / (device.memory_bandwidth * device.achievable_memory)
+    return 2 * size / device.reachable_bandwidth
 
 
 def copied_seconds(
@@ -113,7 +113,7 @@ def copied_seconds(
         strips = shape[dim] / mesh.ways(spec[dim]) < FEW
         count = COPIES if strips else PARTS if shape[dim] / mesh.ways(other[dim]) < FEW else 0
         moved = 2 * math.prod(mesh.shard_shape(shape, spec)) * item if device.cores > 1 else 0
-        seconds += count * (device.kernel_overhead + moved / (device.memory_bandwidth * device.achievable_memory))
+        seconds += count * (device.kernel_overhead + moved / device.reachable_bandwidth)
     return seconds
 
 

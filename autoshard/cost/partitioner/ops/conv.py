@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
+from autoshard.cost.machine.compute import taps_on_input
 from autoshard.cost.partitioner.ops.dot import DotPartitioner
 from autoshard.cost.partitioner.ops.dot_plan import Create, Dim, Goal, Halo, Hides, Shape, Side
 from autoshard.cost.partitioner.ops.halo import Exchange, Moved, Window, exchange, exchange_all, halos
@@ -101,8 +100,8 @@ class ConvolutionPartitioner(DotPartitioner):
         attrs = self.attrs
         for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
             window = (attrs["stride"][i], attrs["padding"][i][0], attrs["lhs_dilation"][i], attrs["rhs_dilation"][i])
-            share = on_elements(lhs.shape[a], rhs.shape[b], self.out[o], *window)
-            macs = macs * share.numerator // share.denominator
+            pairs = rhs.shape[b] * self.out[o]
+            macs = macs * taps_on_input(lhs.shape[a], rhs.shape[b], self.out[o], *window) // pairs if pairs else macs
         return macs
 
     # ---- spatial dims ------------------------------------------------------------------------------------------
@@ -281,13 +280,7 @@ class ConvolutionPartitioner(DotPartitioner):
     def leaf(self, left: Shape, right: Shape) -> Shape:
         """The local convolution; returns its result's shape."""
         d = self.whole
-        out = [1] * len(self.out)
-        for a, b, o in d.batch:
-            out[o] = min(left[a], right[b])
-        for a, o in d.left:
-            out[o] = left[a]
-        for b, o in d.right:
-            out[o] = right[b]
+        out = self.kept(d, left, right, len(self.out))
         for o, extent in self.sliding.items():
             out[o] = extent
         if self.attrs["batch_groups"] > 1:
@@ -296,21 +289,6 @@ class ConvolutionPartitioner(DotPartitioner):
         taps = math.prod(right[b] for _, b, _, _ in d.spatial)
         self.result.macs += math.prod(out) * math.prod(right[b] for _, b in d.contract) * taps
         return tuple(out)
-
-
-@lru_cache(maxsize=4096)
-def on_elements(size: int, taps: int, count: int, stride: int, low: int, base: int, dilation: int) -> Fraction:
-    """Of all taps of one window dim at all positions, how many lie on an element of the input.
-
-    Args:
-        size, count: extents of the input and of the result.
-        stride, low, base, dilation: of the window, its padding below, the input's dilation and the kernel's.
-    """
-    found = 0
-    for tap in range(taps):
-        at = range(tap * dilation - low, tap * dilation - low + count * stride, stride)
-        found += sum(0 <= place < size * base and place % base == 0 for place in at)
-    return Fraction(found, taps * count) if taps * count else Fraction(1)
 
 
 def _whole(tiling: Tiling) -> Tiling:

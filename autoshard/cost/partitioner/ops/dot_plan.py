@@ -154,18 +154,21 @@ class Contraction:
     def leaf(self, left: Shape, right: Shape) -> Shape:
         """The local contraction; returns its result's shape."""
         d = self.dims
-        out = [0] * (len(d.batch) + len(d.left) + len(d.right))
-        macs = 1
-        for a, b, o in d.batch:
-            out[o] = min(left[a], right[b])
-        for a, o in d.left:
-            out[o] = left[a]
-        for b, o in d.right:
-            out[o] = right[b]
-        for a, b in d.contract:
-            macs *= min(left[a], right[b])
-        self.result.macs += macs * math.prod(out)
+        out = self.kept(d, left, right, len(d.batch) + len(d.left) + len(d.right))
+        self.result.macs += math.prod(min(left[a], right[b]) for a, b in d.contract) * math.prod(out)
         return tuple(out)
+
+    @staticmethod
+    def kept(dims: Dims, left: Shape, right: Shape, rank: int) -> list[int]:
+        """Extents of a local result's batch and free dims; of others 1."""
+        out = [1] * rank
+        for a, b, o in dims.batch:
+            out[o] = min(left[a], right[b])
+        for a, o in dims.left:
+            out[o] = left[a]
+        for b, o in dims.right:
+            out[o] = right[b]
+        return out
 
     def _sum(self, axes: tuple[Dim, ...], made: Shape, kept: tuple[Dim, ...] = (), outer: Dim = ()) -> None:
         self.result.steps.append(Sum(axes, made, kept, outer))
