@@ -116,7 +116,7 @@ def _be(one: Case, folder: Path, said: Path, warned: Path) -> None:
             held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
         os.chdir(folder)
-        from autoshard.cli import main as cli
+        from autoshard.cli import commands as cli
 
         try:
             cli.main(one.arguments)

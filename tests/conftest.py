@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from autoshard.cli import main as cli
+from autoshard.cli import commands as cli
 from autoshard.errors import AutoshardError
 
 settings.register_profile(

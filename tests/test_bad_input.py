@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import autoshard
-from autoshard.cli import main as cli
+from autoshard.cli import commands as cli
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 from tests.conftest import of_torch_xla

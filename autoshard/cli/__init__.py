@@ -1,5 +1,5 @@
 """The `autoshard` command."""
 
-from autoshard.cli.main import main
+from autoshard.cli.commands import main
 
 __all__ = ["main"]

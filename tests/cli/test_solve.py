@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from autoshard.cli.main import main
+from autoshard.cli.commands import main
 
 PROBLEM = {
     "problem": {

@@ -87,7 +87,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path):
     source.write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 8), torch.zeros(4, 8)\n")
     script = (
         "import sys; from autoshard.capture import frontends; frontends.find_spec = lambda name: None; "
-        "from autoshard.cli.main import main; main(sys.argv[1:])"
+        "from autoshard.cli.commands import main; main(sys.argv[1:])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "plan", f"{source}:net", "--mesh", "2"], capture_output=True, text=True

@@ -10,7 +10,7 @@ pytest.importorskip("torch_xla")
 
 import torch
 
-from autoshard.cli import main as cli
+from autoshard.cli import commands as cli
 from autoshard.frontends.torch_xla import program as front_end
 from autoshard.sources import Source
 from autoshard.stablehlo.reader import mlir_context, parse_module

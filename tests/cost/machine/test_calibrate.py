@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.cli import main as cli
+from autoshard.cli import commands as cli
 from autoshard.cost.machine import calibrate as fitting
 from autoshard.cost.machine import measure
 from autoshard.cost.machine.calibrate import CalibrationError, calibrate, to_toml

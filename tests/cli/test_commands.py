@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from autoshard.cli import main as cli
+from autoshard.cli import commands as cli
 from autoshard.cli.options import parse_bytes, parse_hint, parse_setting
 from tests.plans import made as plans
 
