@@ -50,6 +50,12 @@ class Rewriter:
             self.arrays[array].maker = number
         self.steps.append(step if reads == step.reads else replace(step, reads=reads))
 
+    def copy(self, array: int, op: int, into: int | None = None) -> int:
+        """A copy of an array, as a step of `op`; a new array of its dtype and shape, or `into`."""
+        made = self.array(array) if into is None else into
+        self.emit(Step("copy", op, (array,), (made,)))
+        return made
+
     def result(self) -> Lowered:
         """The new program."""
         for old, new in self.instead.items():  # a result that has become another array

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -74,8 +75,7 @@ def combined(
     """
     keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
     if results and len(keys) > 1:
-        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-        order = post_order(dependencies(kernels), [maker[array] for array in results if array in maker])
+        order = post_order(dependencies(kernels), _makers(kernels, results))
         keys = {number: keys[number] for number in order if number in keys}
     keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
     if len(set(keys.values())) == len(keys):
@@ -188,18 +188,7 @@ def ancestors(kernels: Sequence[Kernel]) -> list[int]:
 
 def in_order(kernels: list[Kernel]) -> list[Kernel]:
     """In an order that respects data flow, otherwise as they stand."""
-    deps = dependencies(kernels)
-    waiting = [len(before) for before in deps.makers]
-    ready = [number for number, count in enumerate(waiting) if not count]
-    result = []
-    while ready:
-        number = heapq.heappop(ready)
-        result.append(kernels[number])
-        for user in deps.users[number]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, user)
-    return result
+    return [kernels[number] for number in _as_ready(dependencies(kernels), [], heapq.heappush, heapq.heappop)]
 
 
 def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
@@ -212,16 +201,28 @@ def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
 
 def breadth_first(deps: Dependencies) -> list[int]:
     """`BFScheduler`: a queue of what is ready."""
+    return _as_ready(deps, deque[int](), deque.append, deque.popleft)
+
+
+Ready = TypeVar("Ready", list[int], deque[int])
+
+
+def _as_ready(
+    deps: Dependencies, ready: Ready, put: Callable[[Ready, int], None], take: Callable[[Ready], int]
+) -> list[int]:
+    """Kernels as they are taken from those that wait for nothing; `ready` holds these, at first none."""
     waiting = [len(before) for before in deps.waits]
-    ready = deque(number for number, left in enumerate(waiting) if not left)
+    for number, count in enumerate(waiting):
+        if not count:
+            put(ready, number)
     order = []
     while ready:
-        number = ready.popleft()
+        number = take(ready)
         order.append(number)
         for user in deps.frees[number]:
             waiting[user] -= 1
             if not waiting[user]:
-                ready.append(user)
+                put(ready, user)
     return order
 
 
@@ -245,20 +246,23 @@ def depth_first(deps: Dependencies, results: Sequence[int], sizes: Sequence[int]
 def _depth_first(
     deps: Dependencies, results: Sequence[int], visited: Callable[[Sequence[int]], Sequence[int]]
 ) -> list[int]:
-    order: list[int] = []
-    done = bytearray(len(deps.makers))
     rest = [number for number, users in enumerate(deps.frees) if not users]
-    for root in (*visited(results), *rest):
-        if done[root]:
-            continue
-        stack = [(root, iter(visited(deps.waits[root])))]
+    return operands_first(len(deps.makers), (*visited(results), *rest), lambda number: visited(deps.waits[number]))
+
+
+def operands_first(count: int, roots: Iterable[int], before: Callable[[int], Iterable[int]]) -> list[int]:
+    """Depth first from `roots`, those `before` a number in front of it; numbers are less than `count`."""
+    order: list[int] = []
+    done = bytearray(count)
+    for root in roots:
+        stack = [] if done[root] else [(root, iter(before(root)))]
         done[root] = 1
         while stack:
             number, left = stack[-1]
             for maker in left:
                 if not done[maker]:
                     done[maker] = 1
-                    stack.append((maker, iter(visited(deps.waits[maker]))))
+                    stack.append((maker, iter(before(maker))))
                     break
             else:
                 order.append(number)

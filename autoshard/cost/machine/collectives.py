@@ -73,11 +73,6 @@ def seconds(
     return alpha / together + beta * bytes
 
 
-def total_seconds(collectives: Iterable[Collective], mesh: Mesh, device: Device) -> float:
-    """Seconds for all of `collectives`, one after the other, each as often as it counts."""
-    return sum(each.count * seconds(each.kind, each.axes, each.bytes, mesh, device) for each in collectives)
-
-
 @lru_cache(maxsize=4096)
 def coefficients(kind: CollectiveKind, axes: tuple[str, ...], mesh: Mesh, device: Device) -> tuple[float, float]:
     """(alpha in seconds, beta in seconds per byte) of a collective over `axes`; (0, 0) if they hold one device.

@@ -225,11 +225,6 @@ def _hosts(device: Device, text: str) -> tuple[int, ...]:
     return hosts, each
 
 
-def target_of(device: Device) -> Target:
-    """Whose partitioner's behaviour is modelled for this device kind."""
-    return device.target
-
-
 ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
 """Other names of kinds."""
 

@@ -15,85 +15,45 @@ Target = Literal["cpu", "tpu", "gpu"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a compiler does; nothing where nothing is said.
+    """What a compiler does; nothing where nothing is said."""
 
-    Attributes:
-        simplifies_first: products, broadcasts and updates before it propagates shardings (`AlgebraicSimplifier`).
-        folds_transposes: into products before that (`TransposeFolding`), and takes apart the rows of products.
-        compares_unclipped: what a ReLU reads, rather than its result, for the mask of the backward pass.
-        merges_equal_ops: before it propagates shardings; what follows from constants each reader has of its own.
-        shards_results_first: shardings of annotated results pass back before those of other annotations.
-        calls_top_k: sorts of which the greatest are taken are calls that propagation knows nothing of.
-        splits_top_k_and_norms: runs top-k and batch normalisation on parts, expanded before it partitions.
-        keeps_barriers: what lies behind an `optimization_barrier` waits for what lies before it.
-        windowed_einsums: loops of permutes beside products.
-        fuses_attention: softmaxes into the product that reads them.
-        rounds_for_products: what only products read is rounded to bf16, and moved so.
-        turns_products: a product that only a transpose reads is made transposed.
-        folds_into_convolutions: transposes and reversals of kernels.
-        convolves_in_strips: few images are cut into strips of space.
-        narrows_integers: there are none of 64 bits; gathers take indices of 32.
-        exchanges_rows: of a concatenation of one row to a device, each is sent to where it belongs.
-        sums_dims_at_once: a sum along several dims is one all-reduce.
-        sums_terms_once: terms that are added are reduced after that (`AllReduceReassociate`).
-        sums_widened_terms: terms that were widened in between, too.
-        scatters_sums: a sum that is sliced behind is a reduce-scatter (`ReduceScatterCreator`).
-        scatters_uneven_slices: also of slices with padding.
-        scatters_whole_tiles: only of slices that are whole tiles.
-        scatters_behind_reshapes: also where a reshape splits the dim that is cut and a transpose brings it forward.
-        slices_sooner: a slice moves before an op whose other operands are broadcasts.
-        splits_all_reduces: one over all devices of which groups take parts is two (`AllReduceSplitter`).
-        undoes_gathers: of what is cut again as it was (`AllGatherDynamicSliceSimplifier`).
-        gathers_before_broadcasts: what is broadcast (`AllGatherBroadcastReorder`).
-        gathers_no_repeats: along a dim that the broadcast makes nothing is gathered.
-        gathers_before_widening: and exchanges what is converted to a wider dtype (`CollectiveQuantizer`).
-        gathers_dims_at_once: a gather along several dims is one all-gather.
-        gathers_as_sums: small ones, and vectors of no whole tiles, are all-reduces of zeros with each part in place.
-        regathers: for every reader, but for readers near one another (`ScheduleAwareCollectiveOpsCSE`).
-        gathers_arguments_first: at the start of the step.
-        fuses_slices: into products that read them.
-        copies_inputs_on_chip: whole, where a device takes a part of them.
-        pads_scattered_rows: a scatter's rows take whole tiles.
-        aborts_on_padded_scatters: where indices that it cannot pad are split unevenly.
-    """
-
-    simplifies_first: bool = False
-    folds_transposes: bool = False
-    compares_unclipped: bool = False
-    merges_equal_ops: bool = False
-    shards_results_first: bool = False
-    calls_top_k: bool = False
-    splits_top_k_and_norms: bool = False
-    keeps_barriers: bool = False
-    windowed_einsums: bool = False
-    fuses_attention: bool = False
-    rounds_for_products: bool = False
-    turns_products: bool = False
-    folds_into_convolutions: bool = False
-    convolves_in_strips: bool = False
-    narrows_integers: bool = False
-    exchanges_rows: bool = False
-    sums_dims_at_once: bool = False
-    sums_terms_once: bool = False
-    sums_widened_terms: bool = False
-    scatters_sums: bool = False
-    scatters_uneven_slices: bool = False
-    scatters_whole_tiles: bool = False
-    scatters_behind_reshapes: bool = False
-    slices_sooner: bool = False
-    splits_all_reduces: bool = False
-    undoes_gathers: bool = False
-    gathers_before_broadcasts: bool = False
-    gathers_no_repeats: bool = False
-    gathers_before_widening: bool = False
-    gathers_dims_at_once: bool = False
-    gathers_as_sums: bool = False
-    regathers: bool = False
-    gathers_arguments_first: bool = False
-    fuses_slices: bool = False
-    copies_inputs_on_chip: bool = False
-    pads_scattered_rows: bool = False
-    aborts_on_padded_scatters: bool = False
+    simplifies_first: bool = False  # products and updates before it propagates shardings (`AlgebraicSimplifier`)
+    folds_transposes: bool = False  # into products before that, and takes apart their rows (`TransposeFolding`)
+    compares_unclipped: bool = False  # what a ReLU reads, rather than its result, for the mask of the backward pass
+    merges_equal_ops: bool = False  # before that; what follows from constants each reader has of its own
+    shards_results_first: bool = False  # shardings of annotated results pass back before those of other annotations
+    calls_top_k: bool = False  # sorts of which the greatest are taken are calls that propagation knows nothing of
+    splits_top_k_and_norms: bool = False  # runs top-k and batch normalisation on parts, expanded before it partitions
+    keeps_barriers: bool = False  # what lies behind an `optimization_barrier` waits for what lies before it
+    windowed_einsums: bool = False  # loops of permutes beside products
+    fuses_attention: bool = False  # softmaxes into the product that reads them
+    rounds_for_products: bool = False  # what only products read is rounded to bf16, and moved so
+    turns_products: bool = False  # a product that only a transpose reads is made transposed
+    folds_into_convolutions: bool = False  # transposes and reversals of kernels
+    convolves_in_strips: bool = False  # few images are cut into strips of space
+    narrows_integers: bool = False  # there are none of 64 bits; gathers take indices of 32
+    exchanges_rows: bool = False  # of a concatenation of one row to a device, each is sent to where it belongs
+    sums_dims_at_once: bool = False  # a sum along several dims is one all-reduce
+    sums_terms_once: bool = False  # terms that are added are reduced after that (`AllReduceReassociate`)
+    sums_widened_terms: bool = False  # terms that were widened in between, too
+    scatters_sums: bool = False  # a sum that is sliced behind is a reduce-scatter (`ReduceScatterCreator`)
+    scatters_uneven_slices: bool = False  # also of slices with padding
+    scatters_whole_tiles: bool = False  # only of slices that are whole tiles
+    scatters_behind_reshapes: bool = False  # also where the dim that is cut is split and brought forward behind it
+    slices_sooner: bool = False  # a slice moves before an op whose other operands are broadcasts
+    splits_all_reduces: bool = False  # one over all devices of which groups take parts is two (`AllReduceSplitter`)
+    undoes_gathers: bool = False  # of what is cut again as it was (`AllGatherDynamicSliceSimplifier`)
+    gathers_before_broadcasts: bool = False  # what is broadcast (`AllGatherBroadcastReorder`)
+    gathers_no_repeats: bool = False  # along a dim that the broadcast makes nothing is gathered
+    gathers_before_widening: bool = False  # and exchanges what is converted to a wider dtype (`CollectiveQuantizer`)
+    gathers_dims_at_once: bool = False  # a gather along several dims is one all-gather
+    gathers_as_sums: bool = False  # small ones, and of vectors, are all-reduces of zeros with each part in place
+    regathers: bool = False  # for every reader, but for readers near one another (`ScheduleAwareCollectiveOpsCSE`)
+    gathers_arguments_first: bool = False  # at the start of the step
+    fuses_slices: bool = False  # into products that read them
+    copies_inputs_on_chip: bool = False  # whole, where a device takes a part of them
+    pads_scattered_rows: bool = False  # a scatter's rows take whole tiles
+    aborts_on_padded_scatters: bool = False  # where indices that it cannot pad are split unevenly
 
 
 _OF_ACCELERATORS = Capabilities(

@@ -28,6 +28,7 @@ from autoshard.cost.compiler.schedule import (
     greedy,
     liveness,
 )
+from autoshard.cost.compiler.tpu import rewrite, strips
 from autoshard.cost.compiler.tpu.ahead import fetched_ahead
 from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, convolves, reads_from_memory
@@ -41,20 +42,6 @@ from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
 from autoshard.cost.compiler.tpu.order import behind_collectives, made_again, one_core_order
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
-from autoshard.cost.compiler.tpu.rewrite import (
-    COPIED,
-    attentions_by_rows,
-    convolved,
-    gathered_as_sums,
-    gathered_results,
-    laid_out_for_convolutions,
-    looked_up_by_rows,
-    masks_of_operands,
-    moved_by_rows,
-    results_as_they_lie,
-    scattered_by_rows,
-    updated_kernels,
-)
 from autoshard.cost.compiler.tpu.sparse_copies import beside_sparse_cores
 from autoshard.cost.compiler.tpu.strip_widths import (
     FEW,
@@ -65,13 +52,6 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     convolved_whole,
     strip_widths,
     with_images_apart,
-)
-from autoshard.cost.compiler.tpu.strips import (
-    EDGES,
-    arguments_beside_gathers,
-    cut_into_strips,
-    shifted_copies,
-    sums_together,
 )
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.passes import Passes
@@ -110,7 +90,7 @@ def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
 def _in_groups_and_strips(program: Lowered) -> Lowered:
     """Strips are as wide as they would be if no features were summed in groups."""
     widths = strip_widths(program)
-    return cut_into_strips(laid_out_for_convolutions(in_groups(program), widths), widths)
+    return strips.cut_into_strips(rewrite.laid_out_for_convolutions(in_groups(program), widths), widths)
 
 
 class TpuBackend(Backend):
@@ -133,20 +113,20 @@ class TpuBackend(Backend):
         """See `rewrite.py`, `strips.py` and `loops.py`."""
         return Passes(
             (
-                attentions_by_rows,
+                rewrite.attentions_by_rows,
                 partial(gathered_in_pieces, kind=self.device.kind),
-                gathered_as_sums,
+                rewrite.gathered_as_sums,
                 partial(scattered_in_turns, kind=self.device.kind),
-                gathered_results,
+                rewrite.gathered_results,
                 partial(with_bodies, device=self.device),
                 as_loops,
-                updated_kernels,
-                masks_of_operands,
-                results_as_they_lie,
+                rewrite.updated_kernels,
+                rewrite.masks_of_operands,
+                rewrite.results_as_they_lie,
                 scattered_onto,
-                scattered_by_rows,
-                looked_up_by_rows,
-                moved_by_rows,
+                rewrite.scattered_by_rows,
+                rewrite.looked_up_by_rows,
+                rewrite.moved_by_rows,
                 as_images,
                 _in_groups_and_strips,
                 flattened_indices,
@@ -171,7 +151,7 @@ class TpuBackend(Backend):
             lambda kernel: None if kernel.kind == ROUNDING else self._loop_over(kernel, program),
             lambda array: True,
         )
-        kernels = several_results(sums_together(kernels, program), program)
+        kernels = several_results(strips.sums_together(kernels, program), program)
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]
@@ -262,7 +242,7 @@ class TpuBackend(Backend):
 
         Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
         """
-        lying = convolved(program)
+        lying = rewrite.convolved(program)
         near, apart = convolved_whole(program), with_images_apart(program)
         views = {step.writes[0]: step for step in program.steps if annotated_view(program, step)}
         rounded = _Rounded(program, lying.keys())
@@ -276,7 +256,8 @@ class TpuBackend(Backend):
                     size = for_convolution(shape, lying[array])
                     other = as_annotated(program, views[array], shape) if array in views else tiled(shape)
                     few = min(shape[dim] for dim in lying[array]) < FEW and array not in near
-                    free = array in views or (size >= COPIED * other and array in apart if found.strips else few)
+                    wide = size >= rewrite.COPIED * other and array in apart
+                    free = array in views or (wide if found.strips else few)
                     found.bytes = item * (other if free else size)
                     found.tiles = tiles(shape) if free else convolution_tiles(shape, lying[array])
                     if rounded.is_kept_narrow(array):
@@ -307,8 +288,8 @@ class TpuBackend(Backend):
         Those of large narrow tables run on sparse cores.
         """
         if not self._hides(kernels, program) or convolves(program):
-            order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
-        kernels, order = shifted_copies(kernels, order, program)
+            order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
+        kernels, order = strips.shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
         return beside_sparse_cores(kernels, order, program, self.device)
@@ -363,7 +344,7 @@ class _Rounded:
         step = self.steps[reader]
         if step.kind in CONTRACTIONS:
             return multiplies_matrices(self.program, step)
-        if step.kind in ("reduce", EDGES) or (step.kind == "compare" and self._with_constant(step)):
+        if step.kind in ("reduce", strips.EDGES) or (step.kind == "compare" and self._with_constant(step)):
             return True
         return self._moves(step) and all(self.known[one] for one in step.writes)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered
-from autoshard.cost.compiler.schedule import Dependencies
+from autoshard.cost.compiler.schedule import Dependencies, operands_first
 
 Rounded = Callable[[Array], int]
 """Bytes of an array's buffer."""
@@ -100,24 +100,8 @@ class FromResults:
 
     def _instructions(self, visited: Sequence[Sequence[int]]) -> list[int]:
         """All of them, operands first, each one's in the order given; from the results, then from what nobody reads."""
-        order: list[int] = []
-        done = bytearray(len(visited))
-        for root in (self.root, *range(len(self.kernels))):
-            if done[root]:
-                continue
-            done[root] = 1
-            stack = [(root, iter(self._before(root, visited)))]
-            while stack:
-                number, left = stack[-1]
-                for operand in left:
-                    if not done[operand]:
-                        done[operand] = 1
-                        stack.append((operand, iter(self._before(operand, visited))))
-                        break
-                else:
-                    order.append(number)
-                    stack.pop()
-        return order
+        roots = (self.root, *range(len(self.kernels)))
+        return operands_first(len(visited), roots, lambda number: self._before(number, visited))
 
     def _before(self, number: int, visited: Sequence[Sequence[int]]) -> Sequence[int]:
         held = self.held[number] if number < len(self.held) else None

@@ -220,8 +220,8 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
             shape, size = padded(array, widths[array]), program.arrays[array].bytes
             if shape is not None:
                 size = size * shape[-1] // (program.arrays[array].shape or shape)[-1]
-            made = whole[array] = rewriter.array(array, size, shape or program.arrays[array].shape)
-            rewriter.emit(Step("copy", step.op, (array,), (made,)))
+            into = rewriter.array(array, size, shape or program.arrays[array].shape)
+            made = whole[array] = rewriter.copy(array, step.op, into)
             if shape is not None:
                 whole[array] = rewriter.array(array)
                 rewriter.emit(Step("slice", step.op, (made,), (whole[array],)))
@@ -236,8 +236,7 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
                 wider = rewriter.array(array, size, shape)
                 rewriter.emit(Step("pad", step.op, (source,), (wider,)))
                 source = wider
-            made = strips[array, width] = rewriter.array(array)
-            rewriter.emit(Step("copy", step.op, (source,), (made,)))
+            made = strips[array, width] = rewriter.copy(source, step.op, rewriter.array(array))
             widths[made] = width
         return strips[array, width]
 
@@ -321,8 +320,7 @@ def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
                 found = program.arrays[array]
                 item = found.bytes // _count(found)
                 size = item * as_annotated(program, step, found.shape or ()) if view else found.bytes
-                copies[array] = rewriter.array(array, size)
-                rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+                copies[array] = rewriter.copy(array, step.op, rewriter.array(array, size))
         rewriter.emit(replace(step, reads=tuple(copies.get(array, array) for array in step.reads)))
     return rewriter.result() if copies else program
 
@@ -430,22 +428,16 @@ def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
         counts = [AROUND if array in strips else parts for array in (step.reads[0], step.writes[0])]
         read, made = step.reads[0], step.writes[0]
         for _ in range(counts[0]):
-            read = _copied(rewriter, step, read)
+            read = rewriter.copy(read, step.op)
         moved = rewriter.array(made) if counts[1] else made
         rewriter.emit(replace(step, reads=(read, *step.reads[1:]), writes=(moved,)))
         for left in reversed(range(counts[1])):
-            moved = _copied(rewriter, step, moved, into=None if left else made)
+            moved = rewriter.copy(moved, step.op, into=None if left else made)
     return rewriter.result()
 
 
 def _moves(step: Step, strips: Container[int]) -> bool:
     return any(array in strips for array in (*step.reads, *step.writes))
-
-
-def _copied(rewriter: Rewriter, step: Step, array: int, into: int | None = None) -> int:
-    made = rewriter.array(array) if into is None else into
-    rewriter.emit(Step("copy", step.op, (array,), (made,)))
-    return made
 
 
 def passes_of(kernel: Kernel, program: Lowered) -> int:
