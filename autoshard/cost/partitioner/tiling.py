@@ -263,6 +263,14 @@ class Subaxes:
         return tuple(names)
 
 
+def carried(tiling: Tiling, pairs: Iterable[tuple[int, int]], rank: int) -> Tiling:
+    """A tiling of `rank` dims: of each (from, to) in `pairs`, dim `to` is split as dim `from` of `tiling` is."""
+    found: list[tuple[int, ...]] = [()] * rank
+    for source, target in pairs:
+        found[target] = tiling[source]
+    return tuple(found)
+
+
 def _primes(size: int) -> list[int]:
     """Prime factors, largest last."""
     factors = []

@@ -8,8 +8,8 @@ from dataclasses import replace
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.emission import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
-from autoshard.cost.partitioner.tiling import Tiling
-from autoshard.cost.partitioner.transfer import bytes_of
+from autoshard.cost.partitioner.tiling import Tiling, carried
+from autoshard.cost.partitioner.transfer import bytes_of, followed
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Op
 
@@ -37,11 +37,7 @@ def _wanted(context: Context, op: Op, reads: Tilings, results: Tilings) -> Tilin
         if dims is None:
             wanted.append(((),) * len(shape))
             continue
-        asked: list[tuple[int, ...]] = [()] * len(shape)
-        for result_dim, dim in enumerate(dims):
-            if dim >= 0:
-                asked[dim] = result[result_dim]
-        wanted.append(tuple(asked))
+        wanted.append(carried(result, followed(dims), len(shape)))
     return tuple(wanted)
 
 

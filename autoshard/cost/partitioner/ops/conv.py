@@ -16,7 +16,7 @@ from autoshard.cost.machine.compute import taps_on_input
 from autoshard.cost.partitioner.ops.dot import DotPartitioner
 from autoshard.cost.partitioner.ops.dot_plan import Create, Dim, Goal, Halo, Hides, Shape, Side
 from autoshard.cost.partitioner.ops.halo import Exchange, Moved, Window, exchange, exchange_all, halos
-from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.graph.contraction import Dims
 
 Outcome = tuple[Shape | None]
@@ -115,10 +115,7 @@ class ConvolutionPartitioner(DotPartitioner):
             return None
         if attrs["batch_groups"] > 1 and (lhs.tiling[attrs["lhs"][0]] or rhs.tiling[attrs["rhs"][0]]):
             return None
-        want: list[Dim] = [()] * len(lhs.tiling)
-        for mine, into in zip(attrs["lhs"], attrs["out"], strict=True):
-            want[mine] = goal.out[into]
-        asked = tuple(want)
+        asked = carried(goal.out, zip(attrs["out"], attrs["lhs"], strict=True), len(lhs.tiling))
         found: list[tuple[int, Exchange | None]] = []
         windows = []
         for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
@@ -154,10 +151,7 @@ class ConvolutionPartitioner(DotPartitioner):
         pairs = list(zip(attrs["lhs"], (attrs["rhs"][0], attrs["rhs"][1], *attrs["rhs"][2:]), strict=True))
         pull = math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width
         follow, lead = (lhs, rhs) if pull else (rhs, lhs)
-        want: list[Dim] = [()] * len(follow.tiling)
-        for a, b in pairs:
-            want[a if pull else b] = lead.tiling[b if pull else a]
-        asked = tuple(want)
+        asked = carried(lead.tiling, ((b, a) if pull else (a, b) for a, b in pairs), len(follow.tiling))
         lhs_tiling = asked if pull else lhs.tiling
         rhs_tiling = rhs.tiling if pull else asked
         if lhs_tiling[attrs["lhs"][0]] or rhs_tiling[attrs["rhs"][0]]:
@@ -214,12 +208,9 @@ class ConvolutionPartitioner(DotPartitioner):
             (attrs["rhs"][0], attrs["rhs"][1]),
             (attrs["out"][1], attrs["out"][0]),
         )
-        found: list[Dim] = [()] * len(tiling)
         mine = (*sides[place], *(attrs["lhs"], attrs["rhs"], attrs["out"])[place][2:])
         theirs = (*sides[other], *(attrs["lhs"], attrs["rhs"], attrs["out"])[other][2:])
-        for a, b in zip(mine, theirs, strict=True):
-            found[b] = tiling[a]
-        return tuple(found)
+        return carried(tiling, zip(mine, theirs, strict=True), len(tiling))
 
     def _grouped(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """Groups over all devices: `PartitionConvolutionWithFeatureGroupCount` and `…BatchGroupCount`."""

@@ -96,14 +96,14 @@ class DotPartitioner(Contraction):
         lhs_k, rhs_k = ways(lhs.tiling, (k[0] for k in d.contract)), ways(rhs.tiling, (k[1] for k in d.contract))
         lhs_free, rhs_free = ways(lhs.tiling, (m[0] for m in d.left)), ways(rhs.tiling, (n[0] for n in d.right))
         out_left, out_right = ways(goal.out, (m[1] for m in d.left)), ways(goal.out, (n[1] for n in d.right))
-        if lhs_batch == rhs_batch == count and self._lhs_as_rhs(lhs, rhs) == rhs.tiling:
+        if lhs_batch == rhs_batch == count and self._as_other(lhs, rhs) == rhs.tiling:
             made = self.make(lhs, rhs, goal.create)
             return self._reshard_result(goal, self.as_out(lhs, len(goal.out)), made)
         for may_reduce in (False, True):
             for side, other, batch in ((lhs, rhs, lhs_batch), (rhs, lhs, rhs_batch)):
                 if not (batch == out_batch == count and self.as_out(side, len(goal.out)) == goal.out):
                     continue
-                want = self._lhs_as_rhs(lhs, rhs) if side is lhs else self._rhs_as_lhs(lhs, rhs)
+                want = self._as_other(side, other)
                 if may_reduce or self._is_cheap(other.tiling, want):
                     other = self._moved(other, want, goal.outer)
                     return self.make(*((side, other) if side is lhs else (other, side)), goal.create)
@@ -112,9 +112,9 @@ class DotPartitioner(Contraction):
             return loop
         if lhs_k == rhs_k == count and not any(goal.out):
             if math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width:
-                lhs = self._moved(lhs, self._rhs_as_lhs(lhs, rhs), goal.outer)
+                lhs = self._moved(lhs, self._as_other(rhs, lhs), goal.outer)
             else:
-                rhs = self._moved(rhs, self._lhs_as_rhs(lhs, rhs), goal.outer)
+                rhs = self._moved(rhs, self._as_other(lhs, rhs), goal.outer)
             made = self.make(lhs, rhs, goal.create)
             axes = tuple(lhs.tiling[k[0]] for k in reversed(d.contract) if lhs.tiling[k[0]])
             self._sum(axes, made, goal.out, goal.outer)
@@ -129,9 +129,9 @@ class DotPartitioner(Contraction):
             return None
         out_size = math.prod(goal.shape)
         if rhs_k == count and not any(lhs.tiling) and math.prod(rhs.shape) > out_size:
-            lhs = self._moved(lhs, self._rhs_as_lhs(lhs, rhs), goal.outer)
+            lhs = self._moved(lhs, self._as_other(rhs, lhs), goal.outer)
         elif lhs_k == count and not any(rhs.tiling) and math.prod(lhs.shape) > out_size:
-            rhs = self._moved(rhs, self._lhs_as_rhs(lhs, rhs), goal.outer)
+            rhs = self._moved(rhs, self._as_other(lhs, rhs), goal.outer)
         else:
             return None
         made = self.make(lhs, rhs, goal.create)
@@ -300,13 +300,11 @@ class DotPartitioner(Contraction):
     def _expected_other(self, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
         """What the result and the matching operand together ask of the other operand."""
         found = self._asked(other, out)
-        offered: list[Dim] = [()] * len(other.tiling)
-        for pair in (*(b[:2] for b in self.dims.batch), *self.dims.contract):
-            offered[pair[other.place]] = side.tiling[pair[1 - other.place]]
-        merged = self.subaxes.merge(found, tuple(offered), 1)
+        offered = self._as_other(side, other)
+        merged = self.subaxes.merge(found, offered, 1)
         if merged is not None:
             return merged
-        return tuple(offered) if self.subaxes.tiles(tuple(offered)) > self.subaxes.tiles(found) else found
+        return offered if self.subaxes.tiles(offered) > self.subaxes.tiles(found) else found
 
     def _group_contract(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
         d = self.dims

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from autoshard.cost.partitioner.ops.halo import Moved
-from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.graph.contraction import Dims
 
 Shape = tuple[int, ...]
@@ -189,33 +189,22 @@ class Contraction:
 
     def _asked(self, side: Side, out: Tiling) -> Tiling:
         """An operand's batch and free dims as the result has them."""
-        asked: list[Dim] = [()] * len(side.tiling)
-        for b in self.dims.batch:
-            asked[b[side.place]] = out[b[2]]
-        for mine, o in self.dims.left if side.place == 0 else self.dims.right:
-            asked[mine] = out[o]
-        return tuple(asked)
+        return carried(out, ((o, mine) for mine, o in self._kept_by(side)), len(side.tiling))
 
     def as_out(self, side: Side, rank: int) -> Tiling:
         """The result split as an operand is."""
-        found: list[Dim] = [()] * rank
-        for b in self.dims.batch:
-            found[b[2]] = side.tiling[b[side.place]]
-        for mine, o in self.dims.left if side.place == 0 else self.dims.right:
-            found[o] = side.tiling[mine]
-        return tuple(found)
+        return carried(side.tiling, self._kept_by(side), rank)
 
-    def _lhs_as_rhs(self, lhs: Side, rhs: Side) -> Tiling:
-        found: list[Dim] = [()] * len(rhs.tiling)
-        for pair in (*(b[:2] for b in self.dims.batch), *self.dims.contract):
-            found[pair[1]] = lhs.tiling[pair[0]]
-        return tuple(found)
+    def _kept_by(self, side: Side) -> list[tuple[int, int]]:
+        """(dim, dim of the result) of an operand's batch and free dims."""
+        free = self.dims.left if side.place == 0 else self.dims.right
+        return [*((b[side.place], b[2]) for b in self.dims.batch), *free]
 
-    def _rhs_as_lhs(self, lhs: Side, rhs: Side) -> Tiling:
-        found: list[Dim] = [()] * len(lhs.tiling)
-        for pair in (*(b[:2] for b in self.dims.batch), *self.dims.contract):
-            found[pair[0]] = rhs.tiling[pair[1]]
-        return tuple(found)
+    def _as_other(self, side: Side, other: Side) -> Tiling:
+        """`other` split as `side` is along the dims that they share."""
+        pairs = (*(b[:2] for b in self.dims.batch), *self.dims.contract)
+        shared = ((pair[side.place], pair[other.place]) for pair in pairs)
+        return carried(side.tiling, shared, len(other.tiling))
 
     # ---- device groups -----------------------------------------------------------------------------------------
 

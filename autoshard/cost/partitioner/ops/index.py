@@ -17,7 +17,7 @@ from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.emission import Emission, Tilings
 from autoshard.cost.partitioner.ops.scatter import is_summed
 from autoshard.cost.partitioner.reshard.emitted import Step
-from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.tiling import Tiling, carried
 from autoshard.cost.partitioner.transfer import bytes_of
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
@@ -183,13 +183,9 @@ class IndexPartitioner:
         if aligned is None:
             return None
         operand_as, indices_as = aligned
-        carried: list[Dim] = [()] * len(case.window.tiling)
-        for i, w in (*self.index, *((i, w) for _, i, w in self.batch)):
-            carried[w] = indices_as[i]
-        through: list[Dim] = [()] * len(case.window.tiling)
-        for a, w in self.passthrough:
-            through[w] = operand_as[a]
-        window_as = self.subaxes.merge(tuple(carried), tuple(through), 1) or tuple(carried)
+        rank = len(case.window.tiling)
+        looked_up = carried(indices_as, (*self.index, *((i, w) for _, i, w in self.batch)), rank)
+        window_as = self.subaxes.merge(looked_up, carried(operand_as, self.passthrough, rank), 1) or looked_up
         group = tuple(axis for _, i, _ in self.batch for axis in indices_as[i])
         return _Way(operand_as, indices_as, window_as, group)
 
@@ -235,14 +231,12 @@ class IndexPartitioner:
         group = tuple(axis for a, _ in self.passthrough for axis in case.operand.tiling[a])
         if not group:
             return None
-        asked: list[Dim] = [()] * len(case.window.tiling)
-        for a, w in self.passthrough:
-            asked[w] = case.operand.tiling[a]
-        carried = self.subaxes.merge(case.window.tiling, tuple(asked), 1) or tuple(asked)
+        through = carried(case.operand.tiling, self.passthrough, len(case.window.tiling))
+        through = self.subaxes.merge(case.window.tiling, through, 1) or through
         return _Way(
             case.operand.tiling,
             self._off(case.indices.tiling, group, self._index_order(), case.devices),
-            carried,
+            through,
             group,
             (),
         )
@@ -256,15 +250,11 @@ class IndexPartitioner:
         wanted_indices = self._off(case.indices.tiling, group, self._index_order(), case.devices)
         wanted_window = self._off(case.window.tiling, group, self._window_order(case.window), case.devices)
         if any(wanted_indices) and not any(wanted_window):
-            asked: list[Dim] = [()] * len(case.window.tiling)
-            for i, w in self.index:
-                asked[w] = case.indices.tiling[i]
-            wanted_window = self._off(tuple(asked), group, self._window_order(case.window), case.devices)
+            asked = carried(case.indices.tiling, self.index, len(case.window.tiling))
+            wanted_window = self._off(asked, group, self._window_order(case.window), case.devices)
         elif any(wanted_window) and not any(wanted_indices):
-            asked = [()] * len(case.indices.tiling)
-            for i, w in self.index:
-                asked[i] = case.window.tiling[w]
-            wanted_indices = self._off(tuple(asked), group, self._index_order(), case.devices)
+            asked = carried(case.window.tiling, self._of_window(), len(case.indices.tiling))
+            wanted_indices = self._off(asked, group, self._index_order(), case.devices)
         sums = per_dim if self.is_gather else ()
         return _Way(case.operand.tiling, wanted_indices, wanted_window, group, sums)
 
@@ -272,19 +262,15 @@ class IndexPartitioner:
         """Dims of the indices: a scatter then sums what the groups made, if its region has an identity."""
         if not self.is_gather and self.op.attrs["reducer"] not in REDUCERS:
             return None
-        asked: list[Dim] = [()] * len(case.indices.tiling)
-        for i, w in self.index:
-            asked[i] = case.window.tiling[w]
+        asked = carried(case.window.tiling, self._of_window(), len(case.indices.tiling))
         before = self.subaxes.tiles(case.indices.tiling)
-        better = self.subaxes.merge(tuple(asked), case.indices.tiling, before + 1) or case.indices.tiling
+        better = self.subaxes.merge(asked, case.indices.tiling, before + 1) or case.indices.tiling
         per_dim = tuple(better[i] for i, _ in self.index if better[i])
         group = tuple(axis for axes in per_dim for axis in axes)
         if not group:
             return None
-        carried: list[Dim] = [()] * len(case.window.tiling)
-        for i, w in self.index:
-            carried[w] = better[i]
-        through = self.subaxes.merge(case.window.tiling, tuple(carried), 1) or tuple(carried)
+        looked_up = carried(better, self.index, len(case.window.tiling))
+        through = self.subaxes.merge(case.window.tiling, looked_up, 1) or looked_up
         order = (*self.trivial, *(a for a, _ in self.passthrough))
         return _Way(
             self._off(case.operand.tiling, group, order, case.devices),
@@ -406,6 +392,10 @@ class IndexPartitioner:
                     moved.append(match)
             result.append(tuple(moved))
         return tuple(result)
+
+    def _of_window(self) -> list[tuple[int, int]]:
+        """(dim of the window, dim of the indices) of those that the window has."""
+        return [(w, i) for i, w in self.index]
 
     def _index_order(self) -> list[int]:
         vector = self.op.attrs["index_vector_dim"]
