@@ -10,8 +10,9 @@ which they become ready (`BFScheduler`), so every weight is gathered at the star
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend
@@ -26,7 +27,7 @@ from autoshard.cost.compiler.rewrite import (
     without_reduce_scatter,
 )
 from autoshard.cost.compiler.rewrite_conv import canonical_convolution, expanded_select_and_scatter
-from autoshard.cost.compiler.schedule import Dependencies, breadth_first, combined
+from autoshard.cost.compiler.schedule import Dependencies, breadth_first, combined, summed_over
 from autoshard.cost.passes import Passes
 
 LIBRARY = frozenset(
@@ -225,13 +226,7 @@ class CpuBackend(Backend):
         for kernel in kernels:
             kernel.displaced |= {array for array in kernel.reads if _is_reshaped(program, array)}
 
-        def key(kernel: Kernel) -> Hashable:
-            step = program.steps[kernel.steps[-1]]
-            if kernel.kind != "all-reduce" or step.collective is None:
-                return None
-            return step.collective.axes, program.arrays[step.writes[0]].dtype
-
-        return combined(kernels, key, lambda kernel: 0, math.inf)
+        return combined(kernels, partial(summed_over, program), lambda kernel: 0, math.inf)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """As they become ready."""

@@ -53,6 +53,14 @@ def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, users))
 
 
+def summed_over(program: Lowered, kernel: Kernel) -> Hashable:
+    """What all-reduces that run as one have in common, axes and dtype; None for other kernels."""
+    step = program.steps[kernel.steps[-1]]
+    if kernel.kind != "all-reduce" or step.collective is None:
+        return None
+    return step.collective.axes, program.arrays[step.writes[0]].dtype
+
+
 def combined(
     kernels: list[Kernel],
     key: Callable[[Kernel], Hashable],

@@ -11,9 +11,8 @@ from autoshard.cost.machine.layout import sums_whole
 from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.cuts import Cuts
-from autoshard.cost.partitioner.emission import Dim, Emission, Tilings
 from autoshard.cost.partitioner.ops.halo import Moved
-from autoshard.cost.partitioner.partitioned import Attention, Partitioned
+from autoshard.cost.partitioner.partitioned import Attention, Dim, Emission, Partitioned, Tilings
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.emitted import Resharder, Step
 from autoshard.cost.partitioner.reshard.steps import Cut

@@ -16,7 +16,6 @@ from dataclasses import replace
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Ring, Tilings
 from autoshard.cost.partitioner.ops import body, expanded, reorder, rounded, shape
 from autoshard.cost.partitioner.ops.aligned import aligned, reduce, rng
 from autoshard.cost.partitioner.ops.attention import attentions, unread
@@ -27,7 +26,7 @@ from autoshard.cost.partitioner.ops.index import indexed
 from autoshard.cost.partitioner.ops.kernel import Gathering, source_of, turned
 from autoshard.cost.partitioner.ops.scatter import is_summed, scatter_later
 from autoshard.cost.partitioner.ops.summed import sum_once
-from autoshard.cost.partitioner.partitioned import Move, OpRun, Partitioned
+from autoshard.cost.partitioner.partitioned import Emission, Move, OpRun, Partitioned, Ring, Tilings
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling

@@ -1,13 +1,51 @@
-"""What comes out of the partitioner: how every op runs, and the collectives around it."""
+"""What the partitioner emits: for one op, before and after it is known what was made earlier, and for a program."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.ops import Value
+
+Dim = tuple[int, ...]
+Tilings = tuple[Tiling, ...]
+"""One per operand, or per result."""
+MoveKey = tuple[Any, Tiling | None, Tiling]
+"""Names what a move makes of a value; the last part is how that is split."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Names what goes round a ring of `parts` devices within the groups `outer`, beside what is gathered there."""
+
+    outer: Dim
+    parts: int
+
+
+@dataclass(frozen=True)
+class Emission:
+    """The collectives of one op, before it is known which of its reshards were made earlier.
+
+    Attributes:
+        moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
+        own: the op's own collectives.
+        order: the subaxes of the last sum among them, in the order of its devices.
+        inner: of the bodies of a loop or branch.
+        rounds: (place among `own`, number) of the permutes in which a loop sums partial results, which are one step.
+    """
+
+    moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
+    own: tuple[Step, ...]
+    share: float
+    reads: tuple[Tiling, ...]
+    overcounted: bool = False
+    order: Dim = ()
+    inner: tuple[Collective, ...] = ()
+    rounds: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

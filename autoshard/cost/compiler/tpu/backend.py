@@ -27,6 +27,7 @@ from autoshard.cost.compiler.schedule import (
     combined_by_levels,
     greedy,
     liveness,
+    summed_over,
 )
 from autoshard.cost.compiler.tpu import rewrite, strips
 from autoshard.cost.compiler.tpu.ahead import fetched_ahead
@@ -153,12 +154,6 @@ class TpuBackend(Backend):
         )
         kernels = several_results(strips.sums_together(kernels, program), program)
 
-        def key(kernel: Kernel) -> Hashable:
-            step = program.steps[kernel.steps[-1]]
-            if kernel.kind != "all-reduce" or step.collective is None:
-                return None
-            return step.collective.axes, program.arrays[step.writes[0]].dtype
-
         for kernel in kernels:
             if kernel.kind in IN_PLACE:
                 kernel.shares = True
@@ -169,9 +164,9 @@ class TpuBackend(Backend):
             return sum(program.arrays[array].bytes for array in kernel.reads)
 
         if convolves(program):
-            kernels = combined(kernels, key, size, THRESHOLD, results=program.results)
+            kernels = combined(kernels, partial(summed_over, program), size, THRESHOLD, results=program.results)
         else:
-            kernels = combined_by_levels(kernels, key, size, THRESHOLD, program.results)
+            kernels = combined_by_levels(kernels, partial(summed_over, program), size, THRESHOLD, program.results)
         kernels = merged_outputs(
             kernels,
             lambda kernel: self._loop_over(kernel, program),

@@ -49,10 +49,7 @@ def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
     if not pieces:
         return program
     rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
-        if number not in pieces:
-            rewriter.emit(step)
-            continue
+    for number, step in rewriter.changing(pieces):
         table, made = step.reads[0], step.writes[0]
         found = program.arrays[made]
         inside = pieces[number] <= INSIDE and len(found.readers) + found.returned == 1

@@ -262,11 +262,8 @@ def moved_by_rows(program: Lowered) -> Lowered:
     cut = {number: _cut(program, number) for number in widened if program.steps[number].kind == "gather"}
     gone = {one for chain in cut.values() for one in chain}
     rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
+    for number, step in rewriter.changing({*widened, *gone}):
         if number in gone:
-            continue
-        if number not in widened:
-            rewriter.emit(step)
             continue
         place, size = widened[number]
         if step.kind == "gather":
@@ -349,14 +346,12 @@ def attentions_by_rows(program: Lowered) -> Lowered:
 
     Not where that pads nothing (heads of 128): it lies so anyway. Logits are made so.
     """
-    if all(step.kind != ATTENTION for step in program.steps):
+    attentions = {number for number, step in enumerate(program.steps) if step.kind == ATTENTION}
+    if not attentions:
         return program
     rewriter = Rewriter(program)
     copies: dict[int, int] = {}
-    for step in program.steps:
-        if step.kind != ATTENTION:
-            rewriter.emit(step)
-            continue
+    for _, step in rewriter.changing(attentions):
         reads = list(step.reads)
         for place in range(len(reads) == WITH_LOGITS, len(reads)):
             source = reads[place]

@@ -332,10 +332,7 @@ def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     for step in program.steps:
         shape = program.arrays[step.reads[0]].shape if step.reads else None
         width = widths.get(step.reads[0], 0) if step.reads else 0
-        if not width or not shape or width * SPLITS <= shape[-1]:
-            rewriter.emit(step)
-            continue
-        if step.kind != "reduce" or not _over_images(program, step):
+        if not shape or width * SPLITS <= shape[-1] or step.kind != "reduce" or not _over_images(program, step):
             rewriter.emit(step)
             continue
         key = shape[0], shape[-1], width
@@ -420,10 +417,8 @@ def sums_together(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
 
 def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
     rewriter = Rewriter(program)
-    for step in program.steps:
-        if step.kind not in MOVING or not _moves(step, strips):
-            rewriter.emit(step)
-            continue
+    moving = {n for n, step in enumerate(program.steps) if step.kind in MOVING and _moves(step, strips)}
+    for _, step in rewriter.changing(moving):
         parts = ORDERED if step.kind == "all-to-all" else 0
         counts = [AROUND if array in strips else parts for array in (step.reads[0], step.writes[0])]
         read, made = step.reads[0], step.writes[0]

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Tilings
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling, carried
 from autoshard.cost.partitioner.transfer import bytes_of, followed

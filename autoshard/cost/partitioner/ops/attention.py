@@ -32,8 +32,7 @@ from itertools import pairwise
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Ring
-from autoshard.cost.partitioner.partitioned import Attention
+from autoshard.cost.partitioner.partitioned import Attention, Ring
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.ops import Graph, Op, Value
 

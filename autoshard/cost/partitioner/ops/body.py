@@ -12,7 +12,7 @@ from dataclasses import replace
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import op_flops
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Tilings
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.body import Body

@@ -9,12 +9,12 @@ from functools import partial
 
 from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Dim, Emission, MoveKey, Ring, Tilings
 from autoshard.cost.partitioner.ops import rounded as spmd_rounded
 from autoshard.cost.partitioner.ops.conv import ConvolutionPartitioner
 from autoshard.cost.partitioner.ops.dot import DotPartitioner
 from autoshard.cost.partitioner.ops.dot_plan import Halo, Hides, Loop, Sum
 from autoshard.cost.partitioner.ops.dot_plan import Move as Resharded
+from autoshard.cost.partitioner.partitioned import Dim, Emission, MoveKey, Ring, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.transfer import bytes_of
 from autoshard.graph.ops import Op, Value

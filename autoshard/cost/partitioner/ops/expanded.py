@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Tilings
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.partitioner.transfer import bytes_of

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Tilings
 from autoshard.cost.partitioner.ops.scatter import is_summed
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling, carried
 from autoshard.cost.partitioner.transfer import bytes_of

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission
 from autoshard.cost.partitioner.ops.scatter import MOVES
+from autoshard.cost.partitioner.partitioned import Emission
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.ops import Op, Value
 

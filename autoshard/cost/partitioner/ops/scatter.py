@@ -16,8 +16,7 @@ from dataclasses import replace
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Ring
-from autoshard.cost.partitioner.partitioned import OpRun
+from autoshard.cost.partitioner.partitioned import OpRun, Ring
 from autoshard.cost.partitioner.reshard.steps import Cut
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.groups import ELEMENTWISE, unscaled

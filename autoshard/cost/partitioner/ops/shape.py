@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.emission import Emission, Tilings
 from autoshard.cost.partitioner.ops.halo import Exchange, Window, exchange, exchange_all, halos
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.partitioner.transfer import bytes_of
