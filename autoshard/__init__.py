@@ -1,17 +1,31 @@
 """Decides how a PyTorch program is split over many devices, and proves how good the decision is.
 
-`import autoshard` is light: torch, torch_xla, jax and the solvers are imported by the functions that need them.
+`import autoshard` is light: a public name brings its module in when it is first read, and torch, torch_xla, jax and the
+solvers are imported by the functions that need them.
 """
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from autoshard.auto.policy import auto_policy, use_spmd
-from autoshard.comparison.compared import Comparison, compare
 from autoshard.errors import AutoshardError, CaptureError, SourceError
 from autoshard.mesh import Mesh
-from autoshard.planning.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
-from autoshard.plans.value import Plan, PlanError, PlanMismatchError
-from autoshard.show.explanation import Explanation, explain
+from autoshard.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from autoshard.auto.policy import auto_policy, use_spmd
+    from autoshard.comparison.compared import Comparison, compare
+    from autoshard.planning.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
+    from autoshard.plans.value import Plan, PlanError, PlanMismatchError
+    from autoshard.show.explanation import Explanation, explain
+
+_MODULES = {
+    "auto.policy": ("auto_policy", "use_spmd"),
+    "comparison.compared": ("Comparison", "compare"),
+    "planning.api": ("capture", "evaluate", "manual_plan", "plan", "plan_program", "register_rule"),
+    "plans.value": ("Plan", "PlanError", "PlanMismatchError"),
+    "show.explanation": ("Explanation", "explain"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AutoshardError",
@@ -34,3 +48,15 @@ __all__ = [
     "register_rule",
     "use_spmd",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, its module imported."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"autoshard.{_MODULE_OF[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

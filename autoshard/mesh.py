@@ -169,3 +169,10 @@ class Mesh:
 def default_axis_names(rank: int) -> tuple[str, ...]:
     """`data`, `model`, then `z`: what an unnamed mesh calls its axes (one axis: `data`)."""
     return ("data", "model", "z")[:rank]
+
+
+def describe_mesh(mesh: Mesh, links: Sequence[str] = ()) -> str:
+    """`2x4 (data=2, model=4) of tpu-v5e`; with the link of each axis, `(data=2 on ib, model=4 on nvlink)`."""
+    on = [f" on {link}" for link in links] or [""] * len(mesh.shape)
+    axes = ", ".join(f"{name}={size}{link}" for name, size, link in zip(mesh.axis_names, mesh.shape, on, strict=True))
+    return f"{'x'.join(map(str, mesh.shape))} ({axes}) of {mesh.device}"

@@ -12,6 +12,10 @@ ArgumentRole = Literal["parameter", "buffer", "input", "optimizer_state", "scala
 OutputRole = Literal["loss", "output", "parameter", "buffer", "optimizer_state"]
 
 
+PYTORCH = frozenset({"torch_xla", "torchax"})
+"""Frontends whose programs are sequences of aten ops; of one program both give the same, see docs/capture.md."""
+
+
 @dataclass(frozen=True)
 class TensorType:
     """Shape and element type of one tensor; dtype in StableHLO's words (`f32`, `bf16`, `i64`, `i1`)."""

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning import api
-from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 
@@ -278,7 +278,7 @@ def main() -> None:
         asked = [(target, plan) for target in TARGETS for plan in PLANS if (name, target, plan) not in done]
         if not asked or not any(word in name for word in words):
             continue
-        graph = captured_graph(api.capture(**make()))
+        graph = build_graph(api.capture(**make()))
         for target, plan in asked:
             before = time.perf_counter()
             known.append({"program": name, "target": target, "plan": plan, **row(graph, target, plan)})

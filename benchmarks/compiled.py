@@ -30,9 +30,9 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
-from autoshard.planning.decision import plan_graph
-from autoshard.planning.written import captured_graph
+from autoshard.planning.one_mesh import OneMesh
 from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
@@ -57,7 +57,7 @@ def sources() -> str:
 def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
     """The plan called `name`: `auto`, `least` (auto with only the annotations it needs), by hand, or `random<seed>`."""
     if name in ("auto", "least"):
-        chosen = plan_graph(graph, mesh).annotations
+        chosen = OneMesh(graph, mesh).candidate(None).annotations
         return least(graph, chosen, mesh) if name == "least" else chosen
     if name.startswith("random"):
         return random_annotations(graph, mesh, int(name.removeprefix("random")))
@@ -99,7 +99,7 @@ def sweep(models: Iterable[str], targets: Iterable[str], plans: Iterable[str], m
                 before = known.get(key(row), {"error": "not there"})
                 if before.get("sources") == sources() and "error" not in before:
                     continue
-                graph = graph or captured_graph(program(model))
+                graph = graph or build_graph(program(model))
                 try:
                     row |= {"target": target, **measured(graph, mesh, target, plan), **row}
                 except ManualPlanError as error:

@@ -14,7 +14,6 @@ import argparse
 import math
 import time
 from functools import partial
-from typing import Any
 
 from compiled import measured_plan
 from models import MODELS, built, hf, program
@@ -22,12 +21,13 @@ from models import MODELS, built, hf, program
 from autoshard.cost.machine.device import load_device
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.decision import plan_graph, within_limit
-from autoshard.planning.written import captured_graph, predict_annotations
+from autoshard.planning.memory import within_limit
+from autoshard.planning.one_mesh import OneMesh
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.objective import evaluate
 from autoshard.solver.solve import solve
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.formulate import formulate
 
 MODELS |= {
@@ -42,7 +42,7 @@ MODELS |= {
 
 def folded(name: str, mesh: Mesh) -> str:
     """One row: nodes, objective and CPU seconds, folded and whole."""
-    graph = captured_graph(program(name))
+    graph = build_graph(program(name))
     problem = formulate(graph, mesh, load_device(mesh.device)).problem
     small, expand = fold(problem, classes_of(problem))
     start = time.process_time()
@@ -60,13 +60,8 @@ def folded(name: str, mesh: Mesh) -> str:
 
 def least_memory(graph: Graph, mesh: Mesh) -> float:
     """The least predicted peak that a plan was found for: the answer to a limit of one byte."""
-
-    def decide(limit: float | None) -> Any:
-        decided = plan_graph(graph, mesh, memory=limit)
-        return decided, decided.annotations, predict_annotations(graph, decided.annotations, mesh)
-
     try:
-        within_limit(1.0, decide)
+        within_limit(OneMesh(graph, mesh), 1.0)
     except NoPlanError as error:
         return error.least
     return math.nan
@@ -74,28 +69,22 @@ def least_memory(graph: Graph, mesh: Mesh) -> float:
 
 def limited(name: str, mesh: Mesh, target: str, slack: float, compiled: bool) -> str:
     """One row: least memory, the limit, and what the plan under it takes."""
-    graph = captured_graph(program(name))
-    free = plan_graph(graph, mesh)
-    most = predict_annotations(graph, free.annotations, mesh)
+    graph = build_graph(program(name))
+    most = OneMesh(graph, mesh).candidate(None).prediction
     least = min(least_memory(graph, mesh), most.peak_memory_bytes)
     limit = slack * least
-
-    def decide(asked: float | None) -> Any:
-        decided = plan_graph(graph, mesh, memory=asked)
-        return decided, decided.annotations, predict_annotations(graph, decided.annotations, mesh)
-
     try:
-        found, written, prediction = within_limit(limit, decide)
+        found = within_limit(OneMesh(graph, mesh), limit)
     except NoPlanError as error:
         return f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} none: {error}"
     real = ""
     if compiled:
-        report = measured_plan(graph, written, mesh, target)
+        report = measured_plan(graph, found.annotations, mesh, target)
         real = f"{report['memory']['compiled_bytes'] / 1e6:9.1f}"
     return (
         f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} "
-        f"{prediction.peak_memory_bytes / 1e6:9.1f} {real:>9s} {1e3 * most.step_time_s:10.3f} "
-        f"{1e3 * prediction.step_time_s:10.3f} {found.solution.status.value} {found.solution.gap:.3%}"
+        f"{found.prediction.peak_memory_bytes / 1e6:9.1f} {real:>9s} {1e3 * most.step_time_s:10.3f} "
+        f"{1e3 * found.time:10.3f} {found.solver.status} {found.solver.gap:.3%}"
     )
 
 

@@ -18,28 +18,29 @@ from compiled import sources
 from models import MODELS, program
 
 from autoshard import manual
+from autoshard.cost.predict import predict
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.decision import plan_graph
-from autoshard.planning.written import captured_graph, predict_annotations
+from autoshard.planning.one_mesh import OneMesh
+from autoshard.stablehlo.reader import build_graph
 
 Row = dict[str, Any]
 
 
 def priced(graph: Graph, mesh: Mesh) -> Row:
     """Milliseconds: the objective, the automatic plan as predicted, and every plan by hand."""
-    decided = plan_graph(graph, mesh)
+    decided = OneMesh(graph, mesh).candidate(None)
     hand = {}
     for name, annotate in manual.PLANS.items():
         try:
-            hand[name] = predict_annotations(graph, annotate(graph, mesh), mesh).step_time_s * 1e3
+            hand[name] = predict(graph, annotate(graph, mesh), mesh).step_time_s * 1e3
         except ManualPlanError:
             continue
     return {
-        "objective_ms": decided.solution.objective * 1e3,
-        "auto_ms": predict_annotations(graph, decided.annotations, mesh).step_time_s * 1e3,
-        "status": decided.solution.status.value,
+        "objective_ms": decided.solver.objective * 1e3,
+        "auto_ms": decided.time * 1e3,
+        "status": decided.solver.status,
         "hand_ms": hand,
     }
 
@@ -70,7 +71,7 @@ def main() -> None:
             for mesh in options.meshes.split(","):
                 key = (model, device, mesh, sources())
                 if key not in known:
-                    graph = graph or captured_graph(program(model))
+                    graph = graph or build_graph(program(model))
                     row = {"model": model, "device": device, "mesh": mesh, "sources": sources()}
                     known[key] = row | priced(graph, Mesh.parse(mesh, device=device))
                     with options.out.open("a") as out:

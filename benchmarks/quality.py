@@ -26,13 +26,15 @@ from models import program
 from tabulate import tabulate
 
 from autoshard import manual
+from autoshard.cost.predict import predict
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.api import plan_captured
+from autoshard.planning.one_mesh import candidate_on
+from autoshard.planning.options import PlanningOptions
 from autoshard.planning.rivals import or_by_hand
-from autoshard.planning.written import captured_graph, predict_annotations
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.targets import on_target, parse_target
 
 MODELS = [
@@ -54,9 +56,10 @@ def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annota
     found: dict[str, Annotations] = {}
     left_out: dict[str, str] = {}
     if {SOLVER, PLAN} & {*wanted}:
-        alone = plan_captured(graph, mesh, rivals=False, time_limit=TIME_LIMIT_S)
-        found[SOLVER] = alone.annotations(graph)
-        found[PLAN] = or_by_hand(alone, graph, lambda annotations: annotations).annotations(graph)
+        options = PlanningOptions(time_limit=TIME_LIMIT_S)
+        alone = candidate_on(graph, mesh, options, TIME_LIMIT_S)
+        found[SOLVER] = alone.annotations
+        found[PLAN] = or_by_hand(alone, graph, options, {}).annotations
     for name in wanted:
         if name in found:
             continue
@@ -84,9 +87,9 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
             missing = {name for name in wanted if _missing(rows[name], again, best)}
             if not missing and _compiled_by_hand(rows) >= _wanted_by_hand(rows, best):
                 continue
-            graph = captured_graph(program(model, mesh.size))
+            graph = build_graph(program(model, mesh.size))
             made, left_out = plans(graph, mesh, wanted if best is not None else [*missing])
-            times = {name: predict_annotations(graph, each, mesh).step_time_s for name, each in made.items()}
+            times = {name: predict(graph, each, mesh).step_time_s for name, each in made.items()}
             order = sorted(made, key=lambda each: (each in manual.PLANS, each != SOLVER, times[each]))
             compiled = [name for name in order if name not in manual.PLANS]
             compiled += [name for name in order if name in manual.PLANS][:best]

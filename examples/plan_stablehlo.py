@@ -23,8 +23,8 @@ import numpy as np
 
 import autoshard
 from autoshard.frontends.stablehlo_file import read_program
-from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 
 
 def step(state, batch):
@@ -57,7 +57,7 @@ def main():
         hints = {"state.params.w1": "[],[model]"}
         plan = autoshard.plan_program(program, autoshard.Mesh((2, 4), device="h100"), hints=hints)
         print(plan)
-        graph = captured_graph(program)
+        graph = build_graph(program)
         module = annotate(program, graph, plan.annotations(graph), plan.mesh, "shardy", text=True, partitions=True)
         print(f"\nThe annotated module has {len(module):,} bytes; it begins:\n")
         begins = [line for line in module.decode().splitlines() if "module @" in line or "sdy.mesh" in line]

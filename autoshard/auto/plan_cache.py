@@ -17,13 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import autoshard
 from autoshard import files, kept
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
 from autoshard.plans import json_format as plan_json
 from autoshard.plans.value import Plan, PlanError
 from autoshard.program import Program
+from autoshard.version import __version__
 
 _SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
 """Packages whose versions may change what is planned, beside autoshard and those that captured the program."""
@@ -67,7 +67,7 @@ def key(program: Program, mesh: Mesh | Sequence[Mesh], options: Mapping[str, Any
     versions = {name: version_of(name) for name in _SOLVERS}
     digest = hashlib.sha256()
     for part in (
-        autoshard.__version__,
+        __version__,
         _source_digest(),
         sorted(versions.items()),
         sorted(program.versions.items()),
@@ -90,7 +90,7 @@ def version_of(package: str) -> str:
 
 def _source_digest() -> str:
     """Tells one state of an autoshard that is being worked on from another, by the times of its files."""
-    root = Path(autoshard.__file__).parent
+    root = Path(__file__).parents[1]
     stamps = [(each.name, each.stat().st_mtime_ns) for each in sorted(root.rglob("*.py"))]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()
 

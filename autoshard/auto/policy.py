@@ -122,7 +122,7 @@ def _options(spmd_config: Mapping[str, Any] | None) -> dict[str, Any]:
         if os.environ.get(variable):
             given.setdefault(name, os.environ[variable])
     if isinstance(given.get("memory"), str):
-        from autoshard.cli.options import parse_bytes
+        from autoshard.quantities import parse_bytes
 
         given["memory"] = None if given["memory"].lower() == "none" else parse_bytes(given["memory"])
     if "time_limit" in given:

@@ -21,7 +21,6 @@ import torch_xla
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-import autoshard
 from autoshard.auto.plan_cache import cached_plan
 from autoshard.auto.recorded_loss import LossRecorder
 from autoshard.errors import AutoshardError, AutoShardingError, AutoShardingWarning, CaptureError
@@ -278,7 +277,10 @@ class Watch:
         warnings.warn_explicit(f"{text} ({Path(file).name}:{line})", AutoShardingWarning, file, int(line))
 
 
-_NOT_THE_LOOPS = tuple(f"{Path(each.__file__ or '').parent}{os.sep}" for each in (torch, torch_xla, autoshard))
+_NOT_THE_LOOPS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(torch_xla.__file__).parent, Path(__file__).parents[1])
+)
 
 
 def _here() -> str:

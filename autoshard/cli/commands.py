@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import click
 
-import autoshard
 from autoshard import files
 from autoshard.cli.comparing import compare, explain
 from autoshard.cli.lowering import lower
@@ -33,7 +32,6 @@ from autoshard.cli.options import (
     SEED,
     Number,
     pairs,
-    parse_bytes,
     parse_hint,
     parse_mesh,
     parse_setting,
@@ -51,10 +49,11 @@ from autoshard.cli.source import (
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError
-from autoshard.planning.api import collector_paused, device_for, meshes_for, plan_program
 from autoshard.plans.value import Plan
+from autoshard.quantities import parse_bytes
 from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
+from autoshard.version import __version__
 
 BAD_INPUT, OFF, NOT_DECIDED, BUG, INTERRUPTED = 2, 1, 3, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"
@@ -163,7 +162,7 @@ def _traceback() -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(autoshard.__version__, prog_name="autoshard")
+@click.version_option(__version__, prog_name="autoshard")
 def commands() -> None:
     """Decide how a PyTorch program is split over many devices, and prove how good the decision is.
 
@@ -251,7 +250,10 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
-    # All that can be wrong with the command itself, before anything heavy is imported.
+    from autoshard.planning.api import collector_paused, plan_program
+    from autoshard.planning.meshes import device_for, meshes_for
+
+    # All that can be wrong with the command itself, before torch or jax is imported.
     device = device_for(device, refine)
     if device is not None:
         known_device(device)

@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from autoshard import files
-from autoshard.cli.options import SECONDS, pairs, parse_bytes, parse_hint, parse_setting
+from autoshard.cli.options import SECONDS, pairs, parse_hint, parse_setting
 from autoshard.cli.progress import Stages
 from autoshard.cli.source import (
     JSON,
@@ -21,8 +21,8 @@ from autoshard.cli.source import (
     with_source,
 )
 from autoshard.mesh import Mesh
-from autoshard.planning.api import collector_paused
 from autoshard.plans.value import Plan
+from autoshard.quantities import parse_bytes
 from autoshard.show.terminal import say
 
 
@@ -66,6 +66,8 @@ def compare(
     if device is not None:
         known_device(device)
     from autoshard.comparison import compared as comparison
+    from autoshard.planning.api import collector_paused
+    from autoshard.planning.options import PlanningOptions
 
     if device is None and placement is None:
         mesh = comparison.comparison_mesh(mesh_shape, None, target, axes)
@@ -92,10 +94,7 @@ def compare(
             plans=names,
             others=others,
             target=target,
-            memory=limit,
-            hints=wanted,
-            time_limit=time_limit,
-            progress=stages.begin,
+            options=PlanningOptions(memory=limit, hints=wanted, time_limit=time_limit, progress=stages.begin),
         )
         if plot is not None:
             stages.begin("plot")

@@ -12,8 +12,6 @@ from autoshard import files
 from autoshard.cli.options import pairs, parse_setting
 from autoshard.cli.progress import Stages
 from autoshard.cli.source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
-from autoshard.planning.api import collector_paused
-from autoshard.planning.written import captured_graph
 from autoshard.plans.value import Plan
 from autoshard.show.terminal import say
 
@@ -50,6 +48,10 @@ def lower(
     as_json: bool,
 ) -> None:
     """Write the StableHLO module of SOURCE with the plan's annotations in it."""
+    from autoshard.planning.api import collector_paused
+    from autoshard.stablehlo.annotate import annotate, check_steps
+    from autoshard.stablehlo.reader import build_graph
+
     files.check_writable(output)
     found = Plan.load(plan_file)
     fields = pairs("--set", [parse_setting(setting) for setting in settings])
@@ -59,11 +61,9 @@ def lower(
     with Stages() as stages, collector_paused():
         program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
         found.check_program(program)
-        from autoshard.stablehlo.annotate import annotate, check_steps
-
         check_steps(program)
         stages.begin("lower")
-        graph = captured_graph(program)
+        graph = build_graph(program)
         annotations = found.annotations(graph)
         text = output.suffix == ".mlir"
         module = annotate(program, graph, annotations, found.mesh, form, text=text, partitions=True)

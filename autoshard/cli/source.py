@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import autoshard
 from autoshard.cli.progress import Stages
 from autoshard.frontends.choose import FRONTENDS
 from autoshard.plans.value import Plan
@@ -17,7 +16,6 @@ from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
 
 if TYPE_CHECKING:
-    from autoshard.plans.value import Plan
     from autoshard.program import Program
     from autoshard.sources import Source
 
@@ -60,8 +58,10 @@ def captured(
     if is_stablehlo(source):
         return module(source, batch, seq, fields, train, stages)
     found = loaded(source, batch, seq, fields, train, stages)
+    from autoshard.planning.api import capture
+
     stages.begin("capture")
-    return autoshard.capture(
+    return capture(
         found.model,
         found.inputs,
         loss_fn=found.loss_fn,

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from autoshard.errors import ManualPlanError
-from autoshard.mesh import Mesh
-from autoshard.planning.api import DEVICE_MEMORY, Hint, capture, collector_paused, memory_limit, plan_captured
-from autoshard.planning.decision import Progress
+from autoshard.graph.ops import Graph
+from autoshard.manual import PLANS, plan_named
+from autoshard.mesh import Mesh, describe_mesh
+from autoshard.planning.api import capture, collector_paused
 from autoshard.planning.meshes import candidate_meshes
-from autoshard.planning.written import captured_graph, written_plan
-from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
-from autoshard.show.report import columns, duration, size
-
-if TYPE_CHECKING:
-    from autoshard.graph.ops import Graph
-    from autoshard.program import Program
-    from autoshard.verify.targets import Target
+from autoshard.planning.options import DEVICE_MEMORY, Hint, PlanningOptions, Progress
+from autoshard.planning.road import plan_graph
+from autoshard.planning.written import written_plan
+from autoshard.plans.json_format import predicted_to
+from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted
+from autoshard.program import Program
+from autoshard.show.report import columns, duration, mesh_text, size
+from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
+from autoshard.verify.check import compare_compiled
+from autoshard.verify.compile import CompileError
+from autoshard.verify.targets import Target, on_target, parse_target
 
 AUTO = "auto"
 
@@ -100,8 +105,6 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `compare --json` prints them."""
-        from autoshard.plans.json_format import predicted_to
-
         return {
             "mesh": {
                 "shape": list(self.mesh.shape),
@@ -131,7 +134,7 @@ class Comparison:
     def __str__(self) -> str:
         """Tables for a person."""
         limit = "" if self.memory is None else f", {size(self.memory)} each"
-        parts = [f"On {describe_mesh(self.mesh)}{limit}; predicted:", *self._table(compiled=False)]
+        parts = [f"On {mesh_text(self.mesh)}{limit}; predicted:", *self._table(compiled=False)]
         if any(row.compiled for row in self.rows):
             parts += ["", f"Compiled for {self.target}, under the same device model:", *self._table(compiled=True)]
         parts += ["", "Bytes of collectives, per device and step, predicted:", *self._bytes(compiled=False)]
@@ -216,21 +219,12 @@ def compare(
         PlanMismatchError: one of `others` is for another program or mesh.
     """
     check_names(plans)
+    options = PlanningOptions(memory=memory, hints=hints, time_limit=time_limit, progress=progress)  # type: ignore[arg-type]
     where = comparison_mesh(mesh, device, target)
     with collector_paused():
-        (progress or (lambda stage: None))("capture")
+        options.progress("capture")
         program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
-        return compare_program(
-            program,
-            where,
-            plans=plans,
-            others=others,
-            target=target,
-            memory=memory,
-            hints=hints,
-            time_limit=time_limit,
-            progress=progress,
-        )
+        return compare_program(program, where, plans=plans, others=others, target=target, options=options)
 
 
 def comparison_mesh(
@@ -251,8 +245,6 @@ def comparison_mesh(
         device = mesh.device
     if target is None:
         return candidate_meshes(mesh, None, device)[0]
-    from autoshard.verify.targets import on_target, parse_target
-
     parsed = parse_target(target, mesh.size)
     return on_target(mesh if device is not None else replace(mesh, device=parsed.device), parsed)
 
@@ -264,28 +256,20 @@ def compare_program(
     plans: Sequence[str] | None = None,
     others: Mapping[str, Plan] | None = None,
     target: str | None = None,
-    memory: float | Literal["device"] | None = DEVICE_MEMORY,
-    hints: Mapping[str, Hint] | None = None,
-    time_limit: float = 60.0,
-    progress: Progress | None = None,
+    options: PlanningOptions | None = None,
 ) -> Comparison:
-    """`compare`, of a captured program."""
-    from autoshard.manual import PLANS, plan_named
-
-    names = check_names(plans)
-    say = progress or (lambda stage: None)
-    say("graph")
-    graph = captured_graph(program)
+    """`compare`, of a captured program; `options` are for the automatic plan."""
+    names, options = check_names(plans), options or PlanningOptions()
+    options.progress("graph")
+    graph = build_graph(program)
     made: dict[str, Plan] = {}
     left_out: dict[str, str] = {}
     for name in names:
         try:
             if name == AUTO:
-                made[name] = plan_captured(
-                    graph, mesh, memory=memory, hints=hints, time_limit=time_limit, progress=progress
-                )
+                made[name] = plan_graph(graph, [mesh], options)
             else:
-                say("plans by hand")
+                options.progress("plans by hand")
                 made[name] = written_plan(graph, mesh, plan_named(name)(graph, mesh))
         except (ManualPlanError, NoPlanError) as error:
             if plans is None and isinstance(error, ManualPlanError) and name in PLANS:
@@ -297,8 +281,8 @@ def compare_program(
         made[name] = _other(plan, graph, mesh)
     rows = tuple(Row(name, plan) for name, plan in made.items())
     if target is not None:
-        rows = tuple(_compiled(row, graph, mesh, target, say) for row in rows)
-    return Comparison(mesh, memory_limit(memory, mesh), rows, left_out, target or "")
+        rows = tuple(_compiled(row, graph, mesh, parse_target(target, mesh.size), options.progress) for row in rows)
+    return Comparison(mesh, options.memory_on(mesh), rows, left_out, target or "")
 
 
 def check_names(plans: Sequence[str] | None) -> tuple[str, ...]:
@@ -307,8 +291,6 @@ def check_names(plans: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         ValueError: a name that no plan has.
     """
-    from autoshard.manual import PLANS
-
     if isinstance(plans, str):
         plans = [plans]
     names = tuple(dict.fromkeys((AUTO, *PLANS) if plans is None else plans))
@@ -326,14 +308,8 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     return written_plan(graph, mesh, plan.annotations(graph), options=plan.options, solver=plan.solver)
 
 
-def _compiled(row: Row, graph: Graph, mesh: Mesh, target_text: str, say: Progress) -> Row:
+def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress) -> Row:
     """The row with what the target's compiler makes of its plan."""
-    from autoshard.stablehlo.annotate import annotate
-    from autoshard.verify.check import compare_compiled
-    from autoshard.verify.compile import CompileError
-    from autoshard.verify.targets import parse_target
-
-    target: Target = parse_target(target_text, mesh.size)
     say(f"compile {row.name} for {target}")
     annotations = row.plan.annotations(graph)
     try:

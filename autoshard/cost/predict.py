@@ -12,7 +12,7 @@ from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
-from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.device import Device, load_device
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.partitioned import Partitioned
@@ -85,13 +85,15 @@ class Prediction:
 
 
 def predict(
-    graph: Graph, annotations: Annotations, mesh: Mesh, device: Device, *, groups: Groups | None = None
+    graph: Graph, annotations: Annotations, mesh: Mesh, device: Device | None = None, *, groups: Groups | None = None
 ) -> Prediction:
     """What `graph` costs under `annotations` on `mesh` of `device`; what is not annotated follows from propagation.
 
     Args:
+        device: the kind that `mesh` names where none is given.
         groups: `fusion_groups(graph)`, if the caller has it.
     """
+    device = load_device(mesh.device) if device is None else device
     target = device.target
     graph = simplified(graph, target)
     groups = fusion_groups(graph) if groups is None else groups

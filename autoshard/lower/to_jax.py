@@ -199,7 +199,7 @@ class JaxStep:
         """Annotate the program's module and make it callable; nothing is compiled yet."""
         import jax
 
-        from autoshard.planning.written import captured_graph
+        from autoshard.stablehlo.reader import build_graph
         from autoshard.strategies.guard import check_compiles, warn_of_wrong_sums
 
         if partitioner not in ("shardy", "gspmd"):
@@ -210,7 +210,7 @@ class JaxStep:
         plan.check_program(program)
         check_steps(program)
         _warn_of_reads(program)
-        graph = captured_graph(program)
+        graph = build_graph(program)
         if plan.solver is None:
             check_compiles(graph, plan.annotations(graph), plan.mesh)
             warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)

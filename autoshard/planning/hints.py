@@ -11,20 +11,14 @@ import re
 from collections.abc import Mapping
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, get_args
 
+from autoshard.graph.ops import Graph, Value
+from autoshard.manual import subtree_outputs
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plans.value import Keep
-
-if TYPE_CHECKING:
-    from autoshard.graph.ops import Graph, Value
-    from autoshard.program import Program
-
-
-def check_keep(keep: str) -> None:
-    """Raise ValueError unless `keep` is one of the words."""
-    if keep not in get_args(Keep):
-        raise ValueError(f"keep is {', '.join(get_args(Keep))}, not {keep!r}")
+from autoshard.program import Program
+from autoshard.stablehlo.annotate import gspmd_sharding
+from autoshard.strategies.space import argument_specs
 
 
 def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) -> dict[str, Spec]:
@@ -53,9 +47,6 @@ def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) ->
 
 def value_named(graph: Graph, name: str) -> Value | None:
     """The value that a name stands for: an argument's name, a module's path for what it returns, `op12`, `op12.1`."""
-    from autoshard.graph.ops import Value
-    from autoshard.manual import subtree_outputs
-
     for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
         if argument.name == name and argument.role != "scalar":
             return Value(op)
@@ -95,9 +86,6 @@ def spec_of(text: str, rank: int, mesh: Mesh, name: str) -> Spec:
     Raises:
         ValueError: there is none; says what to do.
     """
-    from autoshard.stablehlo.annotate import gspmd_sharding
-    from autoshard.strategies.space import argument_specs
-
     wanted = _tiles(text)
     if wanted is not None:
         for spec in argument_specs((mesh.size,) * rank, mesh):

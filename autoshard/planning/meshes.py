@@ -1,126 +1,45 @@
-"""Which meshes there are to plan for, and the search over all shapes of a number of devices.
-
-Every shape is planned in turn, those of few axes first, since they are cheap and give the others something to beat. A
-shape is given up as soon as the solver's bound proves that no plan on it is better than the best one so far, and not
-begun where it is the same as one before up to the names of its axes. What came of each is kept in the plan.
-"""
+"""Which meshes there are to plan for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from autoshard.cost.machine.device import DeviceError, load_device
+from autoshard.cost.machine.layout import check_layout
 from autoshard.mesh import MAX_DEVICES, Mesh
-from autoshard.plans.value import MeshTried, NoPlanError, Plan, PlanError
-
-if TYPE_CHECKING:
-    from autoshard.solver.problem import Problem
-
-Watch = Callable[[str, float, float], None]
-"""What the solver tells of itself: (stage, best objective so far, bound so far)."""
-PlanOn = Callable[[Mesh, float, Watch | None], "tuple[Plan, Problem]"]
-"""Plans on a mesh, within so many seconds of solving, watched."""
-
-WORTH = 1e-3
-"""A shape is given up when no plan on it can be better than the best so far by more than this part."""
-FIRST_SHARE = 0.25
-"""Part of the time limit that the solver has for each shape; the best is solved again with all of it."""
+from autoshard.verify.targets import Target, on_target, parse_target
 
 
-class _PrunedError(Exception):
-    """Raised through a solve whose bound shows that it is in vain."""
-
-    def __init__(self, bound: float) -> None:
-        self.bound = bound
-
-
-def plan_best(meshes: Sequence[Mesh], plan_on: PlanOn, time_limit: float) -> tuple[Plan, Problem]:
-    """The plan on the mesh with the shortest predicted step, with what came of every mesh, and its problem.
+def meshes_for(
+    mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None, refine: str | None
+) -> list[Mesh]:
+    """The meshes to plan for; without a device kind, of the target that the choice is refined for.
 
     Raises:
-        NoPlanError: no mesh has a plan; that of the mesh that needs least memory.
+        ValueError: there is none, or it does not lie on that target.
     """
-    if len(meshes) == 1:
-        return plan_on(meshes[0], time_limit, None)
-    best: tuple[Plan, Problem] | None = None
-    tried: dict[Mesh, MeshTried] = {}
-    refused: list[tuple[float, Mesh]] = []
-    for mesh in sorted(meshes, key=lambda mesh: len(mesh.shape)):
-        twin = next((other for other in tried if _same(mesh, other)), None)
-        if twin is not None:
-            tried[mesh] = MeshTried(mesh.shape, "same", note=f"as {_text(twin.shape)}: its axes lie on one network")
-            continue
-        target = None if best is None else best[0].solver
-        goal = float("inf") if target is None else (1 - WORTH) * target.objective
-
-        def watch(stage: str, objective: float, bound: float, goal: float = goal) -> None:
-            if bound >= goal:
-                raise _PrunedError(bound)
-
-        try:
-            found = plan_on(mesh, FIRST_SHARE * time_limit, watch)
-        except _PrunedError as pruned:
-            assert best is not None
-            note = f"no plan is better than that on {_text(best[0].mesh.shape)} by more than {100 * WORTH:g} %"
-            tried[mesh] = MeshTried(mesh.shape, "pruned", bound=pruned.bound, note=note)
-        except NoPlanError as error:
-            refused.append((error.least, mesh))
-            tried[mesh] = MeshTried(mesh.shape, "no plan", note=str(error))
-        else:
-            tried[mesh] = _tried(found[0])
-            if best is None or _time(found[0]) < _time(best[0]):
-                best = found
-    if best is None:
-        if not refused:
-            raise PlanError("no mesh to plan for")
-        _, mesh = min(refused, key=lambda each: each[0])
-        best = plan_on(mesh, time_limit, None)  # it may have been for want of time
-        tried[mesh] = _tried(best[0])
-    elif best[0].solver is not None and best[0].solver.status == "time_limit":
-        again = plan_on(best[0].mesh, time_limit, None)
-        if _time(again[0]) < _time(best[0]):
-            best = again
-            tried[best[0].mesh] = _tried(best[0])
-    return replace(best[0], search=tuple(tried.values())), best[1]
+    if refine is None:
+        return candidate_meshes(mesh, devices, device)
+    meshes = candidate_meshes(mesh, devices, device if isinstance(mesh, Mesh) else device_for(device, refine))
+    check_refine(refine, meshes[0])
+    return meshes
 
 
-def _tried(plan: Plan) -> MeshTried:
-    assert plan.predicted is not None
-    assert plan.solver is not None
-    return MeshTried(
-        plan.mesh.shape,
-        "planned",
-        plan.predicted.step_time_s,
-        plan.solver.objective,
-        plan.solver.bound,
-        plan.predicted.peak_memory_bytes,
-        "" if plan.solver.status == "optimal" else plan.solver.status.replace("_", " "),
-    )
+def check_refine(text: str, mesh: Mesh) -> Target:
+    """The target to refine for, on which the mesh must lie.
 
-
-def _time(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_time_s
-
-
-def _text(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _same(mesh: Mesh, other: Mesh) -> bool:
-    """Whether two meshes differ in the order of their axes alone, and every axis lies on one and the same network.
-
-    On a torus, and across hosts or slices, the order says where an axis lies.
+    Raises:
+        TargetError: there is no such target, its compiler is not installed, or the mesh does not lie on it.
     """
-    from autoshard.cost.machine.device import load_device
-    from autoshard.cost.machine.layout import layout
+    target = parse_target(text, mesh.size)
+    target.packages()
+    on_target(mesh, target)
+    return target
 
-    if sorted(mesh.shape) != sorted(other.shape) or mesh.device != other.device or mesh.placement or other.placement:
-        return False
-    device = load_device(mesh.device)
-    used = [dim for each in (mesh, other) for dim in layout(each, device) if dim.size > 1]
-    return all(dim.link.topology != "torus" for dim in used) and len({dim.link.name for dim in used}) == 1
+
+def device_for(device: str | None, refine: str | None) -> str | None:
+    """The device kind to plan for: as given, else of the target that the choice is refined for."""
+    return refine if device is None and refine is not None and not refine.startswith("cpu") else device
 
 
 def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None) -> list[Mesh]:
@@ -128,9 +47,6 @@ def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | Non
 
     A device kind with a topology (`h100:2x8`) says itself how many there are; shapes that do not lie on it are out.
     """
-    from autoshard.cost.machine.device import DeviceError, load_device
-    from autoshard.cost.machine.layout import check_layout
-
     if mesh is not None:
         if devices is not None:
             raise ValueError("give a mesh or a number of devices, not both")

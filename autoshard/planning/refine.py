@@ -10,24 +10,26 @@ communicate alike count as one. They are compiled, and judged under the device m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
-from autoshard.mesh import Mesh, spec_axes
-from autoshard.plans.value import NoPlanError, Plan, RefineCandidate, Refinement, SolverInfo
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import predict
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec, spec_axes
+from autoshard.planning.candidate import Candidate, collective_totals
+from autoshard.planning.hints import split
+from autoshard.planning.one_mesh import OneMesh, decide, formulated
+from autoshard.planning.options import PlanningOptions
+from autoshard.planning.rivals import by_hand
+from autoshard.plans.value import NoPlanError, RefineCandidate, Refinement, SolverInfo
+from autoshard.stablehlo.annotate import annotate
+from autoshard.strategies.formulate import Formulation, formulate
+from autoshard.verify.check import compare_compiled
+from autoshard.verify.compile import CompileError
+from autoshard.verify.targets import Target
 
-if TYPE_CHECKING:
-    from autoshard.cost.predict import Prediction
-    from autoshard.graph.annotations import Annotations
-    from autoshard.graph.ops import Graph, Value
-    from autoshard.planning.decision import Progress
-    from autoshard.strategies.formulate import Formulation
-    from autoshard.verify.targets import Target
-
-OPTIMUM = "optimum"
-"""What the predicted choice is called among the candidates."""
 _BEST = {"runner-up": 2, "by hand": 2}
 """How many of each kind are compiled, beside the optimum and the overlapped one."""
 COMPILED = 2 + sum(_BEST.values())
@@ -40,170 +42,115 @@ _HIDDEN = 0.5
 """Part of communication that the overlapped objective takes to run beside compute."""
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    name: str
-    annotations: Annotations = field(repr=False)
-    prediction: Prediction = field(repr=False)
-    solver: SolverInfo | None = None
-    kind: str = ""
-
-    @property
-    def time(self) -> float:
-        return self.prediction.step_time_s
-
-    def like(self, other: _Candidate) -> bool:
-        """Whether both communicate the same in the same time."""
-        mine, others = (_moved(each.prediction) for each in (self, other))
-        return mine == others and abs(self.time - other.time) <= _ALIKE * max(self.time, other.time)
-
-
-def _moved(prediction: Prediction) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Bytes of collectives per kind and axes."""
-    found: dict[tuple[str, tuple[str, ...]], int] = {}
-    for each in prediction.collectives:
-        key = each.kind, each.axes
-        found[key] = found.get(key, 0) + each.bytes * each.count
-    return found
-
-
-def check_refine(text: str, mesh: Mesh) -> Target:
-    """The target to refine for, on which the mesh must lie.
-
-    Raises:
-        TargetError: there is no such target, its compiler is not installed, or the mesh does not lie on it.
-    """
-    from autoshard.verify.targets import on_target, parse_target
-
-    target = parse_target(text, mesh.size)
-    target.packages()
-    on_target(mesh, target)
-    return target
-
-
 def refined(
-    plan: Plan,
-    graph: Graph,
-    target: Target,
-    *,
-    time_limit: float = 60.0,
-    written: Callable[[Annotations], Annotations] = lambda annotations: annotations,
-    progress: Progress | None = None,
-) -> Plan:
-    """The best compiled of the plan and its rivals, with what was compiled and how long each takes.
+    optimum: Candidate, graph: Graph, target: Target, options: PlanningOptions, hints: Mapping[str, Spec]
+) -> tuple[Candidate, Refinement]:
+    """The best compiled of the solver's choice and its rivals, with what was compiled and how long each takes.
 
     Args:
-        plan: the solver's; its options (memory, hints, fold, seed) hold for its rivals too.
-        time_limit: seconds for the solver, for each rival.
-        written: what of a rival's annotations is written (all, or the least that are needed).
+        hints: those that hold, for rivals too.
 
     Raises:
         CompileError: the target's compiler compiles none of the candidates.
     """
-    from autoshard.planning.written import predict_annotations, written_plan
-    from autoshard.stablehlo.annotate import annotate
-    from autoshard.verify.check import compare_compiled
-    from autoshard.verify.compile import CompileError
-
-    say = progress or (lambda stage: None)
-    own = plan.annotations(graph)
-    first = _Candidate(OPTIMUM, own, predict_annotations(graph, own, plan.mesh), plan.solver)
-    candidates = _distinct([first, *_rivals(plan, graph, time_limit, written, say)], plan.options.memory)
+    candidates = _distinct([optimum, *_rivals(optimum, graph, options, hints)])
     rows: list[RefineCandidate] = []
     errors: list[CompileError] = []
     for each in candidates:
-        say(f"compile {each.name} for {target}")
-        figures = (each.name, each.prediction.step_time_s, each.prediction.overlapped_s)
-        module = annotate(graph.program, graph, each.annotations, plan.mesh)
+        options.progress(f"compile {each.name} for {target}")
         try:
-            report, _ = compare_compiled(graph, each.annotations, plan.mesh, target, module)
+            rows.append(_compiled(each, graph, target))
         except CompileError as error:
             errors.append(error)
-            rows.append(RefineCandidate(*figures, note=str(error).splitlines()[0]))
-            continue
-        judged, memory = report.judged, plan.options.memory
-        over = memory is not None and report.memory_bytes > memory
-        rows.append(
-            RefineCandidate(
-                *figures,
-                judged.step_time_s,
-                judged.step_time_s if judged.overlapped_s is None else judged.overlapped_s,
-                report.memory_bytes,
-                f"compiled it takes more than {memory:,} bytes per device" if over else "",
-            )
-        )
+            figures = each.time, each.prediction.overlapped_s
+            rows.append(RefineCandidate(each.name, *figures, note=str(error).splitlines()[0]))
     times = {row.name: (bool(row.note), row.compiled_s) for row in rows if row.compiled_s is not None}
     if not times:
         raise errors[0]
     chosen = min(times, key=lambda name: times[name])
-    record = Refinement(str(target), chosen, tuple(rows))
-    if chosen == OPTIMUM:
-        return replace(plan, refined=record)
     best = next(each for each in candidates if each.name == chosen)
-    found = written_plan(graph, plan.mesh, best.annotations, best.prediction, options=plan.options, solver=best.solver)
-    return replace(found, search=plan.search, refined=record)
+    return best, Refinement(str(target), chosen, tuple(rows))
 
 
-def _distinct(candidates: list[_Candidate], memory: int | None) -> list[_Candidate]:
+def _compiled(candidate: Candidate, graph: Graph, target: Target) -> RefineCandidate:
+    """What the target's compiler makes of a candidate."""
+    mesh, memory = candidate.mesh, candidate.memory
+    module = annotate(graph.program, graph, candidate.annotations, mesh)
+    report, _ = compare_compiled(graph, candidate.annotations, mesh, target, module)
+    judged = report.judged
+    over = memory is not None and report.memory_bytes > memory
+    return RefineCandidate(
+        candidate.name,
+        candidate.time,
+        candidate.prediction.overlapped_s,
+        judged.step_time_s,
+        judged.step_time_s if judged.overlapped_s is None else judged.overlapped_s,
+        report.memory_bytes,
+        f"compiled it takes more than {memory:,} bytes per device" if over else "",
+    )
+
+
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
     """The optimum and the best predicted others of each kind that fit, no two of them alike."""
     first, *others = candidates
     found, room = [first], dict(_BEST)
     for each in sorted(others, key=lambda each: (each.kind != "", each.time)):
-        fits = memory is None or each.prediction.peak_memory_bytes <= memory
-        if fits and room.get(each.kind, 1) and not any(each.like(other) for other in found):
+        if each.fits and room.get(each.kind, 1) and not any(_alike(each, other) for other in found):
             found.append(each)
             room[each.kind] = room.get(each.kind, 1) - 1
     return found
 
 
+def _alike(one: Candidate, other: Candidate) -> bool:
+    """Whether both communicate the same bytes in the same time."""
+    mine, others = (
+        {(each.kind, each.axes): each.bytes for each in collective_totals(candidate.prediction.collectives)}
+        for candidate in (one, other)
+    )
+    return mine == others and abs(one.time - other.time) <= _ALIKE * max(one.time, other.time)
+
+
 def _rivals(
-    plan: Plan,
-    graph: Graph,
-    time_limit: float,
-    written: Callable[[Annotations], Annotations],
-    say: Progress,
-) -> Iterator[_Candidate]:
-    from autoshard.planning.decision import decide, formulated
-    from autoshard.planning.written import predict_annotations
-
-    options, mesh = plan.options, plan.mesh
-    formulation = formulated(graph, mesh, options.memory, options.hints, say)
-
-    def solved(name: str, problem: Formulation, kind: str) -> Iterator[_Candidate]:
-        try:
-            decided = decide(
-                problem, mesh, hints=options.hints, fold=options.fold, time_limit=time_limit, seed=options.seed
-            )
-        except NoPlanError:  # the hints, or what the program ties together, leave only the optimum's way
-            return
-        annotations = written(decided.annotations)
-        info = None
-        if kind and plan.solver is not None and plan.solver.bound is not None:
-            objective = decided.solution.objective
-            gap = max(0.0, objective - plan.solver.bound) / objective if objective else 0.0
-            info = SolverInfo("feasible", objective, plan.solver.bound, gap, decided.solution.backend)
-        yield _Candidate(name, annotations, predict_annotations(graph, annotations, mesh), info, kind)
-
+    optimum: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]
+) -> Iterator[Candidate]:
+    mesh, say = optimum.mesh, options.progress
+    say("strategies")
+    formulation = formulated(graph, mesh, optimum.memory, hints)
     say("runners-up")
-    chosen = _chosen(plan, graph)
+    problems: list[tuple[str, str, Formulation]] = []
+    chosen = {
+        value: spec_axes(spec)
+        for value, spec in optimum.annotations.pins.items()
+        if graph.ops[value.op].kind == "argument"
+    }
     for name, values in _decisions(graph).items():
         forbidden = {value: axes for value, axes in chosen.items() if value in values}
-        yield from solved(f"another {name}", formulation.without(forbidden), "runner-up")
-    yield from solved("overlapped", _overlapped(graph, plan), "")
+        problems.append((f"another {name}", "runner-up", formulation.without(forbidden)))
+    problems.append(("overlapped", "", _overlapped(graph, mesh, optimum.memory, hints)))
+    on = OneMesh(graph, mesh, options, hints, optimum.memory, options.time_limit)
+    for name, kind, problem in problems:
+        say("solve")
+        try:
+            decision = decide(problem, mesh, on.settings(optimum.memory), hints)
+        except NoPlanError:  # the hints, or what the program ties together, leave only the optimum's way
+            continue
+        annotations = decision.annotations
+        info = None
+        if kind and optimum.solver is not None and optimum.solver.bound is not None:
+            objective = decision.solution.objective
+            gap = max(0.0, objective - optimum.solver.bound) / objective if objective else 0.0
+            info = SolverInfo("feasible", objective, optimum.solver.bound, gap, decision.solution.backend)
+        prediction = predict(graph, annotations, mesh)
+        found = Candidate(mesh, annotations, prediction, name, kind, optimum.memory, info)
+        yield found.written(graph, options)
     say("plans by hand")
-    yield from _by_hand(plan, graph)
-
-
-def _chosen(plan: Plan, graph: Graph) -> dict[Value, frozenset[str]]:
-    """Argument -> the axes that split it."""
-    pins = plan.annotations(graph).pins
-    return {value: spec_axes(spec) for value, spec in pins.items() if graph.ops[value.op].kind == "argument"}
+    for name, made in by_hand(graph, mesh, hints):
+        prediction = predict(graph, made, mesh)
+        yield Candidate(mesh, made, prediction, name, "by hand", optimum.memory)
 
 
 def _decisions(graph: Graph) -> dict[str, set[Value]]:
     """The largest parameters by bytes, those of one name but for numbers and of one shape together; and the inputs."""
-    from autoshard.graph.ops import Value
-
     alike: dict[tuple[str, tuple[int, ...]], dict[str, Value]] = {}
     for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
         if argument.role == "parameter" and argument.type.shape:
@@ -222,23 +169,10 @@ def _decisions(graph: Graph) -> dict[str, set[Value]]:
     return found | ({"inputs": inputs} if inputs else {})
 
 
-def _overlapped(graph: Graph, plan: Plan) -> Formulation:
+def _overlapped(graph: Graph, mesh: Mesh, memory: int | None, hints: Mapping[str, Spec]) -> Formulation:
     """The problem in which part of every collective's bytes are on their way beside compute."""
-    from autoshard.cost.machine.device import load_device
-    from autoshard.planning.hints import split
-    from autoshard.strategies.formulate import formulate
-
-    device = load_device(plan.mesh.device)
+    device = load_device(mesh.device)
     links = tuple(replace(link, bandwidth=link.bandwidth / (1 - _HIDDEN)) for link in device.links)
-    arguments, inside = split(graph, plan.options.hints)
+    arguments, inside = split(graph, hints)
     faster = replace(device, links=links)
-    return formulate(graph, plan.mesh, faster, memory=plan.options.memory, hints=arguments).fixed(inside)
-
-
-def _by_hand(plan: Plan, graph: Graph) -> Iterator[_Candidate]:
-    """Plans by hand that hold the hints."""
-    from autoshard.planning.rivals import by_hand
-    from autoshard.planning.written import predict_annotations
-
-    for name, chosen in by_hand(graph, plan.mesh, plan.options.hints):
-        yield _Candidate(name, chosen, predict_annotations(graph, chosen, plan.mesh), kind="by hand")
+    return formulate(graph, mesh, faster, memory=memory, hints=arguments).fixed(inside)

@@ -6,17 +6,20 @@ percent. Where a plan that people write is nearly optimal it may be predicted fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from autoshard.graph.ops import Value
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import Prediction, predict
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
+from autoshard.manual import PLANS
+from autoshard.manual.rank import ranked
 from autoshard.mesh import Mesh, Spec, replicated
-
-if TYPE_CHECKING:
-    from autoshard.graph.annotations import Annotations
-    from autoshard.graph.ops import Graph
-    from autoshard.plans.value import Plan, Predicted
+from autoshard.planning.candidate import Candidate, collective_totals
+from autoshard.planning.hints import value_named
+from autoshard.planning.options import PlanningOptions
+from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 10_000
 """Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""
@@ -35,12 +38,6 @@ _ROUNDING = 1e-6
 
 def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
     """The plans by hand that hold the hints, best estimated first (`manual/rank.py`); without those XLA gets wrong."""
-    from autoshard.cost.machine.device import load_device
-    from autoshard.manual import PLANS
-    from autoshard.manual.rank import ranked
-    from autoshard.planning.hints import value_named
-    from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
-
     wanted = {value_named(graph, name): spec for name, spec in hints.items()}
     for name, made in ranked(graph, mesh, load_device(mesh.device), PLANS):
         if any(value is None or made.pins.get(value) != spec for value, spec in wanted.items()):
@@ -51,41 +48,31 @@ def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tup
             continue
 
 
-def or_by_hand(plan: Plan, graph: Graph, written: Callable[[Annotations], Annotations]) -> Plan:
-    """The solver's plan, or the plan by hand that is predicted faster and keeps its memory limit and hints.
+def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]) -> Candidate:
+    """The solver's choice, or the plan by hand that is predicted faster and keeps its memory limit and hints.
 
     A plan by hand that is the solver's own, predicted alike, is taken too: it pins fewer values, and compilers combine
     more then (on TPU v5e, where ResNet's plan is data parallel, 2.59 ms with every value pinned and 2.55 without).
-
-    Args:
-        written: what of a plan's annotations is written (all, or the least that are needed).
     """
-    from autoshard.planning.written import predict_annotations, totals, written_plan
-
-    assert plan.predicted is not None
-    assert plan.solver is not None
-    proved = plan.solver.gap is not None and plan.solver.gap <= _UNPROVED
-    mispriced = plan.predicted.step_time_s > (1 + _MISPRICED) * plan.solver.objective
+    assert found.solver is not None
+    proved = found.solver.gap is not None and found.solver.gap <= _UNPROVED
+    mispriced = found.time > (1 + _MISPRICED) * found.solver.objective
     most = _MISPRICED_OPS if mispriced else PREDICTED_OPS
     count = max(most // max(1, len(graph.ops)), 0 if proved else 1)
     if not count:  # making the plans by hand alone takes 40 CPU s at 200 layers
-        return plan
-    own = plan.annotations(graph)
-    memory, best = plan.options.memory, plan
-    fastest = plan.predicted.step_time_s
-    for number, (name, made) in enumerate(by_hand(graph, plan.mesh, plan.options.hints)):
-        fewer = best is plan and len(made.pins) < len(own.pins)
-        same = fewer and _arguments(graph, made) == _arguments(graph, own)
+        return found
+    best = found
+    for number, (name, made) in enumerate(by_hand(graph, found.mesh, hints)):
+        fewer = best is found and len(made.pins) < len(found.annotations.pins)
+        same = fewer and _arguments(graph, made) == _arguments(graph, found.annotations)
         if number >= count and not same:
             continue
-        chosen = written(made)
-        prediction = predict_annotations(graph, chosen, plan.mesh)
-        fits = memory is None or prediction.peak_memory_bytes <= memory
-        alike = same and _alike(totals(prediction), plan.predicted)
-        if fits and (alike or prediction.step_time_s < fastest * (1 - _FASTER)):
-            fastest, solver = prediction.step_time_s, replace(plan.solver, overruled=name)
-            found = written_plan(graph, plan.mesh, chosen, prediction, options=plan.options, solver=solver)
-            best = replace(found, search=plan.search)
+        solver = replace(found.solver, overruled=name)
+        rival = replace(found, annotations=made, prediction=predict(graph, made, found.mesh), solver=solver)
+        rival = rival.written(graph, options)
+        alike = same and _alike(rival.prediction, found.prediction)
+        if rival.fits and (alike or rival.time < best.time * (1 - _FASTER)):
+            best = rival
     return best
 
 
@@ -95,7 +82,11 @@ def _arguments(graph: Graph, annotations: Annotations) -> list[Spec]:
     return [annotations.pins.get(value, spec) for value, spec in whole]
 
 
-def _alike(one: Predicted, other: Predicted) -> bool:
+def _alike(one: Prediction, other: Prediction) -> bool:
     """Whether both communicate the same, in the same time and memory."""
     close = abs(one.step_time_s - other.step_time_s) <= _ROUNDING * other.step_time_s
-    return close and (one.collectives, one.peak_memory_bytes) == (other.collectives, other.peak_memory_bytes)
+    return (
+        close
+        and one.peak_memory_bytes == other.peak_memory_bytes
+        and (collective_totals(one.collectives) == collective_totals(other.collectives))
+    )

@@ -1,34 +1,18 @@
-"""From annotations, whoever wrote them, to what is predicted of them and to the plan that records both."""
+"""The plan that annotations make, whoever wrote them: made once, last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Unpack
 
+from autoshard.cost.breakdown import by_module
+from autoshard.cost.predict import Prediction, predict
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-
-if TYPE_CHECKING:
-    from autoshard.cost.machine.collectives import Collective
-    from autoshard.cost.predict import Prediction
-    from autoshard.graph.annotations import Annotations
-    from autoshard.graph.ops import Graph
-    from autoshard.plans.value import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
-    from autoshard.program import Program
-
-
-def captured_graph(program: Program) -> Graph:
-    """The op graph of a captured program."""
-    from autoshard.stablehlo.reader import build_graph
-
-    return build_graph(program)
-
-
-def predict_annotations(graph: Graph, annotations: Annotations, mesh: Mesh) -> Prediction:
-    """The cost model's figures for a graph with these annotations; the rest follows from propagation."""
-    from autoshard.cost.machine.device import load_device
-    from autoshard.cost.predict import predict
-
-    return predict(graph, annotations, mesh, load_device(mesh.device))
+from autoshard.planning.candidate import collective_totals
+from autoshard.plans.annotated import Recorded, plan_of
+from autoshard.plans.value import ModuleCost, Plan, Predicted, ReplicatedOp
+from autoshard.strategies.guard import check_compiles, warn_of, wrong_sums
 
 
 def written_plan(
@@ -36,72 +20,42 @@ def written_plan(
     mesh: Mesh,
     annotations: Annotations,
     prediction: Prediction | None = None,
-    *,
-    options: Options | None = None,
-    solver: SolverInfo | None = None,
+    **recorded: Unpack[Recorded],
 ) -> Plan:
-    """The plan that annotations make, whoever wrote them, with what is predicted of it.
+    """The plan that annotations make, with what is predicted of it.
 
     Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under annotations that no solver chose.
+
+    Args:
+        recorded: taken over as it is.
 
     Raises:
         UncompilableError: the compiler would abort under such annotations.
     """
-    from autoshard.plans.value import plan_of
-    from autoshard.strategies.guard import check_compiles, warn_of, wrong_sums
-
-    if solver is None:
+    if recorded.get("solver") is None:
         check_compiles(graph, annotations, mesh)
-    wrong = () if solver is not None else wrong_sums(graph, annotations, mesh)
-    warn_of(wrong)
-    predicted = predict_annotations(graph, annotations, mesh) if prediction is None else prediction
-    return plan_of(
-        graph,
-        mesh,
-        annotations,
-        options=options,
-        predicted=totals(predicted, graph),
-        solver=solver,
-        replicated_ops=replicated_ops(predicted),
-        wrong_sums=wrong,
-        outputs=predicted.specs,
+        recorded["wrong_sums"] = wrong_sums(graph, annotations, mesh)
+        warn_of(recorded["wrong_sums"])
+    prediction = prediction or predict(graph, annotations, mesh)
+    recorded["predicted"] = totals(prediction, graph)
+    recorded["replicated_ops"] = tuple(
+        ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops
     )
+    return plan_of(graph, mesh, annotations, outputs=prediction.specs, **recorded)
 
 
-def totals(prediction: Prediction, graph: Graph | None = None) -> Predicted:
-    """What a plan records of a prediction: collectives summed per kind and axes; with its graph, also per module."""
-    from autoshard.cost.breakdown import by_module
-    from autoshard.plans.value import ModuleCost, Predicted
-
-    shares = {} if graph is None else by_module(graph, prediction)
+def totals(prediction: Prediction, graph: Graph) -> Predicted:
+    """What a plan records of a prediction: collectives summed per kind and axes, also per module."""
     return Predicted(
         step_time_s=prediction.step_time_s,
         compute_s=prediction.compute_s,
         communication_s=prediction.communication_s,
         overlapped_s=prediction.overlapped_s,
         mfu=prediction.mfu,
-        collectives=_summed(prediction.collectives),
+        collectives=collective_totals(prediction.collectives),
         peak_memory_bytes=prediction.peak_memory_bytes,
         modules=tuple(
-            ModuleCost(*place, share.compute_s, share.communication_s, _summed(share.collectives))
-            for place, share in shares.items()
+            ModuleCost(*place, share.compute_s, share.communication_s, collective_totals(share.collectives))
+            for place, share in by_module(graph, prediction).items()
         ),
     )
-
-
-def _summed(collectives: Iterable[Collective]) -> tuple[CollectiveTotal, ...]:
-    from autoshard.plans.value import CollectiveTotal
-
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for one in collectives:
-        entry = found.setdefault((one.kind, one.axes), [0, 0])
-        entry[0] += one.count
-        entry[1] += one.count * one.bytes
-    return tuple(CollectiveTotal(*key, *entry) for key, entry in sorted(found.items()))
-
-
-def replicated_ops(prediction: Prediction) -> tuple[ReplicatedOp, ...]:
-    """What a plan records of the ops that have no rule."""
-    from autoshard.plans.value import ReplicatedOp
-
-    return tuple(ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops)

@@ -6,11 +6,27 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from autoshard.frontends.choose import PYTORCH
-from autoshard.plans.value import ROLES, OpSignature, Plan, format_type, signature
+from autoshard.mesh import Mesh, describe_mesh
+from autoshard.plans.value import ROLES, OpSignature, Plan, PlanMismatchError, format_type, signature
+from autoshard.program import PYTORCH
 
 if TYPE_CHECKING:
     from autoshard.program import Program
+
+
+def check_program(plan: Plan, program: Program) -> None:
+    """Refuse a program that is not the planned one; see `Plan.check_program`."""
+    if program.fingerprint != plan.program.fingerprint and not same_step(plan, program):
+        raise PlanMismatchError(f"this plan is for another program: {first_difference(plan, program)}")
+
+
+def check_mesh(plan: Plan, mesh: Mesh) -> None:
+    """Refuse a mesh that is not the planned one; see `Plan.check_mesh`."""
+    mine, other = plan.mesh, mesh
+    if (mine.shape, mine.axis_names, mine.device) != (other.shape, other.axis_names, other.device):
+        raise PlanMismatchError(
+            f"this plan is for the mesh {describe_mesh(mine)}, not {describe_mesh(other)}; plan again for that mesh"
+        )
 
 
 def same_step(plan: Plan, program: Program) -> bool:

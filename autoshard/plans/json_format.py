@@ -12,10 +12,11 @@ from dataclasses import asdict
 from functools import lru_cache
 from importlib import resources
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-import autoshard
-from autoshard import json_text
+from autoshard import files, json_text
+from autoshard.errors import FileError
 from autoshard.json_text import shortened
 from autoshard.mesh import Mesh, Spec, as_spec
 from autoshard.plans.value import (
@@ -38,6 +39,7 @@ from autoshard.plans.value import (
     TensorPlan,
 )
 from autoshard.program import ValueRead
+from autoshard.version import __version__
 
 FORMAT = "autoshard.plan"
 VERSION = 1
@@ -53,13 +55,21 @@ def dumps(plan: Plan) -> str:
     return "".join(_lines(to_dict(plan))) + "\n"
 
 
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan to a file, whole or not at all; see `Plan.save`."""
+    try:
+        files.write(Path(path), dumps(plan))
+    except FileError as error:
+        raise PlanError(str(error)) from None
+
+
 def to_dict(plan: Plan) -> Json:
     """The plan as plain JSON values, keys in the format's order."""
     program, options = plan.program, plan.options
     return {
         "format": FORMAT,
         "version": VERSION,
-        "autoshard_version": autoshard.__version__,
+        "autoshard_version": __version__,
         "program": {
             "fingerprint": program.fingerprint,
             "kind": program.kind,
@@ -263,6 +273,15 @@ def schema() -> Json:
     return found
 
 
+def load(path: str | Path) -> Plan:
+    """Read a plan that `save` wrote; see `Plan.load`."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror or error}") from None
+    return loads(text, str(path))
+
+
 def loads(text: str | bytes, source: str = "plan") -> Plan:
     """The plan that `dumps` wrote; see `Plan.from_json`.
 
@@ -293,7 +312,7 @@ def check(value: Any, source: str) -> None:
         raise PlanError(f"{source}: format: expected {FORMAT!r}, found {found}; this is no plan of autoshard")
     if value.get("version") != VERSION or isinstance(value.get("version"), bool):
         raise PlanError(
-            f"{source}: version: this autoshard ({autoshard.__version__}) reads version {VERSION} of the format, "
+            f"{source}: version: this autoshard ({__version__}) reads version {VERSION} of the format, "
             f"not {shortened(value.get('version'))}; the plan was written by autoshard {value.get('autoshard_version')}"
         )
     from jsonschema import Draft202012Validator

@@ -10,25 +10,25 @@ import difflib
 import fnmatch
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autoshard.cost.predict import predict
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.planning.api import collector_paused
-from autoshard.planning.decision import Decision, Progress, decide, formulated, within_limit
+from autoshard.planning.candidate import Candidate
 from autoshard.planning.hints import value_named
-from autoshard.planning.written import captured_graph, predict_annotations
+from autoshard.planning.memory import within_limit
+from autoshard.planning.one_mesh import OneMesh, decide, formulated
+from autoshard.planning.options import PlanningOptions, Progress, silent
 from autoshard.plans.value import NoPlanError, Plan, PlanError
-from autoshard.program import TensorType
+from autoshard.program import Program, TensorType
 from autoshard.show.report import columns, duration, layout, size
-
-if TYPE_CHECKING:
-    from autoshard.cost.predict import Prediction
-    from autoshard.graph.annotations import Annotations
-    from autoshard.graph.ops import Graph, Value
-    from autoshard.program import Program
-    from autoshard.strategies.formulate import Formulation
+from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.formulate import Formulation
 
 _EQUAL = 1e-6
 """Steps whose times differ by no more than this part are called equal: plans round what they record."""
@@ -179,30 +179,31 @@ def explain_all(
     progress: Progress | None = None,
 ) -> tuple[Explanation, ...]:
     """`explain`, of several tensors."""
-    say = progress or (lambda stage: None)
+    say = progress or silent
     program = program or plan.captured
     if program is None:
         raise PlanError("this plan was read from a file: pass its program, autoshard.capture(model, inputs, ...)")
     plan.check_program(program)
     with collector_paused():
         say("graph")
-        graph = captured_graph(program)
+        graph = build_graph(program)
         asked = [_asked(graph, plan, name) for name in tensors]
         found = []
         for name, values in zip(tensors, asked, strict=True):
             hints = {
                 hinted: spec for hinted, spec in plan.options.hints.items() if value_named(graph, hinted) not in values
             }
-            formulation = formulated(graph, plan.mesh, plan.options.memory, hints, say)
+            say("strategies")
+            formulation = formulated(graph, plan.mesh, plan.options.memory, hints)
             say("solve")
-            found.append(_explained(plan, graph, formulation, name, values, hints, time_limit))
+            options = PlanningOptions(fold=plan.options.fold, seed=plan.options.seed)
+            on = OneMesh(graph, plan.mesh, options, hints, plan.options.memory, time_limit)
+            found.append(_explained(plan, on, formulation, name, values))
         return tuple(found)
 
 
 def _asked(graph: Graph, plan: Plan, name: str) -> tuple[Value, ...]:
     """The values that a name stands for."""
-    from autoshard.graph.ops import Value
-
     arguments = {
         argument.name: (Value(op), argument.type)
         for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
@@ -229,15 +230,8 @@ def _asked(graph: Graph, plan: Plan, name: str) -> tuple[Value, ...]:
     )
 
 
-def _explained(
-    plan: Plan,
-    graph: Graph,
-    formulation: Formulation,
-    name: str,
-    values: Sequence[Value],
-    hints: Mapping[str, Spec],
-    time_limit: float,
-) -> Explanation:
+def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, values: Sequence[Value]) -> Explanation:
+    graph = on.graph
     try:
         per_value = [formulation.shardings_of(value)[1] for value in values]
     except ValueError as error:
@@ -246,14 +240,14 @@ def _explained(
     planned = plan.annotations(graph)
     chosen = planned.pins.get(values[0])
     if chosen is None:  # of a plan that pins no more than it has to
-        chosen = predict_annotations(graph, planned, plan.mesh).specs[values[0]]
+        chosen = predict(graph, planned, plan.mesh).specs[values[0]]
     others = []
     for spec in dict.fromkeys([chosen, *common]):
         if spec == chosen and plan.predicted is not None:
             others.append(_as_planned(plan, spec))
             continue
         fixed = formulation.fixed(dict.fromkeys(values, spec))
-        others.append(_alternative(plan, graph, fixed, spec, values, hints, time_limit))
+        others.append(_alternative(plan, _Fixed(on, fixed), spec, values))
     order = sorted(others, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
     return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh)
 
@@ -271,32 +265,33 @@ def _as_planned(plan: Plan, spec: Spec) -> Alternative:
     )
 
 
-def _alternative(
-    plan: Plan,
-    graph: Graph,
-    formulation: Formulation,
-    spec: Spec,
-    values: Sequence[Value],
-    hints: Mapping[str, Spec],
-    time_limit: float,
-) -> Alternative:
-    """The best plan of a formulation in which the tensor can only be split as `spec` says."""
+@dataclass(frozen=True)
+class _Fixed:
+    """The problem in which a tensor can only be split one way."""
 
-    def attempt(limit: float | None) -> tuple[Decision, Annotations, Prediction]:
-        limited = replace(formulation, problem=replace(formulation.problem, limit=limit))
-        decided = decide(
-            limited, plan.mesh, hints=hints, fold=plan.options.fold, time_limit=time_limit, seed=plan.options.seed
-        )
-        return decided, decided.annotations, predict_annotations(graph, decided.annotations, plan.mesh)
+    on: OneMesh
+    formulation: Formulation
 
+    def candidate(self, limit: float | None) -> Candidate:
+        """The solver's choice where it counts at most `limit` bytes per device."""
+        on = self.on
+        limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=limit))
+        decision = decide(limited, on.mesh, on.settings(limit), on.hints)
+        prediction = predict(on.graph, decision.annotations, on.mesh)
+        return Candidate(on.mesh, decision.annotations, prediction, memory=on.memory, decision=decision)
+
+
+def _alternative(plan: Plan, problem: _Fixed, spec: Spec, values: Sequence[Value]) -> Alternative:
+    """The best plan in which the tensor can only be split as `spec` says."""
     try:
-        _, written, prediction = within_limit(plan.options.memory, attempt)
+        found = within_limit(problem, plan.options.memory)
     except NoPlanError as error:
         if math.isfinite(error.least):
             return Alternative(spec, error=f"needs at least {size(error.least)} per device")
         if plan.options.memory is not None:
             return Alternative(spec, error="no plan was found that keeps the memory limit")
         return Alternative(spec, error="what the program ties to it cannot be split so")
+    prediction = found.prediction
     return Alternative(
         spec,
         prediction.step_time_s,
@@ -304,7 +299,7 @@ def _alternative(
         prediction.communication_s,
         prediction.overlapped_s,
         prediction.peak_memory_bytes,
-        _changed(plan, graph, written, {value.op for value in values}),
+        _changed(plan, problem.on.graph, found.annotations, {value.op for value in values}),
     )
 
 

@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from autoshard import __version__
 from autoshard.cost.machine.compute import dtype_bytes
 from autoshard.mesh import Mesh, Spec, spec_axes
-from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan, describe_mesh
+from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan
 from autoshard.show.drawing import holders, tiles
 from autoshard.show.explanation import Explanation
 from autoshard.show.report import (
     activation_groups,
     duration,
     layout,
+    mesh_text,
     natural,
     ranges,
     shortest_first,
     size,
     states_of,
 )
+from autoshard.version import __version__
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -135,7 +136,7 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
     template = environment.get_template("plan.html.j2")
     whole: str = template.render(
         plan=plan,
-        title=f"{'Training step' if plan.program.kind == 'train' else 'Forward pass'} on {describe_mesh(plan.mesh)}",
+        title=f"{'Training step' if plan.program.kind == 'train' else 'Forward pass'} on {mesh_text(plan.mesh)}",
         predicted=predicted,
         step=step,
         tree=tree(plan),

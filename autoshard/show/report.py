@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autoshard.mesh import Spec, spec_axes
+from autoshard.cost.machine.device import DeviceError, default_placement
+from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
 from autoshard.plans.value import (
     ActivationPlan,
     CollectiveTotal,
@@ -21,7 +22,6 @@ from autoshard.plans.value import (
     ReplicatedOp,
     SolverInfo,
     TensorPlan,
-    describe_mesh,
 )
 from autoshard.show.terminal import printable
 
@@ -29,11 +29,20 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32
 
 
+def mesh_text(mesh: Mesh) -> str:
+    """A mesh for a person, with the link of each axis where axes lie on several."""
+    try:
+        placement = default_placement(mesh)
+    except DeviceError:  # a plan can be shown where its device file is not
+        placement = mesh.placement
+    return describe_mesh(mesh, placement if len(set("+".join(placement).split("+"))) > 1 else ())
+
+
 def plan_report(plan: Plan) -> str:
     """The whole report, several lines, no trailing newline."""
     parts = [
         f"Plan of a {'training step' if plan.program.kind == 'train' else 'forward pass'} "
-        f"({len(plan.program.ops)} aten ops) on {describe_mesh(plan.mesh)}",
+        f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}",
         *_options(plan),
         "",
         *module_table(plan),

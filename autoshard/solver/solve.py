@@ -81,6 +81,19 @@ PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
 it in any case."""
 
 
+class GoalOutOfReachError(Exception):
+    """The bound proves that no choice undercuts the goal.
+
+    Attributes:
+        bound: that proves it.
+    """
+
+    def __init__(self, bound: float) -> None:
+        """Keep the bound."""
+        super().__init__(f"no choice is better than {bound}")
+        self.bound = bound
+
+
 class SolverError(AssertionError):
     """The search contradicted the evaluator or its own bound: a bug in the solver, please report it."""
 
@@ -93,6 +106,7 @@ def solve(
     backend: str = "auto",
     fold: bool = True,
     progress: Progress | None = None,
+    goal: float = math.inf,
     starts: Iterable[list[int]] = (),
 ) -> Solution:
     """The cheapest choice of one strategy per node within the memory limit, and a proven lower bound.
@@ -108,16 +122,18 @@ def solve(
         fold: whether repeated parts may be solved as one (`fold.py`) to find a first choice where exact methods are
             out of reach; the bound is always that of the whole problem.
         progress: called after every stage with (stage, objective, bound).
+        goal: objective that a choice must undercut to be of use.
         starts: choices from elsewhere to begin with; those that are not feasible are passed over.
 
     Raises:
         ValueError: the problem is malformed, or no such backend.
         BackendMissingError: an integer program is needed and its solver is not installed.
+        GoalOutOfReachError: the bound after some stage has reached the goal.
     """
     check(problem)
     if backend != "auto":
         ilp.require(backend)
-    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, fold, progress)
+    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, fold, progress, goal)
     for choice in starts:
         run.offer(choice, "another mesh")
     return run.solution()
@@ -166,10 +182,17 @@ class _Run:
     """One solve: what has been found so far."""
 
     def __init__(
-        self, problem: Problem, deadline: float, seed: int, backend: str, fold: bool, progress: Progress | None
+        self,
+        problem: Problem,
+        deadline: float,
+        seed: int,
+        backend: str,
+        fold: bool,
+        progress: Progress | None,
+        goal: float,
     ) -> None:
         self.problem, self.deadline, self.seed = problem, deadline, seed
-        self.asked_backend, self.fold, self._progress = backend, fold, progress
+        self.asked_backend, self.fold, self._progress, self._goal = backend, fold, progress, goal
         self._best: tuple[tuple[int, ...] | None, float, str] = None, math.inf, "none"
         self.bound = -math.inf
         self._width = NEAR_WIDTH
@@ -211,9 +234,11 @@ class _Run:
         self.raise_bound(min(dual.bound, self.objective))
 
     def report(self, stage: str) -> None:
-        """Tell the caller."""
+        """Tell the caller; give up where the goal cannot be reached."""
         if self._progress is not None:
             self._progress(stage, self.objective, self.bound)
+        if math.isfinite(self._goal) and self.bound >= self._goal:
+            raise GoalOutOfReachError(self.bound)
 
     @property
     def optimal(self) -> bool:
@@ -464,7 +489,7 @@ class _Run:
             return
         small, expand = fold(self.problem, classes)
         left = FOLD_TIME * (self.deadline - time.perf_counter())
-        part = _Run(small, time.perf_counter() + left, self.seed, self.asked_backend, False, None)
+        part = _Run(small, time.perf_counter() + left, self.seed, self.asked_backend, False, None, math.inf)
         try:
             with contextlib.suppress(ImpossibleError):
                 part.search()

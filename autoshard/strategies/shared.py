@@ -11,7 +11,7 @@ far groups makes a problem harder.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, Problem, Solution, Status
+from autoshard.solver.settings import Settings
 from autoshard.strategies.formulate import FLOATS, Formulation
 from autoshard.strategies.space import spec_of
 
@@ -46,14 +47,12 @@ class Shared:
     free: bool
 
 
-Solve = Callable[[Problem], Solution]
-
 ROUNDS = 4
 """Times that a problem is solved again with what its last solution disagrees on; each adds what was not there yet."""
 
 
 def solved_together(
-    formulation: Formulation, solution: Solution, mesh: Mesh, device: Device, solve: Solve
+    formulation: Formulation, solution: Solution, mesh: Mesh, device: Device, settings: Settings
 ) -> tuple[Formulation, Solution]:
     """The problem in which what `solution` disagrees on has its price, and the solution of that.
 
@@ -68,7 +67,7 @@ def solved_together(
             break
         known += more
         whole = joined(formulation, known, mesh, device)
-        solution = _better(whole.problem, solve(whole.problem), solution, len(formulation.problem.node_costs))
+        solution = _better(whole.problem, settings.solve(whole.problem), solution, len(formulation.problem.node_costs))
     return whole, solution
 
 

@@ -50,12 +50,12 @@ class CapturedStep:
         """Compile it."""
         import jax
 
-        from autoshard.planning.written import captured_graph
         from autoshard.stablehlo.annotate import annotate, check_steps
+        from autoshard.stablehlo.reader import build_graph
 
         check_steps(program)
         self.program, self._plan = program, plan
-        graph = captured_graph(program)
+        graph = build_graph(program)
         module, devices = program.stablehlo, jax.local_devices(backend="cpu")[:1]
         if plan is not None:
             self._jax = to_jax(plan, jax.local_devices(backend="cpu")[: plan.mesh.size])

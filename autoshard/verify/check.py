@@ -118,13 +118,13 @@ def compare_compiled(
     module: bytes,
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
-    from autoshard.planning.written import predict_annotations
+    from autoshard.cost.predict import predict
     from autoshard.stablehlo.annotate import donated
     from autoshard.strategies.guard import wrong_sums
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
-    prediction = predict_annotations(graph, annotations, targeted)
+    prediction = predict(graph, annotations, targeted)
     compiled = compile_module(module, target, donate=donated(graph.program), order=device_order(targeted, kind))
     parsed = parse_hlo(compiled.hlo_text)
     collectives = compiled_collectives(parsed, targeted, target.family)
@@ -204,9 +204,9 @@ def verify_plan(
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
     from autoshard.planning import api
-    from autoshard.planning.written import captured_graph
     from autoshard.program import Program
     from autoshard.stablehlo.annotate import annotate
+    from autoshard.stablehlo.reader import build_graph
 
     if not isinstance(source, Program):
         say("capture")
@@ -218,7 +218,7 @@ def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], Non
             frontend=plan.program.frontend,
         )
     plan.check_program(source)
-    graph = captured_graph(source)
+    graph = build_graph(source)
     say("lower")
     return graph, annotate(source, graph, plan.annotations(graph), plan.mesh)
 
@@ -227,12 +227,12 @@ def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tup
     """The graph of a source's program, and its module as training under the plan would trace it."""
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.lower.torch_xla.mark_sharding import annotated_program
-    from autoshard.planning.written import captured_graph
+    from autoshard.stablehlo.reader import build_graph
 
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     plan.check_program(program)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     say("lower")
     module = annotated_program(plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     return graph, module

@@ -10,9 +10,9 @@ import torch
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import STEADY_STEP
-from autoshard.planning.written import captured_graph
 from autoshard.program import AtenOp, Program
 from autoshard.sources import Source
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.batches import random_batch
 from autoshard.verify.eager import Comparison, EagerSteps, named
 from autoshard.verify.run import CAUSES, MOST, ROUNDING, TOLERANCE
@@ -25,7 +25,7 @@ class Causes:
 
     def __init__(self, program: Program, model: torch.nn.Module) -> None:
         """`model` says which modules are batch norms: a switch computes these in other ops."""
-        graph = captured_graph(program)
+        graph = build_graph(program)
         norms = {path for path, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)}
         of_aten = {op.index: _cause(op, norms) for op in program.ops}
         of_op: list[str | None] = []

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from autoshard.cli import commands as cli
-from autoshard.cli.options import parse_bytes, parse_hint, parse_setting
+from autoshard.cli.options import parse_hint, parse_setting
+from autoshard.quantities import parse_bytes
 from tests.plans import made as plans
 
 

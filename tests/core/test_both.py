@@ -15,8 +15,8 @@ from autoshard.frontends.torch_xla.program import prepare_runtime
 from autoshard.graph.groups import ELEMENTWISE, free_ops
 from autoshard.lower.torch_xla.mark_sharding import annotated_program
 from autoshard.mesh import Mesh
-from autoshard.planning.api import captured_graph
-from autoshard.planning.decision import formulated
+from autoshard.planning.one_mesh import formulated
+from autoshard.stablehlo.reader import build_graph
 from tests.core import nets
 
 prepare_runtime()
@@ -102,7 +102,7 @@ def test_what_is_averaged_is_annotated_where_it_is_computed(frontend):
 
     BERT's step on 8 H100 was predicted 11 % dearer through torch_xla.
     """
-    graph = captured_graph(autoshard.capture(Spread(), torch.zeros(4, 6, 8), frontend=frontend))
+    graph = build_graph(autoshard.capture(Spread(), torch.zeros(4, 6, 8), frontend=frontend))
     of = {op.index: op.name.split(".")[1] for op in graph.program.ops}
     averaged = [fold(graph).resolve(v) for (k, _), v in graph.aten_outputs.items() if of[k] in ("mean", "var", "std")]
     kinds = [graph.ops[value.op].kind for value in averaged]
@@ -123,7 +123,7 @@ def test_indices_along_a_dim_are_read_as_they_are():
     places = torch.zeros(4, 8, dtype=torch.long)
     compared = []
     for frontend in ("torch_xla", "torchax"):
-        graph = captured_graph(autoshard.capture(Experts(), (torch.zeros(4, 8), places), frontend=frontend))
+        graph = build_graph(autoshard.capture(Experts(), (torch.zeros(4, 8), places), frontend=frontend))
         compared.append(sum(op.kind == "compare" for op in graph.ops))
     assert compared == [0, 0]
 
@@ -164,9 +164,9 @@ def test_both_write_an_op_in_the_same_ones():
     made, problems = [], []
     for frontend in ("torch_xla", "torchax"):
         program = autoshard.capture(Written(), inputs, loss_fn=lambda y: y, optimizer=nets.adamw, frontend=frontend)
-        graph = captured_graph(program)
+        graph = build_graph(program)
         made.append(what_moves(graph))
-        problem = formulated(graph, Mesh((2, 4), device="h100"), None, {}, lambda stage: None).problem
+        problem = formulated(graph, Mesh((2, 4), device="h100"), None, {}).problem
         problems.append([len(costs) for costs in problem.node_costs])
     assert made[0] == made[1]
     assert problems[0] == problems[1]

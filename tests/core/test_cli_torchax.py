@@ -56,12 +56,12 @@ def test_a_concatenation_of_many_is_one_op():
     import torch
 
     import autoshard as package
-    from autoshard.planning.written import captured_graph
+    from autoshard.stablehlo.reader import build_graph
 
     class Net(torch.nn.Module):
         def forward(self, x):
             many = torch.stack([x * i for i in range(20)], 1).flatten(1)
             return torch.cat([many, *[x + i for i in range(18)], torch.cat([x, x * 2], 1)], 1)
 
-    graph = captured_graph(package.capture(Net(), torch.zeros(4, 8), frontend="torchax"))
+    graph = build_graph(package.capture(Net(), torch.zeros(4, 8), frontend="torchax"))
     assert [len(op.operands) for op in graph.ops if op.kind == "concatenate"] == [20, 2, 20]

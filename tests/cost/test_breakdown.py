@@ -4,9 +4,10 @@ import pytest
 
 import autoshard
 from autoshard.cost.breakdown import by_module
+from autoshard.cost.predict import predict
 from autoshard.manual import fsdp
 from autoshard.mesh import Mesh
-from autoshard.planning.written import captured_graph, predict_annotations
+from autoshard.stablehlo.reader import build_graph
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_xla", reason="captures a program through torch_xla (the extra xla)")
@@ -21,8 +22,8 @@ def shares():
         loss_fn=torch.nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     )
-    graph, mesh = captured_graph(program), Mesh((2, 2), device="h100")
-    prediction = predict_annotations(graph, fsdp(graph, mesh), mesh)
+    graph, mesh = build_graph(program), Mesh((2, 2), device="h100")
+    prediction = predict(graph, fsdp(graph, mesh), mesh)
     return prediction, by_module(graph, prediction)
 
 

@@ -18,7 +18,7 @@ import autoshard
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.planning.written import captured_graph
+from autoshard.stablehlo.reader import build_graph
 
 FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
 Run = Callable[[torch.nn.ModuleList, torch.Tensor], torch.Tensor]
@@ -130,7 +130,7 @@ def captured(run: Run, frontend: str, drop: float = 0.0) -> tuple[Any, Any, Any,
     model, x = Net(run, drop), torch.randn(8, 4, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = autoshard.capture(model, (x,), loss_fn=mean_square, optimizer=optimizer, frontend=frontend)
-    return model, x, optimizer, program, captured_graph(program)
+    return model, x, optimizer, program, build_graph(program)
 
 
 def mean_square(y: torch.Tensor) -> torch.Tensor:

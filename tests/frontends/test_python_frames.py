@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autoshard.errors import CaptureError
-from autoshard.planning.written import captured_graph
+from autoshard.stablehlo.reader import build_graph
 
 hlo_proto, python_frames, torch_xla = (  # `autoshard.capture` is a function where names are imported from
     importlib.import_module(f"autoshard.{name}")
@@ -36,7 +36,7 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(torch_xla, "without_stacks", noted)
     with torch.device("meta"):
         program = torch_xla.capture(torch.nn.Linear(4, 4), torch.empty(2, 4))
-    makers = {op.aten for op in captured_graph(program).ops}
+    makers = {op.aten for op in build_graph(program).ops}
     assert makers.issuperset(range(len(program.ops)))  # labels are there all the same
     return sum(found)
 

@@ -11,10 +11,9 @@ import autoshard
 from autoshard.errors import SourceError
 from autoshard.frontends.stablehlo_file import module_path, path_name, read_program
 from autoshard.mesh import Mesh
-from autoshard.planning.written import captured_graph
 from autoshard.sources import is_stablehlo
 from autoshard.stablehlo.annotate import annotate
-from autoshard.stablehlo.reader import mlir_context, parse_module
+from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
 
 MESH = Mesh((2, 2))
 FORWARD = """
@@ -113,14 +112,14 @@ def test_calls_are_inlined_and_every_result_can_be_pinned(files):
     program = read_program(files / "forward.mlir")
     assert [op.name for op in program.ops] == ["stablehlo.dot_general", "stablehlo.add", "stablehlo.add"]
     assert [each.role for each in program.arguments] == ["input", "input", "scalar"]
-    graph = captured_graph(program)
+    graph = build_graph(program)
     assert sorted(graph.aten_outputs) == [(0, 0), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("form", ["gspmd", "shardy"])
 def test_an_annotated_file_can_be_planned_again(files, tmp_path, form):
     program = read_program(files / "step.mlir")
-    graph = captured_graph(program)
+    graph = build_graph(program)
     plan = autoshard.plan_program(program, MESH, hints={"state.params.w1": "[],[model]"})
     text = annotate(program, graph, plan.annotations(graph), MESH, form, text=True, partitions=True).decode()
     assert "mhlo.num_partitions = 4" in text
@@ -148,7 +147,7 @@ def test_another_dimension_number_is_another_program(tmp_path):
 
 def test_shardy_and_gspmd_say_the_same(files):
     program = read_program(files / "forward.mlir")
-    graph = captured_graph(program)
+    graph = build_graph(program)
     plan = autoshard.plan_program(program, MESH, hints={"arg0": "[model,data],[]"})
     with mlir_context():
         text = str(parse_module(annotate(program, graph, plan.annotations(graph), MESH, "shardy")))

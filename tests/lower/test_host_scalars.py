@@ -10,7 +10,7 @@ from autoshard.frontends.tracing import optimizer as capturing
 from autoshard.lower.host_scalars import HostScalars, small_twin
 from autoshard.lower.to_jax import optimizer_scalars
 from autoshard.lower.torch_xla.first_steps import FirstSteps
-from autoshard.planning.written import captured_graph
+from autoshard.stablehlo.reader import build_graph
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -35,7 +35,7 @@ def program(optimizer):
 
 def scalars(optimizer, captured, steps):
     """Values of the `steps`-th step of a new optimizer."""
-    followed = HostScalars(captured, optimizer(net().parameters()), optimizer_scalars(captured_graph(captured)))
+    followed = HostScalars(captured, optimizer(net().parameters()), optimizer_scalars(build_graph(captured)))
     for _ in range(steps):
         values = followed.next_step()
     return values
@@ -66,7 +66,7 @@ def test_numbers_that_are_one_in_the_arguments_type_are_followed_as_one():
 
 def test_a_state_on_the_host_advances_with_the_steps():
     captured = program(OPTIMIZERS["nadam"])
-    varying = optimizer_scalars(captured_graph(captured))
+    varying = optimizer_scalars(build_graph(captured))
     model = net()
     optimizer = OPTIMIZERS["nadam"](model.parameters())
     followed = HostScalars(captured, optimizer, varying)
@@ -82,7 +82,7 @@ def test_a_state_on_the_host_advances_with_the_steps():
 def test_a_schedule_is_followed():
     captured = program(OPTIMIZERS["sgd"])
     optimizer = OPTIMIZERS["sgd"](net().parameters())
-    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    followed = HostScalars(captured, optimizer, optimizer_scalars(build_graph(captured)))
     before = followed.next_step()
     optimizer.param_groups[0]["lr"] = 0.05
     after = followed.next_step()
@@ -96,7 +96,7 @@ def test_two_numbers_that_were_one_are_refused():
 
     captured = program(twice)
     optimizer = twice(net().parameters())
-    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    followed = HostScalars(captured, optimizer, optimizer_scalars(build_graph(captured)))
     followed.next_step()
     optimizer.param_groups[0]["momentum"] = 0.2
     with pytest.raises(LoweringError, match=r"stands for 0\.1 and 0\.2 now: two settings of SGD were equal"):
@@ -108,7 +108,7 @@ def test_a_first_step_that_is_another_program_is_refused():
         return torch.optim.RAdam(ps, lr=1e-3)
 
     captured = program(radam)
-    followed = HostScalars(captured, radam(net().parameters()), optimizer_scalars(captured_graph(captured)))
+    followed = HostScalars(captured, radam(net().parameters()), optimizer_scalars(build_graph(captured)))
     with pytest.raises(LoweringError, match="step 1 of RAdam is not the captured program"):
         followed.next_step()
 
@@ -151,7 +151,7 @@ def test_numbers_that_follow_from_shapes_are_found():
     model = torch.nn.Sequential(torch.nn.Linear(8, 32, bias=False), torch.nn.Linear(32, 8, bias=False))
     optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
     captured = small_step(model, optimizer)
-    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    followed = HostScalars(captured, optimizer, optimizer_scalars(build_graph(captured)))
     optimizer.param_groups[0]["lr"] = 0.02
     values = [round(float(value), 5) for value in followed.next_step().values()]
     assert -0.04 in values
@@ -165,7 +165,7 @@ def test_a_parameter_without_gradients_does_not_make_other_steps():
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     captured = small_step(model, optimizer)
-    followed = HostScalars(captured, optimizer, optimizer_scalars(captured_graph(captured)))
+    followed = HostScalars(captured, optimizer, optimizer_scalars(build_graph(captured)))
     followed.next_step()
 
 

@@ -12,7 +12,7 @@ from autoshard.graph.ops import Value
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
 from autoshard.planning.api import plan_program
-from autoshard.planning.written import captured_graph
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.random_plans import random_annotations
 from tests.frontends.models import Mlp, mean_square, sample
 
@@ -28,7 +28,7 @@ def program():
 
 @pytest.fixture(scope="module")
 def graph(program):
-    return captured_graph(program)
+    return build_graph(program)
 
 
 def runs(graph, annotations):

@@ -15,7 +15,8 @@ os.environ.update(
 
 import autoshard
 from autoshard.manual import PLANS
-from autoshard.planning.written import captured_graph, written_plan
+from autoshard.planning.written import written_plan
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.run import _report
 from autoshard.verify.run_worker import compare
 from tests.lower.torch_xla import scenarios
@@ -26,7 +27,7 @@ def trained(name):
     """Whether numbers are equal, and the report."""
     source = models.source(models.TRIED[name])
     program = autoshard.capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     plan = written_plan(graph, models.MESH, PLANS[name](graph, models.MESH))
     report = _report(compare(plan, source, steps=2))
     return {"equal": report.equal, "compiled_once": report.compiled_once, "said": str(report)}

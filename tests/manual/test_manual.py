@@ -7,11 +7,12 @@ import torch
 
 import autoshard
 from autoshard import manual
+from autoshard.cost.predict import predict
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
-from autoshard.planning.written import captured_graph, predict_annotations
 from autoshard.sources import load_source
+from autoshard.stablehlo.reader import build_graph
 
 pytest.importorskip("transformers")
 
@@ -31,7 +32,7 @@ LLAMA = {
 
 def hf(model_type: str, settings: dict[str, str]) -> Graph:
     source = load_source(f"hf:{model_type}", batch=8, seq=16, settings=settings, train="adamw")
-    return captured_graph(autoshard.capture(source.model, source.inputs, optimizer=source.optimizer))
+    return build_graph(autoshard.capture(source.model, source.inputs, optimizer=source.optimizer))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_fsdp_takes_the_next_dim_where_the_first_does_not_divide():
     with torch.device("meta"):
         model = torch.nn.Linear(64, 6)
     program = autoshard.capture(model, torch.empty(16, 64), loss_fn=torch.sum, optimizer=torch.optim.SGD)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     assert named(graph, manual.fsdp(graph, MESH)) == {
         "input": (("data", "model"), ()),
         "weight": ((), ("data", "model")),
@@ -121,7 +122,7 @@ def test_megatron_annotates_column_outputs_split_and_row_outputs_whole(gpt2: Gra
 def test_megatron_alternates_along_a_chain_without_names():
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
-    graph = captured_graph(autoshard.capture(model, torch.empty(16, 64)))
+    graph = build_graph(autoshard.capture(model, torch.empty(16, 64)))
     specs = named(graph, manual.megatron(graph, MESH))
     assert [specs[f"{i}.weight"] for i in range(3)] == [(("model",), ()), ((), ("model",)), NONE]
 
@@ -130,7 +131,7 @@ def test_megatron_has_no_form_for_a_convolutional_network():
     with torch.device("meta"):
         layers = [torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16 * 36, 8)]
         model = torch.nn.Sequential(*layers)
-    graph = captured_graph(autoshard.capture(model, torch.empty(16, 3, 8, 8)))
+    graph = build_graph(autoshard.capture(model, torch.empty(16, 3, 8, 8)))
     assert named(graph, manual.fsdp(graph, MESH))["0.weight"] == (("data", "model"), (), (), ())
     with pytest.raises(ManualPlanError, match="pairs of linear layers"):
         manual.megatron(graph, MESH)
@@ -142,7 +143,7 @@ def test_every_plan_fits_every_mesh(name: str, mesh: Mesh, gpt2: Graph):
     annotations = manual.PLANS[name](gpt2, mesh)
     for value, spec in annotations.pins.items():
         mesh.check(spec, gpt2.type_of(value).shape, name)
-    assert predict_annotations(gpt2, annotations, mesh).step_time_s > 0
+    assert predict(gpt2, annotations, mesh).step_time_s > 0
 
 
 def test_a_plan_that_does_not_exist_is_refused(gpt2: Graph):
@@ -169,7 +170,7 @@ TINY = {
 def built(function: str, **settings: int) -> Graph:
     text = {key: str(value) for key, value in settings.items()}
     source = load_source(f"benchmarks/nets.py:{function}", settings=text, train="adamw")
-    return captured_graph(
+    return build_graph(
         autoshard.capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     )
 
@@ -253,4 +254,4 @@ def test_every_plan_of_every_model_can_be_predicted(model: str, tiny: dict[str, 
             continue
         for value, spec in annotations.pins.items():
             MESH.check(spec, tiny[model].type_of(value).shape, name)
-        assert predict_annotations(tiny[model], annotations, MESH).step_time_s > 0
+        assert predict(tiny[model], annotations, MESH).step_time_s > 0

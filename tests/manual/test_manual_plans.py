@@ -18,8 +18,8 @@ from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Value
 from autoshard.manual.transformers_tp import _WEIGHT_DIM, UnknownStyleWarning
 from autoshard.mesh import Mesh
-from autoshard.planning.written import captured_graph
 from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from tests.manual import models
@@ -37,7 +37,7 @@ def graphs():
     for name in dict.fromkeys(models.TRIED.values()):
         source = models.source(name)
         program = autoshard.capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
-        found[name] = captured_graph(program)
+        found[name] = build_graph(program)
     return found
 
 
@@ -115,7 +115,7 @@ def test_an_activation_between_column_and_row_is_not_annotated_as_a_block():
     """Of a chain of layers every one is a numbered module: its features were gathered behind the activation."""
     with torch.device("meta"):
         chain = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-    graph = captured_graph(autoshard.capture(chain, torch.empty(32, 64)))
+    graph = build_graph(autoshard.capture(chain, torch.empty(32, 64)))
     annotations = manual.fsdp_tensor_parallel(graph, MESH)
     outputs = manual.subtree_outputs(graph)
     assert outputs["1"] not in annotations.pins

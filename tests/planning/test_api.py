@@ -5,20 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import autoshard
+from autoshard.cost.predict import predict
 from autoshard.mesh import Mesh, spec_axes
-from autoshard.planning.decision import plan_graph, within_limit
+from autoshard.planning import one_mesh
 from autoshard.planning.meshes import candidate_meshes, factorisations
-from autoshard.planning.written import captured_graph, predict_annotations
-from autoshard.plans.value import NoPlanError
+from autoshard.planning.one_mesh import OneMesh
 from autoshard.program import Program
 from autoshard.solver.objective import evaluate as evaluate_choice
-from autoshard.strategies import guard
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.formulate import formulate
 from autoshard.strategies.random_plans import random_annotations
 
@@ -107,7 +106,7 @@ def test_no_manual_plan_is_predicted_faster(name: str, plan: autoshard.Plan, pro
 
 def test_what_had_to_be_changed_after_the_solver_is_not_called_optimal(program: Program, monkeypatch):
     monkeypatch.setattr(
-        guard, "guarded", lambda graph, chosen, mesh: replace(chosen, pins=dict([*chosen.pins.items()][:-1]))
+        one_mesh, "guarded", lambda graph, chosen, mesh: replace(chosen, pins=dict([*chosen.pins.items()][:-1]))
     )
     plan = autoshard.plan_program(program, MESH)
     assert plan.solver is not None
@@ -144,68 +143,14 @@ def test_a_hint_that_fits_nothing_is_refused(program: Program, hints, said: str)
 
 def test_a_memory_limit_is_kept_and_costs_time(program: Program):
     free = autoshard.plan_program(program, MESH, memory=None)
-    graph = captured_graph(program)
+    graph = build_graph(program)
     problem = formulate(graph, MESH, _device(), memory=1e12).problem
-    unlimited = evaluate_choice(problem, plan_graph(graph, MESH, memory=1e12).solution.choice)
+    unlimited = evaluate_choice(problem, OneMesh(graph, MESH).candidate(1e12).decision.solution.choice)
     limit = unlimited.peak * 0.9
-    limited = plan_graph(graph, MESH, memory=limit)
+    limited = OneMesh(graph, MESH).candidate(limit).decision
     kept = evaluate_choice(formulate(graph, MESH, _device(), memory=limit).problem, limited.solution.choice)
     assert kept.peak <= limit
     assert limited.solution.objective >= free.solver.objective
-
-
-def test_the_predicted_memory_keeps_the_limit():
-    """The solver counts less than the compiler uses (here two thirds): it is asked again, with a lower limit."""
-    asked: list[float] = []
-
-    def decide(limit: float):
-        asked.append(limit)
-        if limit < 40:
-            raise NoPlanError(f"no choice fits in {limit:.0f}", 40.0)
-        counted = min(limit, 100.0)
-        return SimpleNamespace(counted_bytes=counted), None, SimpleNamespace(peak_memory_bytes=1.5 * counted)
-
-    assert within_limit(90.0, decide)[2].peak_memory_bytes <= 90.0
-    assert asked == [90.0, pytest.approx(59.4)]
-    assert within_limit(None, lambda limit: decide(1e9))[2].peak_memory_bytes == 150.0
-
-    asked.clear()
-    with pytest.raises(NoPlanError, match=r"no plan was found .* within 50 bytes .*: the least predicted .* is 60"):
-        within_limit(50.0, decide)
-    assert asked == [50.0, pytest.approx(33.0), pytest.approx(40.0)]
-    with pytest.raises(NoPlanError, match=r"no plan was found .*; counted op by op, no choice fits in 30"):
-        within_limit(30.0, decide)
-
-
-def test_where_the_solver_counts_too_much_the_limit_is_used_up():
-    """The toy GPT-2 within 6 MB: 294 us with what uses least memory as the solver counts, 228 with all of the limit."""
-    asked = []
-
-    def decide(limit: float):
-        asked.append(limit)
-        if limit < 40:
-            raise NoPlanError(f"no choice fits in {limit:.0f}", 40.0)
-        return (
-            SimpleNamespace(counted_bytes=limit),
-            None,
-            SimpleNamespace(peak_memory_bytes=limit / 2, step_time_s=1 / limit),
-        )
-
-    assert within_limit(30.0, decide)[2].peak_memory_bytes == pytest.approx(29.7, rel=1e-4)
-    assert asked == [30.0, pytest.approx(40.0), pytest.approx(59.4)]
-
-    def jumps(limit: float):
-        found = decide(limit)
-        return found if limit < 41 else (*found[:2], SimpleNamespace(peak_memory_bytes=31.0, step_time_s=0.0))
-
-    assert within_limit(30.0, jumps)[2].peak_memory_bytes == pytest.approx(20.0, rel=1e-4)
-
-    def out_of_time(limit: float):
-        if limit > 41:
-            raise NoPlanError("no plan was found")
-        return decide(limit)
-
-    assert within_limit(30.0, out_of_time)[2].peak_memory_bytes == pytest.approx(20.0, rel=1e-4)
 
 
 def test_a_limit_that_nothing_meets_says_the_least_that_is_possible(program: Program):
@@ -221,11 +166,11 @@ def test_hints_that_contradict_each_other_are_refused(program: Program):
 
 
 def test_predictions_follow_from_the_annotations_whatever_they_are(program: Program):
-    graph = captured_graph(program)
+    graph = build_graph(program)
     for seed in range(5):
         drawn = random_annotations(graph, MESH, seed)
         assert random_annotations(graph, MESH, seed) == drawn
-        assert predict_annotations(graph, drawn, MESH).step_time_s > 0
+        assert predict(graph, drawn, MESH).step_time_s > 0
         assert all(spec_axes(spec) <= {"data", "model"} for spec in drawn.pins.values())
 
 

@@ -7,10 +7,11 @@ import pytest
 import autoshard
 from autoshard.mesh import spec_axes
 from autoshard.planning import refine
-from autoshard.planning.api import plan_captured
-from autoshard.planning.written import captured_graph
+from autoshard.planning.one_mesh import candidate_on
+from autoshard.planning.options import PlanningOptions
 from autoshard.plans.value import Plan, RefineCandidate, Refinement
 from autoshard.show.report import refined_lines
+from autoshard.stablehlo.reader import build_graph
 from tests.plans import made
 
 torch = pytest.importorskip("torch")
@@ -70,9 +71,7 @@ def test_a_refined_plan_is_read_back_and_shown(refined):
 
 def test_a_rival_that_compiles_better_is_taken_with_its_own_prediction(program, plain, monkeypatch):
     """The compiled figures turned upside down: the worst is the best."""
-    from autoshard.verify import check
-
-    real = check.compare_compiled
+    real = refine.compare_compiled
 
     def upside_down(*arguments):
         import dataclasses
@@ -83,9 +82,8 @@ def test_a_rival_that_compiles_better_is_taken_with_its_own_prediction(program, 
             judged=dataclasses.replace(report.judged, compute_s=1 / report.judged.step_time_s, communication_s=0.0),
         ), compiled
 
-    monkeypatch.setattr(check, "compare_compiled", upside_down)
-    graph = captured_graph(program)
-    found = plan_captured(graph, autoshard.Mesh((2, 2)), refine="cpu")
+    monkeypatch.setattr(refine, "compare_compiled", upside_down)
+    found = autoshard.plan_program(program, autoshard.Mesh((2, 2)), refine="cpu")
     assert found.refined.chosen != "optimum"
     assert found.predicted.step_time_s > plain.predicted.step_time_s
     if found.solver is not None:  # a runner-up is proved against the same bound
@@ -93,14 +91,15 @@ def test_a_rival_that_compiles_better_is_taken_with_its_own_prediction(program, 
         assert found.solver.status == "feasible"
 
 
-def test_runners_up_do_not_split_as_the_optimum_does(program, plain):
-    graph = captured_graph(program)
-    rivals = {each.name: each for each in refine._rivals(plain, graph, 60.0, lambda each: each, lambda stage: None)}
+def test_runners_up_do_not_split_as_the_optimum_does(program):
+    graph, options = build_graph(program), PlanningOptions()
+    optimum = candidate_on(graph, autoshard.Mesh((2, 2)), options, 60.0)
+    rivals = {each.name: each for each in refine._rivals(optimum, graph, options, {})}
     assert {"another 0.weight", "another 2.weight", "another inputs", "dp", "megatron"} <= set(rivals)
-    chosen = refine._chosen(plain, graph)
     for name, values in refine._decisions(graph).items():
         if rival := rivals.get(f"another {name}"):
-            assert all(spec_axes(rival.annotations.pins[value]) != chosen[value] for value in values)
+            chosen = {value: spec_axes(optimum.annotations.pins[value]) for value in values}
+            assert all(spec_axes(rival.annotations.pins[value]) != axes for value, axes in chosen.items())
 
 
 def test_hints_hold_for_every_candidate(program):
@@ -117,7 +116,7 @@ def test_a_target_that_the_mesh_does_not_lie_on_is_refused_before_anything_is_ca
 
 
 def test_the_device_is_the_targets_unless_it_is_given():
-    from autoshard.planning.api import meshes_for
+    from autoshard.planning.meshes import meshes_for
 
     assert meshes_for("2x4", None, None, "h100:8")[0].device == "h100:8"
     assert meshes_for("2x4", None, "h200", "h100:8")[0].device == "h200"

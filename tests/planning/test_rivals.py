@@ -7,12 +7,17 @@ import pytest
 
 import autoshard
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.manual import PLANS
 from autoshard.manual.rank import estimate, ranked
 from autoshard.mesh import Mesh
-from autoshard.planning import rivals, written
-from autoshard.plans.value import Options, Plan, SolverInfo
+from autoshard.planning import rivals
+from autoshard.planning.candidate import Candidate
+from autoshard.planning.options import PlanningOptions
+from autoshard.planning.written import written_plan
+from autoshard.plans.value import Plan, SolverInfo
 from autoshard.show.report import solver_line
+from autoshard.stablehlo.reader import build_graph
 
 torch = pytest.importorskip("torch")
 
@@ -26,36 +31,49 @@ def graph():
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) if i % 2 == 0 else torch.nn.ReLU() for i in range(7)))
     batch = (torch.zeros(64, 1024), torch.zeros(64, 1024))
     program = autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
-    return written.captured_graph(program)
+    return build_graph(program)
 
 
-def chosen(graph, name, **options):
+def candidate(graph, annotations, memory=None, solver=SOLVER):
+    """Annotations in place of the solver's choice."""
+    return Candidate(MESH, annotations, predict(graph, annotations, MESH), memory=memory, solver=solver)
+
+
+def chosen(graph, name, **fields):
     """A plan by hand in place of the solver's choice."""
-    found = PLANS[name](graph, MESH)
-    return written.written_plan(graph, MESH, found, options=Options(**options), solver=SOLVER)
+    return candidate(graph, PLANS[name](graph, MESH), **fields)
+
+
+def or_by_hand(found, graph):
+    return rivals.or_by_hand(found, graph, PlanningOptions(), {})
+
+
+def written(graph, found):
+    return written_plan(graph, MESH, found.annotations, found.prediction, solver=found.solver)
 
 
 def predicted(graph, name):
-    return written.predict_annotations(graph, PLANS[name](graph, MESH), MESH)
+    return predict(graph, PLANS[name](graph, MESH), MESH)
 
 
 def test_the_plan_by_hand_that_is_predicted_fastest_is_taken(graph):
     before = chosen(graph, "dp")
-    found = rivals.or_by_hand(before, graph, lambda annotations: annotations)
+    found = or_by_hand(before, graph)
     times = {name: predicted(graph, name).step_time_s for name in ("dp", "fsdp", "hsdp", "megatron", "fsdp-tp")}
     best = min(times, key=times.__getitem__)
     assert best != "dp"
     assert found.solver == replace(SOLVER, overruled=best)
-    assert found.predicted.step_time_s == pytest.approx(times[best], rel=1e-9)
+    assert found.time == pytest.approx(times[best], rel=1e-9)
     assert f"plan by hand `{best}`" in solver_line(found.solver)
-    assert Plan.from_json(found.to_json()) == found
-    assert "overruled" not in json.loads(before.to_json())["solver"]
+    plan = written(graph, found)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "overruled" not in json.loads(written(graph, before).to_json())["solver"]
 
 
 def test_the_choice_stays_where_none_is_faster(graph):
-    best = rivals.or_by_hand(chosen(graph, "dp"), graph, lambda annotations: annotations)
+    best = or_by_hand(chosen(graph, "dp"), graph)
     again = replace(best, solver=SOLVER)
-    assert rivals.or_by_hand(again, graph, lambda annotations: annotations) == again
+    assert or_by_hand(again, graph) == again
 
 
 def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypatch):
@@ -66,22 +84,21 @@ def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypat
     specs = predicted(graph, "dp").specs
     every = {value: specs[value] for value in graph.aten_outputs.values() if value in specs}
     pinned = replace(made, pins={**every, **made.pins})
-    before = written.written_plan(graph, MESH, pinned, options=Options(), solver=SOLVER)
-    found = rivals.or_by_hand(before, graph, lambda annotations: annotations)
-    assert found == replace(chosen(graph, "dp"), solver=replace(SOLVER, overruled="dp"))
-    assert len(found.activations) < len(before.activations)
+    before = candidate(graph, pinned)
+    found = or_by_hand(before, graph)
+    assert (found.annotations, found.solver) == (made, replace(SOLVER, overruled="dp"))
+    assert len(found.annotations.pins) < len(before.annotations.pins)
     monkeypatch.setattr(rivals, "_alike", lambda one, other: False)
-    assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
+    assert or_by_hand(before, graph) == before
 
 
 def test_what_a_plan_by_hand_says_nothing_of_is_whole():
     """ResNet on TPU v5e was data parallel with every value pinned, 2.59 ms, and not 2.55: its counts have no pin."""
     layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256))
     batch = (torch.zeros(64, 256), torch.zeros(64, 256))
-    counted = written.captured_graph(autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss))
+    counted = build_graph(autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss))
     made = PLANS["dp"](counted, MESH)
-    before = written.written_plan(counted, MESH, made, options=Options(), solver=SOLVER)
-    own = before.annotations(counted)
+    own = written_plan(counted, MESH, made).annotations(counted)
     assert len(made.pins) < len(own.pins)
     assert rivals._arguments(counted, made) == rivals._arguments(counted, own)
 
@@ -89,7 +106,7 @@ def test_what_a_plan_by_hand_says_nothing_of_is_whole():
 def test_memory_limit_and_hints_hold(graph):
     least = min(predicted(graph, name).peak_memory_bytes for name in ("fsdp", "hsdp", "megatron", "fsdp-tp"))
     before = chosen(graph, "dp", memory=least - 1)
-    assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
+    assert or_by_hand(before, graph) == before
     names = dict(rivals.by_hand(graph, MESH, {}))
     assert {"dp", "fsdp", "megatron"} <= set(names)
     assert "dp" not in dict(rivals.by_hand(graph, MESH, HALF))
@@ -99,12 +116,12 @@ def test_memory_limit_and_hints_hold(graph):
 def test_a_large_program_has_no_rival_predicted_unless_its_gap_is_open(graph, monkeypatch):
     monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops) - 1)
     before = chosen(graph, "dp")
-    assert rivals.or_by_hand(before, graph, lambda annotations: annotations) == before
+    assert or_by_hand(before, graph) == before
     for gap in (0.3, None):
         open_gap = replace(
             before, solver=replace(SOLVER, status="time_limit", bound=None if gap is None else 0.7, gap=gap)
         )
-        assert rivals.or_by_hand(open_gap, graph, lambda annotations: annotations).solver.overruled is not None
+        assert or_by_hand(open_gap, graph).solver.overruled is not None
 
 
 def test_a_choice_whose_objective_its_prediction_belies_is_held_against_more(graph, monkeypatch):
@@ -112,9 +129,9 @@ def test_a_choice_whose_objective_its_prediction_belies_is_held_against_more(gra
     monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops) - 1)
     plan = chosen(graph, "dp")
     for part, overruled in ((0.96, False), (0.9, True)):
-        objective = part * plan.predicted.step_time_s
+        objective = part * plan.time
         before = replace(plan, solver=SolverInfo("optimal", objective, objective, 0.0, "dual"))
-        found = rivals.or_by_hand(before, graph, lambda annotations: annotations)
+        found = or_by_hand(before, graph)
         assert (found.solver.overruled is not None) == overruled
 
 
@@ -122,7 +139,7 @@ def test_a_choice_whose_objective_its_prediction_belies_is_held_against_more(gra
 def test_the_best_predicted_is_among_the_best_estimated(graph, device):
     mesh = Mesh((2, 4), device=device)
     order = list(ranked(graph, mesh, load_device(device), PLANS))
-    times = {name: written.predict_annotations(graph, found, mesh).step_time_s for name, found in order}
+    times = {name: predict(graph, found, mesh).step_time_s for name, found in order}
     best = min(times, key=times.__getitem__)
     assert best in [name for name, _ in order[:3]]
     estimates = [estimate(graph, found, mesh, load_device(device)) for _, found in order]

@@ -5,7 +5,8 @@ import networkx as nx
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Mesh
-from autoshard.plans.value import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo, plan_of
+from autoshard.plans.annotated import plan_of
+from autoshard.plans.value import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
 from autoshard.program import Argument, AtenOp, Output, Program, TensorType
 
 MESH = Mesh((2, 4), ("data", "model"), "tpu-v5e")

@@ -16,6 +16,7 @@ from autoshard.files import check_writable
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
+from autoshard.plans.annotated import plan_of
 from autoshard.plans.json_format import schema, to_dict
 from autoshard.plans.value import (
     ActivationKey,
@@ -33,7 +34,6 @@ from autoshard.plans.value import (
     ReplicatedOp,
     SolverInfo,
     TensorPlan,
-    plan_of,
 )
 from tests.plans import made as plans
 from tests.test_mesh import specs

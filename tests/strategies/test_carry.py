@@ -10,8 +10,9 @@ import pytest
 
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.decision import decide, formulated
+from autoshard.planning.one_mesh import decide, formulated
 from autoshard.solver.objective import evaluate
+from autoshard.solver.settings import Settings
 from autoshard.solver.solve import solve
 from autoshard.strategies.carry import carried_from, choices_from, cuts
 from autoshard.strategies.formulate import Formulation
@@ -47,7 +48,7 @@ def summed() -> Graph:
 
 
 def on(graph: Graph, mesh: Mesh) -> Formulation:
-    return formulated(graph, mesh, None, {}, lambda stage: None)
+    return formulated(graph, mesh, None, {})
 
 
 def test_axes_are_cut_into_neighbours_in_order() -> None:
@@ -74,7 +75,7 @@ def test_every_value_is_split_over_the_axes_that_its_axes_are_cut_into(
         for value, spec in before.annotations(choice).pins.items():
             assert pins[value] == tuple(tuple(part for axis in dim for part in axes[axis]) for dim in spec)
         assert evaluate(after.problem, other).feasible
-        solution = decide(after, narrow, others=[carried], time_limit=1e-9).solution
+        solution = decide(after, narrow, Settings(deadline=0.0), others=[carried]).solution
         assert solution.objective <= evaluate(after.problem, other).objective * (1 + 1e-9)
 
 

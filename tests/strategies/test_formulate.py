@@ -15,10 +15,10 @@ from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.reshard.price import reshard_steps
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.planning.written import captured_graph
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status
 from autoshard.solver.solve import solve
+from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.formulate import Formulation, _as_read, formulate
 from autoshard.strategies.random_plans import random_annotations
 from tests.graph.helpers import graph_of
@@ -175,7 +175,7 @@ def test_what_all_readers_take_the_same_part_of_is_scattered_as_that_part():
         loss_fn=lambda out: out.square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
-    graph = captured_graph(program)
+    graph = build_graph(program)
     (scattered,) = (value for value in graph.aten_outputs.values() if graph.ops[value.op].kind == "scatter")
     whole, part, other = ((), ()), (("model",), ()), ((), ("model",))
     for read, pinned in (({1: part}, part), ({1: part, 2: part}, part), ({1: part, 2: other}, whole), ({}, whole)):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.planning.written import predict_annotations
 from autoshard.solver.problem import Problem
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import formulate, one_copy
@@ -84,4 +84,4 @@ def test_groups_of_one_aten_op_pay_for_what_they_want_otherwise(kind):
         for edge, costs in zip(problem.edges, problem.edge_costs, strict=True)
         if edge == (last, first)
     ]
-    assert 0 < price <= predict_annotations(graph, annotations, mesh).communication_s
+    assert 0 < price <= predict(graph, annotations, mesh).communication_s

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.planning.decision import plan_graph
-from autoshard.planning.written import predict_annotations
+from autoshard.planning.one_mesh import OneMesh
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import formulate
 from autoshard.strategies.shared import disagreeing, joined, shared_values
@@ -48,11 +48,11 @@ def updates(size: int = 1 << 16) -> Graph:
 def test_an_update_is_split_only_if_what_it_shares_may_be(kind, wanted):
     """One of the two must stay whole: where both read one broadcast of the rate, splitting the other takes a gather."""
     graph, mesh = updates(), Mesh((2, 4), ALL, kind)
-    decided = plan_graph(graph, mesh, hints=WHOLE)
+    decided = OneMesh(graph, mesh, hints=WHOLE).candidate(None)
     assert decided.annotations.pins[Value(0)] == (wanted,)
-    found = predict_annotations(graph, decided.annotations, mesh)
+    found = predict(graph, decided.annotations, mesh)
     assert not found.collectives
-    assert decided.solution.status.value == "optimal"
+    assert decided.solver.status == "optimal"
 
 
 def test_what_groups_disagree_on_is_priced_as_it_is_predicted():
@@ -66,6 +66,6 @@ def test_what_groups_disagree_on_is_priced_as_it_is_predicted():
     assert [len(one.groups) for one in shared] == [2]
     assert disagreeing(formulation, shared, alone.choice) == shared
     priced = solve(joined(formulation, shared, mesh, device).problem)
-    communication = predict_annotations(graph, annotations, mesh).communication_s
+    communication = predict(graph, annotations, mesh).communication_s
     assert communication > 0
     assert priced.objective - alone.objective == pytest.approx(communication, rel=1e-6)

@@ -11,8 +11,9 @@ from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.planning.written import captured_graph, written_plan
+from autoshard.planning.written import written_plan
 from autoshard.sources import Source
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.check import verify_plan
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import compile_module
@@ -69,7 +70,7 @@ def test_gradients_are_scattered_over_axes_in_any_order(dtype, monkeypatch):
         lambda parameters: torch.optim.AdamW(parameters),
         train=True,
     )
-    graph = captured_graph(capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer))
+    graph = build_graph(capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer))
     mesh = Mesh((2, 4), device="h100")
     annotations = reversed_axes(manual.fsdp(graph, mesh))
     rows = {value: (mesh.axis_names[::-1], ()) for value in graph.aten_outputs.values() if batched(graph, value)}

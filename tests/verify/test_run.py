@@ -15,7 +15,7 @@ from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
-from autoshard.plans.value import plan_of
+from autoshard.plans.annotated import plan_of
 from autoshard.sources import Source, load_source
 from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies import guard

@@ -83,23 +83,23 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
 
 def _check_compiles(plan: Plan) -> None:
     """Refuse a plan that no solver made and that the compiler aborts on, where its program is known."""
-    from autoshard.planning.written import captured_graph
+    from autoshard.stablehlo.reader import build_graph
     from autoshard.strategies.guard import check_compiles
 
     if plan.captured is not None and plan.solver is None:
-        graph = captured_graph(plan.captured)
+        graph = build_graph(plan.captured)
         check_compiles(graph, plan.annotations(graph), plan.mesh)
 
 
 def _warn_of_wrong_sums(plan: Plan) -> None:
-    from autoshard.planning.written import captured_graph
+    from autoshard.stablehlo.reader import build_graph
     from autoshard.strategies.guard import warn_of, warn_of_wrong_sums
 
     program = plan.captured
     if program is None or not any("convolution" in op.name for op in program.ops):
         warn_of(plan.wrong_sums)
         return
-    graph = captured_graph(program)
+    graph = build_graph(program)
     warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
 
 

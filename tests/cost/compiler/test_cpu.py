@@ -6,9 +6,9 @@ import pytest
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
-from autoshard.planning.written import predict_annotations
 from tests.graph.helpers import graph_of
 
 jax = pytest.importorskip("jax")
@@ -21,7 +21,7 @@ def f32(*shape: int) -> object:
 
 
 def predicted(function: object, *arguments: object) -> Compiled:
-    return predict_annotations(graph_of(function, *arguments), Annotations({}), MESH).compiled
+    return predict(graph_of(function, *arguments), Annotations({}), MESH).compiled
 
 
 def kinds(compiled: Compiled, kernel: Kernel) -> list[str]:

@@ -4,7 +4,7 @@ import random
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
-from autoshard.plans.value import plan_of
+from autoshard.plans.annotated import plan_of
 from autoshard.stablehlo.reader import build_graph
 
 

@@ -87,13 +87,13 @@ def network(rows: int, width: int) -> Graph:
 
 def both(graph: Graph, annotations: Annotations, device: str, target: str) -> tuple[Prediction, Compiled]:
     """What is predicted and what is compiled."""
-    from autoshard.planning.written import predict_annotations
+    from autoshard.cost.predict import predict
     from autoshard.stablehlo.annotate import annotate, donated
 
     mesh = dataclasses.replace(MESH, device=device, placement=())
     module = annotate(graph.program, graph, annotations, mesh)
     compiled = compile_module(module, target, donate=donated(graph.program))
-    return predict_annotations(graph, annotations, mesh), compiled
+    return predict(graph, annotations, mesh), compiled
 
 
 ROWS: Spec = (("data", "model"), ())

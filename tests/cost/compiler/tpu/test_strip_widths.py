@@ -8,10 +8,10 @@ from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
 from autoshard.cost.compiler.tpu.strip_widths import Window
 from autoshard.cost.compiler.tpu.strips import EDGES, MASK
+from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
-from autoshard.planning.written import predict_annotations
 from tests.cost.compiler.tpu.test_conv import Written
 from tests.graph.helpers import graph_from_text
 
@@ -63,7 +63,7 @@ def compiled(graph: Graph, device: str = "tpu-v5e") -> Compiled:
     """Images, the first argument, are split over all devices."""
     mesh = Mesh((2, 4), BOTH, device=device)
     whole = {Value(op): ((),) * len(graph.type_of(Value(op)).shape) for op in graph.arguments}
-    return predict_annotations(graph, Annotations(whole | {Value(graph.arguments[0]): BATCH}), mesh).compiled
+    return predict(graph, Annotations(whole | {Value(graph.arguments[0]): BATCH}), mesh).compiled
 
 
 def normalised(images: int, dims: str = "0, 1") -> Graph:
@@ -123,7 +123,7 @@ def loops(kinds: tuple[str, ...], device: str) -> tuple[list[str], Compiled]:
         written.convolution(kind, images, written.argument((128, 128, 3, 3)), 3)
     graph, annotations = written.graph()
     mesh = Mesh((2, 4), BOTH, device=device)
-    found = predict_annotations(graph, annotations, mesh).compiled
+    found = predict(graph, annotations, mesh).compiled
     return [kernel.kind for kernel in found.kernels], found
 
 

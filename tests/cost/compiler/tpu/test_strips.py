@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -19,14 +20,16 @@ from autoshard.cost.compiler.tpu.strips import (
     early_seconds,
 )
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.predict import Prediction
+from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
-from autoshard.planning.decision import Decision, decide, plan_graph, with_or_without_gathers
-from autoshard.planning.written import predict_annotations
+from autoshard.planning import one_mesh
+from autoshard.planning.candidate import Decision
+from autoshard.planning.one_mesh import OneMesh, decide
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.problem import Status
+from autoshard.solver.settings import Settings
 from autoshard.strategies.formulate import formulate
 from tests.graph.helpers import graph_from_text
 
@@ -64,7 +67,7 @@ def network(images: int, features: int = 256) -> Graph:
 def predicted(graph: Graph, device: str, last: tuple[tuple[str, ...], ...] = WHOLE) -> Prediction:
     """Images are split over all devices, the third kernel as `last` says."""
     pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, last), strict=True)}
-    return predict_annotations(graph, Annotations(pins), mesh_of(device))
+    return predict(graph, Annotations(pins), mesh_of(device))
 
 
 def test_batch_dims_are_found_through_elementwise_ops_and_not_for_kernels() -> None:
@@ -94,7 +97,7 @@ def test_activations_are_put_together_around_an_all_to_all() -> None:
     pins = {Value(op): spec for op, spec in zip(graph.arguments, (BATCH, WHOLE, WHOLE, WHOLE), strict=True)}
     first = next(op.id for op in graph.ops if op.kind == "convolution")
     moved = Annotations(pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
-    kinds = [kernel.kind for kernel in predict_annotations(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
+    kinds = [kernel.kind for kernel in predict(graph, moved, mesh_of("tpu-v5p")).compiled.kernels]
     place = kinds.index("all-to-all")
     assert kinds[place - AROUND : place] == ["copy"] * AROUND
     assert kinds[place + 1 : place + 1 + ORDERED] == ["copy"] * ORDERED
@@ -113,41 +116,42 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     none_is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, mesh = network(32), mesh_of("tpu-v5e")
+    decision = OneMesh(graph, mesh).candidate(None).decision
     whole = Annotations({Value(op): spec for op, spec in zip(graph.arguments, (BATCH, *3 * [WHOLE]), strict=True)})
     split = Annotations({Value(op): BATCH for op in graph.arguments})
     first = next(op.id for op in graph.ops if op.kind == "convolution")
     moved = Annotations(split.pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
     asked: list[bool] = []
+    chosen = {True: split, False: whole if none_is_faster else moved}
+    monkeypatch.setattr(one_mesh, "formulated", lambda *arguments, gathers=True: gathers)
 
-    def decided(gathers: bool) -> Decision:
+    def decided(gathers: bool, *_: object) -> Decision:
         asked.append(gathers)
-        return replace(plan, annotations=split if gathers else whole if none_is_faster else moved)
+        return replace(decision, annotations=chosen[gathers])
 
-    plan = plan_graph(graph, mesh)
-    assert with_or_without_gathers(graph, mesh, decided).annotations == (whole if none_is_faster else split)
+    monkeypatch.setattr(one_mesh, "decide", decided)
+    assert OneMesh(graph, mesh).candidate(None).annotations == (whole if none_is_faster else split)
     assert asked == [True, False]
 
     # The copies count twice: a plan without them that is slower by less than they take is taken.
-    gathered = predict_annotations(graph, split, mesh)
+    gathered = predict(graph, split, mesh)
     early = early_seconds(gathered.compiled, load_device("tpu-v5e"))
     slower = replace(gathered, step_time_s=gathered.step_time_s + early / 2)
+    chosen[False] = moved
     monkeypatch.setattr(
-        "autoshard.planning.decision.predict_annotations",
-        lambda graph, annotations, mesh: (
-            slower if annotations == moved else predict_annotations(graph, annotations, mesh)
-        ),
+        one_mesh,
+        "predict",
+        lambda graph, annotations, mesh: slower if annotations == moved else predict(graph, annotations, mesh),
     )
-    chosen = with_or_without_gathers(
-        graph, mesh, lambda gathers: replace(plan, annotations=split if gathers else moved)
-    )
-    assert chosen.annotations == moved
+    assert OneMesh(graph, mesh).candidate(None).annotations == moved
 
-    def held(gathers: bool) -> Decision:
+    def held(gathers: bool, *_: object) -> Decision:
         if not gathers:
             raise NoPlanError("a hint wants one")
         return decided(gathers)
 
-    assert with_or_without_gathers(graph, mesh, held).annotations == split
+    monkeypatch.setattr(one_mesh, "decide", held)
+    assert OneMesh(graph, mesh).candidate(None).annotations == split
 
 
 def test_a_plan_without_gathers_may_move_parts_otherwise() -> None:
@@ -158,7 +162,7 @@ def test_a_plan_without_gathers_may_move_parts_otherwise() -> None:
 
     def chosen(gathers: bool, fixed: dict[Value, Spec]) -> Decision:
         formulation = formulate(graph, mesh, load_device("tpu-v5e"), gathers=gathers)
-        return decide(formulation.fixed({first: BATCH, **fixed}), mesh)
+        return decide(formulation.fixed({first: BATCH, **fixed}), mesh, Settings(time.perf_counter() + 60.0))
 
     columns = ((), BOTH, (), ())
     moved = chosen(False, {images: columns})  # from channels to images, all to all
@@ -171,7 +175,7 @@ def test_a_plan_without_gathers_may_move_parts_otherwise() -> None:
 def test_an_input_of_which_parts_are_read_is_split() -> None:
     """A whole one is copied on chip whole, and gives every device all images."""
     graph = network(64)
-    chosen = plan_graph(graph, mesh_of("tpu-v5e")).annotations
+    chosen = OneMesh(graph, mesh_of("tpu-v5e")).candidate(None).annotations
     assert chosen.pins[Value(graph.arguments[0])][0]
 
 

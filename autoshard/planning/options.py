@@ -1,0 +1,110 @@
+"""What a plan is asked for: one value, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypedDict, get_args
+
+from autoshard.cost.machine.device import load_device
+from autoshard.mesh import Mesh, Spec, as_spec, parse_spec
+from autoshard.plans.value import Keep
+
+Hint = Spec | Sequence[Sequence[str] | str | None] | str
+Progress = Callable[[str], None]
+DEVICE_MEMORY: Literal["device"] = "device"
+"""Default of `memory`: what the device kind has."""
+
+
+def silent(stage: str) -> None:
+    """Say nothing of a stage that begins."""
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of `PlanningOptions` as keywords; `hints` in any form that a person writes."""
+
+    memory: float | Literal["device"] | None
+    hints: Mapping[str, Hint] | None
+    keep: Keep
+    fold: bool
+    time_limit: float
+    seed: int
+    backend: str
+    annotations: Literal["all", "least"]
+    refine: str | None
+    rivals: bool
+    dump_problem: str | Path | None
+    progress: Progress | None
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """What a plan is asked for; `autoshard.plan` says what each field means.
+
+    Attributes:
+        rivals: also predict the plans by hand that are estimated best, and take one that is faster (`rivals.py`).
+
+    Raises:
+        ValueError: an option means nothing; says which.
+    """
+
+    memory: float | Literal["device"] | None = DEVICE_MEMORY
+    hints: Mapping[str, Spec] = field(default_factory=dict)
+    keep: Keep = "all"
+    fold: bool = True
+    time_limit: float = 60.0
+    seed: int = 0
+    backend: str = "auto"
+    annotations: Literal["all", "least"] = "all"
+    refine: str | None = None
+    rivals: bool = True
+    dump_problem: str | Path | None = None
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        """Check every field, and bring hints into one form."""
+        object.__setattr__(self, "hints", _hints(self.hints))
+        if self.progress is None:
+            object.__setattr__(self, "progress", silent)
+        if not isinstance(self.time_limit, int | float) or not self.time_limit > 0:
+            raise ValueError(f"time_limit={self.time_limit!r}: a positive number of seconds is needed")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r}: a whole number is needed")
+        if self.annotations not in ("all", "least"):
+            raise ValueError(f"annotations are all or least, not {self.annotations!r}")
+        if self.keep not in get_args(Keep):
+            raise ValueError(f"keep is {', '.join(get_args(Keep))}, not {self.keep!r}")
+
+    def memory_on(self, mesh: Mesh) -> int | None:
+        """Bytes per device that a step on `mesh` may use; None is no limit.
+
+        Raises:
+            ValueError: `memory` is no number of bytes.
+        """
+        memory = self.memory
+        if memory == DEVICE_MEMORY:
+            return load_device(mesh.device).memory_bytes
+        if memory is None:
+            return None
+        if not isinstance(memory, int | float) or not math.isfinite(memory):
+            raise ValueError(f"memory={memory!r}: a number of bytes per device is needed; None for no limit")
+        if memory <= 0:
+            raise ValueError(f"memory={memory}: bytes per device must be positive")
+        return int(memory)
+
+
+def _hints(hints: Mapping[str, Hint] | None) -> dict[str, Spec]:
+    if hints is None:
+        return {}
+    if not isinstance(hints, Mapping) or not all(isinstance(name, str) for name in hints):
+        raise ValueError("hints are a dict from names of tensors to specs, such as {'wte.weight': '[model],[]'}")
+    return {name: _hint(name, hint) for name, hint in sorted(hints.items())}
+
+
+def _hint(name: str, hint: Hint) -> Spec:
+    try:
+        return parse_spec(hint) if isinstance(hint, str) else as_spec(hint)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"hint for {name}: {error}") from error

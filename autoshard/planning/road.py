@@ -1,0 +1,51 @@
+"""From a graph to a plan, from top to bottom.
+
+The solver decides on every mesh (`search.py`, `one_mesh.py`), within the memory limit (`memory.py`). What it chose is
+a candidate; a plan by hand that is predicted faster (`rivals.py`), or what compiles best (`refine.py`), may take its
+place. The plan is made of the last candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.graph.ops import Graph
+from autoshard.mesh import Mesh
+from autoshard.planning.hints import kept
+from autoshard.planning.meshes import check_refine
+from autoshard.planning.options import PlanningOptions
+from autoshard.planning.refine import refined
+from autoshard.planning.rivals import or_by_hand
+from autoshard.planning.search import best_mesh
+from autoshard.planning.written import written_plan
+from autoshard.plans.value import Options, Plan
+from autoshard.solver import iopddl
+
+
+def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -> Plan:
+    """The plan of a captured program; of several meshes on the one whose predicted step is shortest.
+
+    Raises:
+        NoPlanError: the memory limit or the hints exclude every plan.
+    """
+    found, tried = best_mesh(graph, meshes, options)
+    if options.dump_problem is not None:
+        assert found.decision is not None
+        options.progress("dump")
+        iopddl.write(found.decision.problem, options.dump_problem, name=f"autoshard {graph.program.fingerprint[:12]}")
+    hints, refinement = kept(graph.program, found.mesh, options.hints, options.keep), None
+    if options.refine is not None:
+        found, refinement = refined(found, graph, check_refine(options.refine, found.mesh), options, hints)
+    elif options.rivals:
+        options.progress("plans by hand")
+        found = or_by_hand(found, graph, options, hints)
+    return written_plan(
+        graph,
+        found.mesh,
+        found.annotations,
+        found.prediction,
+        options=Options(memory=found.memory, hints=hints, keep=options.keep, fold=options.fold, seed=options.seed),
+        solver=found.solver,
+        search=tried,
+        refined=refinement,
+    )

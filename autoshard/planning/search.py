@@ -1,0 +1,107 @@
+"""The search over mesh shapes.
+
+Every shape is planned in turn, those of few axes first, since they are cheap and give the others something to beat. A
+shape is given up as soon as the solver's bound proves that no plan on it is better than the best one so far, and not
+begun where it is the same as one before up to the names of its axes. What came of each is kept in the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.layout import layout
+from autoshard.graph.ops import Graph
+from autoshard.mesh import Mesh
+from autoshard.planning.candidate import Candidate
+from autoshard.planning.one_mesh import candidate_on
+from autoshard.planning.options import PlanningOptions
+from autoshard.plans.value import MeshTried, NoPlanError, PlanError
+from autoshard.solver.solve import GoalOutOfReachError
+from autoshard.strategies.carry import Carried
+
+WORTH = 1e-3
+"""A shape is given up when no plan on it can be better than the best so far by more than this part."""
+FIRST_SHARE = 0.25
+"""Part of the time limit that the solver has for each shape; the best is solved again with all of it."""
+
+
+def best_mesh(
+    graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions
+) -> tuple[Candidate, tuple[MeshTried, ...]]:
+    """The candidate on the mesh with the shortest predicted step, and what came of every mesh.
+
+    Raises:
+        NoPlanError: no mesh has a plan; that of the mesh that needs least memory.
+    """
+    if len(meshes) == 1:
+        return candidate_on(graph, meshes[0], options, options.time_limit), ()
+    best: Candidate | None = None
+    tried: dict[Mesh, MeshTried] = {}
+    refused: list[tuple[float, Mesh]] = []
+    others: list[Carried] = []
+    for mesh in sorted(meshes, key=lambda mesh: len(mesh.shape)):
+        twin = next((other for other in tried if _same(mesh, other)), None)
+        if twin is not None:
+            tried[mesh] = MeshTried(mesh.shape, "same", note=f"as {_text(twin.shape)}: its axes lie on one network")
+            continue
+        goal = math.inf if best is None or best.solver is None else (1 - WORTH) * best.solver.objective
+        try:
+            found = candidate_on(graph, mesh, options, FIRST_SHARE * options.time_limit, goal, others)
+        except GoalOutOfReachError as pruned:
+            assert best is not None
+            note = f"no plan is better than that on {_text(best.mesh.shape)} by more than {100 * WORTH:g} %"
+            tried[mesh] = MeshTried(mesh.shape, "pruned", bound=pruned.bound, note=note)
+            continue
+        except NoPlanError as error:
+            refused.append((error.least, mesh))
+            tried[mesh] = MeshTried(mesh.shape, "no plan", note=str(error))
+            continue
+        if found.decision is not None and found.decision.carried is not None:
+            others.append(found.decision.carried)
+        tried[mesh] = _tried(found)
+        if best is None or found.time < best.time:
+            best = found
+    if best is None:
+        if not refused:
+            raise PlanError("no mesh to plan for")
+        _, mesh = min(refused, key=lambda each: each[0])
+        # It may have been for want of time.
+        best = candidate_on(graph, mesh, options, options.time_limit, others=others)
+        tried[mesh] = _tried(best)
+    elif best.solver is not None and best.solver.status == "time_limit":
+        again = candidate_on(graph, best.mesh, options, options.time_limit, others=others)
+        if again.time < best.time:
+            best = again
+            tried[best.mesh] = _tried(best)
+    return best, tuple(tried.values())
+
+
+def _tried(found: Candidate) -> MeshTried:
+    assert found.solver is not None
+    return MeshTried(
+        found.mesh.shape,
+        "planned",
+        found.time,
+        found.solver.objective,
+        found.solver.bound,
+        found.prediction.peak_memory_bytes,
+        "" if found.solver.status == "optimal" else found.solver.status.replace("_", " "),
+    )
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _same(mesh: Mesh, other: Mesh) -> bool:
+    """Whether two meshes differ in the order of their axes alone, and every axis lies on one and the same network.
+
+    On a torus, and across hosts or slices, the order says where an axis lies.
+    """
+    if sorted(mesh.shape) != sorted(other.shape) or mesh.device != other.device or mesh.placement or other.placement:
+        return False
+    device = load_device(mesh.device)
+    used = [dim for each in (mesh, other) for dim in layout(each, device) if dim.size > 1]
+    return all(dim.link.topology != "torus" for dim in used) and len({dim.link.name for dim in used}) == 1

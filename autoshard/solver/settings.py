@@ -1,0 +1,48 @@
+"""How the solver searches, as one value that is handed down to every solve of a plan."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.solve import solve
+
+LEAST_TIME_S = 1.0
+"""Seconds that a problem solved again has, whatever time its first solution took."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Until when the solver searches, and how.
+
+    Attributes:
+        deadline: on the clock of `time.perf_counter`; every solve has `LEAST_TIME_S` at least.
+        seed, backend, fold: as for `solve`.
+        goal: seconds of a step that the plan must undercut to be of use.
+    """
+
+    deadline: float
+    seed: int = 0
+    backend: str = "auto"
+    fold: bool = True
+    goal: float = math.inf
+
+    def solve(self, problem: Problem, starts: Iterable[list[int]] = ()) -> Solution:
+        """Solve a problem in the time that is left.
+
+        Raises:
+            GoalOutOfReachError: the bound proves that no choice undercuts the goal.
+        """
+        left = max(LEAST_TIME_S, self.deadline - time.perf_counter())
+        return solve(
+            problem,
+            time_limit=left,
+            seed=self.seed,
+            backend=self.backend,
+            fold=self.fold,
+            goal=self.goal,
+            starts=starts,
+        )
