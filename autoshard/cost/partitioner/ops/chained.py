@@ -120,7 +120,7 @@ def _is_held(context: Context, value: Value) -> bool:
 def _end_to_end(context: Context, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:
     """Reshards around the concatenation of one operand of both, along its first dim that is not in `apart`.
 
-    As of any concatenation: see `spmd_shape.concatenated`.
+    As of any concatenation: see `concatenated`.
     """
     kinds = [context.graph.type_of(op.operands[place]) for op in (before, scatter)]
     splits = [context.shardings.read(op.id, op.operands[place]) for op in (before, scatter)]
