@@ -6,20 +6,23 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.cost.compiler.backend import Compiled, backend_of
+from autoshard.cost.compiler.backend import Compiled
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
-from autoshard.cost.machine.device import Device, Target, load_device
-from autoshard.cost.partitioner.ops.undone import undone
-from autoshard.cost.partitioner.partition import Partitioned, partition
+from autoshard.cost.machine.device import Device, load_device
+from autoshard.cost.machine.targets import Target
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.cost.partitioner.passes.rewritten import rewritten
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings, propagate
 from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.undone import undone
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
@@ -100,11 +103,11 @@ def predict(
     again = recomputed_ops(written)
     useful = sum(each for number, each in enumerate(flops) if number not in again)
     shardings, partitioned = _partitioned(graph, annotations, mesh, target)
-    equal = _moved_again(graph, annotations, shardings, partitioned) if target == "tpu" else {}
+    equal = _moved_again(graph, annotations, shardings, partitioned) if device.compiler.merges_equal_ops else {}
     if equal:
         graph, annotations = merged(graph, annotations, equal)
         shardings, partitioned = _partitioned(graph, annotations, mesh, target)
-    lowered = lower(graph, shardings, partitioned, barriers=target != "cpu")
+    lowered = lower(graph, shardings, partitioned, barriers=device.compiler.keeps_barriers)
     compiled = backend_of(device).compile(lowered)
     kernels = _per_op(compiled, device)
     compute = _per_group(kernels, groups)

@@ -211,7 +211,7 @@ class _Builder:
         self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], gathers: bool = True
     ) -> None:
         self.graph, self.mesh, self.device, self.hints, self.gathers = graph, mesh, device, hints, gathers
-        self.images = batch_dims(graph) if device.target == "tpu" else {}
+        self.images = batch_dims(graph) if device.compiler.convolves_in_strips else {}
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
         self.groups = fusion_groups(graph)
@@ -298,7 +298,7 @@ class _Builder:
                     scatter=key.scatter,
                     defer=key.defer,
                     sums=key.sums,
-                    merged=self.device.target != "cpu",
+                    merged=self.device.compiler.sums_dims_at_once,
                     priced=self.partitioner.alone,
                 )
                 self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
@@ -354,7 +354,7 @@ class _Builder:
     def _find_sums(self) -> None:
         """Which groups sum values that may stay partial until then; CPU's partitioner reduces each term."""
         graph = self.graph
-        if self.device.target == "cpu":
+        if not self.device.compiler.sums_terms_once:
             return
         contracted = {
             value
@@ -483,12 +483,12 @@ class _Builder:
 
     def _cut_out(self, readers: Sequence[int]) -> bool:
         """Whether a slice of a value is a kernel of its own: products of a library take none in, loops and TPUs do."""
-        return self.device.target != "tpu" and any(node in self.contractions for node in readers)
+        return not self.device.compiler.fuses_slices and any(node in self.contractions for node in readers)
 
     def _moved_as(self, value: Value, readers: Sequence[int]) -> int:
         """Bytes of an element while it is resharded for these nodes: a TPU rounds what contractions alone will read."""
         kind = self.graph.type_of(value)
-        if self.device.target != "tpu" or kind.dtype != "f32":
+        if not self.device.compiler.rounds_for_products or kind.dtype != "f32":
             return dtype_bytes(kind.dtype)
         groups = (self.groups.groups[node - self.first_group] for node in readers)
         uses = [op for group in groups for op in group.readers(self.graph, value)]
@@ -545,10 +545,10 @@ class _Builder:
 
     def _read_whole(self, value: Value, rows: list[Spec], columns: list[Spec], moved: Matrix) -> Matrix:
         """Seconds to read an input of which a device takes a part: a TPU copies all that it holds of it on chip."""
-        if self.device.target != "tpu" or value not in self.inputs:
+        if not self.device.compiler.copies_inputs_on_chip or value not in self.inputs:
             return np.zeros(moved.shape)
         differs = np.array([[float(row != column) for column in columns] for row in rows])
-        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        rate = self.device.reachable_bandwidth
         return np.asarray(differs * (1.0 - moved) * self._bytes(value, tuple(rows))[:, None] / rate)
 
     def _strips(self, shape: tuple[int, ...], item: int, image: int, rows: list[Spec], columns: list[Spec]) -> Matrix:
@@ -653,7 +653,7 @@ class _Builder:
 
     def _gathered_first(self, value: Value) -> bool:
         """Whether the target reshards it at the start of the step: XLA's CPU compiler does with every argument."""
-        return self.device.target == "cpu" and self.graph.ops[value.op].kind == "argument"
+        return self.device.compiler.gathers_arguments_first and self.graph.ops[value.op].kind == "argument"
 
     def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
         self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))

@@ -123,9 +123,10 @@ def check_compiles(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
 def padded_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
     """Scatters that libtpu aborts on: op id -> the spec under which their updates are found."""
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
-    if not suspects or load_device(mesh.device).target != "tpu":
+    device = load_device(mesh.device)
+    if not suspects or not device.compiler.aborts_on_padded_scatters:
         return {}
-    shardings = propagate(graph, annotations, mesh, "tpu")
+    shardings = propagate(graph, annotations, mesh, device.target)
     found: dict[int, Spec] = {}
     for op in suspects:
         updates = op.operands[-1]

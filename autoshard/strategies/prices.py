@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.compiler.backend import backend_of
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.tpu.layout import row_major
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
@@ -103,7 +103,7 @@ class Prices:
 
     def _kernels(self, group: Group, ways: Strategies, works: Mapping[int, GroupWork]) -> Matrix:
         """Seconds of a group's kernels; `works` by how many devices its program is split over."""
-        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        rate = self.device.reachable_bandwidth
         beside = self._traffic(group, ways, {many: work.with_products for many, work in works.items()}) / rate
         alone = self._traffic(group, ways, {many: work.alone for many, work in works.items()}) / rate
         launched = works[self.mesh.size].launches * self.device.kernel_overhead
@@ -117,7 +117,7 @@ class Prices:
                 seconds += self._bodies(op) / ways.flop_ways[:, place] + body_work(op)[1] * self.device.kernel_overhead
             elif op.kind in CONTRACTIONS:
                 dtype = self.graph.type_of(op.operands[0]).dtype
-                rate = self.device.peak_flops(dtype) * self.device.achievable_compute
+                rate = self.device.reachable_flops(dtype)
                 seconds += op_flops(op, self.graph) / ways.flop_ways[:, place] / rate
         return seconds
 
@@ -139,7 +139,7 @@ class Prices:
             if not split and not whole:
                 continue
             kind = self.graph.type_of(value)
-            scattered = self.device.target == "tpu" and self.graph.ops[value.op].kind == "scatter"
+            scattered = self.device.compiler.pads_scattered_rows and self.graph.ops[value.op].kind == "scatter"
             key = (kind, ways.shape.value_dims[place], whole, split, scattered)
             if key not in alike:
                 alike[key] = self._bytes_of(kind, ways.shape.value_dims[place], ways, whole, split, scattered)
@@ -172,7 +172,7 @@ class Prices:
         limit = self.backend.combined_up_to.get(each.kind)
         if self.last[group.id] and limit is not None and self.sums > 1:
             seconds -= start * (1 - self.part_of_start(each.bytes, limit, self.sums))
-            rate = self.device.memory_bandwidth * self.device.achievable_memory
+            rate = self.device.reachable_bandwidth
             copies = self.backend.copies_of_combined.get(each.kind, 0)
             seconds += copies * each.bytes / rate + (self.device.kernel_overhead if copies else 0.0)
         return seconds * each.count
@@ -204,7 +204,7 @@ class Prices:
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
         """Seconds of a kernel that writes and reads once a device's part of a tensor, under each of `specs`."""
-        rate = self.device.memory_bandwidth * self.device.achievable_memory
+        rate = self.device.reachable_bandwidth
         sizes = [math.prod(self.mesh.shard_shape(kind.shape, spec)) * dtype_bytes(kind.dtype) for spec in specs]
         return 2 * np.array(sizes, float) / rate + self.device.kernel_overhead
 

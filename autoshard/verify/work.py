@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from autoshard.cost.machine.compute import taps_on_input
 from autoshard.dtypes import DTYPES
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
 from autoshard.verify.targets import Family
@@ -338,7 +338,7 @@ def _convolution_flops(
     given = dict(item.split("=") for item in window[1].split()) if window else {}
     pairs = 1.0
     for i, spatial in enumerate(sorted(label for label in labels[1] if label.isdigit())):
-        pairs *= _meeting(
+        pairs *= taps_on_input(
             lhs[labels[1].index(spatial)],
             rhs[labels[2].index(spatial)],
             out.dims[labels[3].index(spatial)],
@@ -353,19 +353,6 @@ def _convolution_flops(
 
 def _nth(text: str | None, i: int, default: str) -> str:
     return text.split("x")[i] if text else default
-
-
-@lru_cache(maxsize=1024)
-def _meeting(
-    size: int, taps: int, outputs: int, *, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
-) -> float:
-    """Pairs (output position, tap) that fall on an input element, not on padding or between dilated elements."""
-    pairs = 0
-    for tap in range(taps):
-        for position in range(outputs):
-            at = position * stride - low + tap * rhs_dilation
-            pairs += 0 <= at <= (size - 1) * lhs_dilation and at % lhs_dilation == 0
-    return float(pairs)
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost.machine.device import Target, load_device
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations

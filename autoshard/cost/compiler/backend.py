@@ -1,6 +1,6 @@
 """What a target's compiler makes of one device's program: kernels, their order, and the memory that they take.
 
-One `Backend` per target family, in a module of its own; `backend_of` finds it.
+One `Backend` per target family, in a module of its own; `backends.py` finds it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from autoshard.cost.compiler.schedule import (
 )
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.machine.device import Device
+from autoshard.cost.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,10 @@ class Backend:
         """Bytes of an array's buffer."""
         return -(-array.bytes // self.alignment) * self.alignment
 
-    def rewrite(self, program: Lowered) -> Lowered:
+    @property
+    def rewrites(self) -> Passes[Lowered]:
         """What is rewritten before fusion: layouts, copies, padding."""
-        return program
+        return Passes()
 
     def fusion(self, program: Lowered) -> Fusion:
         """Which steps run as one."""
@@ -181,7 +183,7 @@ class Backend:
 
     def compile(self, program: Lowered) -> Compiled:
         """Kernels, order and memory of one device's program."""
-        program = self.rewrite(program)
+        program = self.rewrites(program)
         kernels = self.fusion(program).kernels()
         self.store(kernels, program)
         kernels = self.combine(kernels, program)
@@ -203,18 +205,3 @@ class Backend:
     def placed(self, compiled: Compiled) -> Compiled:
         """The same kernels in the same order, with temporaries where this device has room for them."""
         return replace(compiled, placement=self.place(compiled.kernels, compiled.program, compiled.live))
-
-
-def backend_of(device: Device) -> Backend:
-    """The compiler of a device kind's target family."""
-    if device.target == "cpu":
-        from autoshard.cost.compiler.cpu import CpuBackend
-
-        return CpuBackend(device)
-    if device.target == "gpu":
-        from autoshard.cost.compiler.gpu.backend import GpuBackend
-
-        return GpuBackend(device)
-    from autoshard.cost.compiler.tpu.backend import TpuBackend
-
-    return TpuBackend(device)

@@ -10,8 +10,9 @@ which they become ready (`BFScheduler`), so every weight is gathered at the star
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend
@@ -26,7 +27,8 @@ from autoshard.cost.compiler.rewrite import (
     without_reduce_scatter,
 )
 from autoshard.cost.compiler.rewrite_conv import canonical_convolution, expanded_select_and_scatter
-from autoshard.cost.compiler.schedule import Dependencies, breadth_first, combined
+from autoshard.cost.compiler.schedule import Dependencies, breadth_first, combined, summed_over
+from autoshard.cost.passes import Passes
 
 LIBRARY = frozenset(
     """add subtract multiply divide maximum minimum power abs ceil floor convert exponential negate sign
@@ -174,38 +176,43 @@ def _merges(program: Lowered, step: Step, side: int) -> bool:
     return len(program.graph.type_of(op.operands[side]).shape) - taken != 1
 
 
+def _for_libraries(program: Lowered) -> Lowered:
+    """No reduce-scatters; gathers along inner dims, all-to-alls, products with copies; outer products are loops."""
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if step.kind == "reduce-scatter":
+            without_reduce_scatter(rewriter, step)
+        elif step.kind == "all-gather" and _inner(program, step):
+            gather_majormost(rewriter, step)
+        elif step.kind == "all-to-all":
+            by_parts(rewriter, step)
+        elif step.kind == "dot_general" and _is_outer(program, step):
+            rewriter.emit(replace(step, kind="multiply", flops=0.0))
+        elif step.kind == "dot_general":
+            canonical_dot(rewriter, step, program.graph.ops[step.op])
+        elif step.kind == "convolution":
+            canonical_convolution(rewriter, step, program.graph.ops[step.op])
+        elif step.kind == "select_and_scatter":
+            expanded_select_and_scatter(rewriter, step, program.graph.ops[step.op])
+        else:
+            rewriter.emit(step)
+    return rewriter.result()
+
+
+def _inner(program: Lowered, step: Step) -> bool:
+    shape = program.arrays[step.reads[0]].shape
+    return step.dim is not None and shape is not None and math.prod(shape[: step.dim]) > 1
+
+
 class CpuBackend(Backend):
     """XLA's CPU compiler."""
 
     combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": math.inf}
 
-    def rewrite(self, program: Lowered) -> Lowered:
-        """No reduce-scatters; gathers along inner dims, all-to-alls, products with copies; outer products are loops."""
-        program = folded_transposes(program)
-        rewriter = Rewriter(program)
-        for step in program.steps:
-            if step.kind == "reduce-scatter":
-                without_reduce_scatter(rewriter, step)
-            elif step.kind == "all-gather" and self._inner(program, step):
-                gather_majormost(rewriter, step)
-            elif step.kind == "all-to-all":
-                by_parts(rewriter, step)
-            elif step.kind == "dot_general" and _is_outer(program, step):
-                rewriter.emit(replace(step, kind="multiply", flops=0.0))
-            elif step.kind == "dot_general":
-                canonical_dot(rewriter, step, program.graph.ops[step.op])
-            elif step.kind == "convolution":
-                canonical_convolution(rewriter, step, program.graph.ops[step.op])
-            elif step.kind == "select_and_scatter":
-                expanded_select_and_scatter(rewriter, step, program.graph.ops[step.op])
-            else:
-                rewriter.emit(step)
-        return rewriter.result()
-
-    @staticmethod
-    def _inner(program: Lowered, step: Step) -> bool:
-        shape = program.arrays[step.reads[0]].shape
-        return step.dim is not None and shape is not None and math.prod(shape[: step.dim]) > 1
+    @property
+    def rewrites(self) -> Passes[Lowered]:
+        """Collectives and products as their libraries take them."""
+        return Passes((folded_transposes, _for_libraries))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `CpuFusion`."""
@@ -219,13 +226,7 @@ class CpuBackend(Backend):
         for kernel in kernels:
             kernel.displaced |= {array for array in kernel.reads if _is_reshaped(program, array)}
 
-        def key(kernel: Kernel) -> Hashable:
-            step = program.steps[kernel.steps[-1]]
-            if kernel.kind != "all-reduce" or step.collective is None:
-                return None
-            return step.collective.axes, program.arrays[step.writes[0]].dtype
-
-        return combined(kernels, key, lambda kernel: 0, math.inf)
+        return combined(kernels, partial(summed_over, program), lambda kernel: 0, math.inf)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """As they become ready."""

@@ -19,11 +19,32 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autoshard.cost.compiler.schedule import Dependencies
 
 EDGE = 1e-6
 """Seconds between a kernel and what reads it, counted from the reader (`kLowLatency`)."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a target's scheduler differs.
+
+    Attributes:
+        edge: seconds between a kernel and what reads it.
+        elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
+        at_once: kind -> how many collectives of that kind are in flight at once, counted by itself; else 1.
+        viewing: seconds of an instruction through which results are read.
+    """
+
+    edge: float = EDGE
+    elements: bool = False
+    at_once: Mapping[str, int] = field(default_factory=dict)
+    viewing: float = 0.0
+
+
+GPU_RULES = Rules()
 
 
 def overlapped(
@@ -32,11 +53,8 @@ def overlapped(
     takes: Sequence[float],
     moves: Sequence[bool],
     views: Sequence[bool] | None = None,
-    edge: float = EDGE,
-    elements: bool = False,
-    at_once: Mapping[str, int] | None = None,
     kinds: Sequence[str] | None = None,
-    viewing: float = 0.0,
+    rules: Rules = GPU_RULES,
 ) -> list[tuple[int, bool]]:
     """An order of (kernel, whether it is its end); a collective appears twice, as its start and as its end.
 
@@ -46,16 +64,10 @@ def overlapped(
         moves: whether a kernel is a collective.
         views: whether a kernel's results are read through an instruction of no cost, such as an element of a tuple;
             None for no kernel.
-        edge: seconds between a kernel and what reads it.
-        elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
-        at_once: kind -> how many collectives of that kind are in flight at once, counted by itself; default 1.
         kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
-        viewing: seconds of an instruction through which results of `views` are read.
     """
-    kinds = kinds or [""] * len(takes)
-    return _Backwards(
-        order, deps, takes, moves, views or [False] * len(takes), edge, elements, at_once or {}, kinds, viewing
-    ).placed()
+    count = len(takes)
+    return _Backwards(order, deps, takes, moves, views or [False] * count, kinds or [""] * count, rules).placed()
 
 
 _Rank = tuple[bool, int, int]
@@ -94,16 +106,12 @@ class _Backwards:
         takes: Sequence[float],
         moves: Sequence[bool],
         views: Sequence[bool],
-        edge: float,
-        elements: bool,
-        at_once: Mapping[str, int],
         kinds: Sequence[str],
-        viewing: float,
+        rules: Rules,
     ) -> None:
-        self.viewing = viewing
-        self.at_once, self.kinds = at_once, kinds
+        self.viewing, self.at_once, self.kinds = rules.viewing, rules.at_once, kinds
         self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
-        self.edge, self.elements = edge, elements
+        self.edge, self.elements = rules.edge, rules.elements
         self.place = {number: position for position, number in enumerate(order)}
         self.before = [0.0] * len(takes)  # seconds of collectives that a kernel waits for, one behind the other
         self.behind = [0.0] * len(takes)  # and those that what reads it waits for

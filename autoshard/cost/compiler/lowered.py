@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
-from autoshard.cost.partitioner.ops.attention import Attention
-from autoshard.cost.partitioner.partition import Move, OpRun, Partitioned
+from autoshard.cost.partitioner.partitioned import Attention, Move, OpRun, Partitioned
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Tiling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -199,32 +199,26 @@ class _Ancestors:
 
         What another waits for, it waits for with all that comes before.
         """
-        found, todo = {number}, [number]
-        while todo:
-            makers = self.makers[todo.pop()]
-            if len(makers) > FEW or len(found) > FEW:
-                return None
-            for maker in makers:
-                while self.into[maker] != maker:
-                    maker = self.into[maker]
-                if maker not in found and not self.waits(other, maker):
-                    found.add(maker)
-                    todo.append(maker)
-        return found
+        return self._reached(number, self.makers, lambda maker: not self.waits(other, maker))
 
     def _waiting(self, number: int) -> set[int] | None:
         """The kernels that wait for one, itself included, found among its readers; None where these are many."""
+        return self._reached(number, self.users, lambda user: True)
+
+    def _reached(
+        self, number: int, beside: Sequence[Collection[int]], counts: Callable[[int], bool]
+    ) -> set[int] | None:
         found, todo = {number}, [number]
         while todo:
-            users = self.users[todo.pop()]
-            if len(users) > FEW or len(found) > FEW:
+            near = beside[todo.pop()]
+            if len(near) > FEW or len(found) > FEW:
                 return None
-            for user in users:
-                while self.into[user] != user:
-                    user = self.into[user]
-                if user not in found:
-                    found.add(user)
-                    todo.append(user)
+            for one in near:
+                while self.into[one] != one:
+                    one = self.into[one]
+                if one not in found and counts(one):
+                    found.add(one)
+                    todo.append(one)
         return found
 
     def _rows(

@@ -6,6 +6,7 @@ They work on a copy of the steps; arrays that are no longer made or read stay in
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from autoshard.cost.compiler.lowered import SLICE, Array, Lowered, Step
@@ -49,6 +50,20 @@ class Rewriter:
         for array in step.writes:
             self.arrays[array].maker = number
         self.steps.append(step if reads == step.reads else replace(step, reads=reads))
+
+    def changing(self, chosen: Container[int]) -> Iterator[tuple[int, Step]]:
+        """(number, step) of the chosen ones, in order; the others are emitted as they are."""
+        for number, step in enumerate(self.source.steps):
+            if number in chosen:
+                yield number, step
+            else:
+                self.emit(step)
+
+    def copy(self, array: int, op: int, into: int | None = None) -> int:
+        """A copy of an array, as a step of `op`; a new array of its dtype and shape, or `into`."""
+        made = self.array(array) if into is None else into
+        self.emit(Step("copy", op, (array,), (made,)))
+        return made
 
     def result(self) -> Lowered:
         """The new program."""

@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -53,6 +54,14 @@ def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, users))
 
 
+def summed_over(program: Lowered, kernel: Kernel) -> Hashable:
+    """What all-reduces that run as one have in common, axes and dtype; None for other kernels."""
+    step = program.steps[kernel.steps[-1]]
+    if kernel.kind != "all-reduce" or step.collective is None:
+        return None
+    return step.collective.axes, program.arrays[step.writes[0]].dtype
+
+
 def combined(
     kernels: list[Kernel],
     key: Callable[[Kernel], Hashable],
@@ -75,8 +84,7 @@ def combined(
     """
     keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
     if results and len(keys) > 1:
-        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-        order = post_order(dependencies(kernels), [maker[array] for array in results if array in maker])
+        order = post_order(dependencies(kernels), _makers(kernels, results))
         keys = {number: keys[number] for number in order if number in keys}
     keys = {number: found for number, found in keys.items() if size(kernels[number]) <= limit}
     if len(set(keys.values())) == len(keys):
@@ -189,18 +197,7 @@ def ancestors(kernels: Sequence[Kernel]) -> list[int]:
 
 def in_order(kernels: list[Kernel]) -> list[Kernel]:
     """In an order that respects data flow, otherwise as they stand."""
-    deps = dependencies(kernels)
-    waiting = [len(before) for before in deps.makers]
-    ready = [number for number, count in enumerate(waiting) if not count]
-    result = []
-    while ready:
-        number = heapq.heappop(ready)
-        result.append(kernels[number])
-        for user in deps.users[number]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, user)
-    return result
+    return [kernels[number] for number in _as_ready(dependencies(kernels), [], heapq.heappush, heapq.heappop)]
 
 
 def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
@@ -213,16 +210,28 @@ def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
 
 def breadth_first(deps: Dependencies) -> list[int]:
     """`BFScheduler`: a queue of what is ready."""
+    return _as_ready(deps, deque[int](), deque.append, deque.popleft)
+
+
+Ready = TypeVar("Ready", list[int], deque[int])
+
+
+def _as_ready(
+    deps: Dependencies, ready: Ready, put: Callable[[Ready, int], None], take: Callable[[Ready], int]
+) -> list[int]:
+    """Kernels as they are taken from those that wait for nothing; `ready` holds these, at first none."""
     waiting = [len(before) for before in deps.waits]
-    ready = deque(number for number, left in enumerate(waiting) if not left)
+    for number, count in enumerate(waiting):
+        if not count:
+            put(ready, number)
     order = []
     while ready:
-        number = ready.popleft()
+        number = take(ready)
         order.append(number)
         for user in deps.frees[number]:
             waiting[user] -= 1
             if not waiting[user]:
-                ready.append(user)
+                put(ready, user)
     return order
 
 
@@ -250,6 +259,26 @@ def _depth_first(
     return orders.post_order((*visited(results), *rest), lambda number: visited(deps.waits[number]))
 
 
+def _readers(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
+    """Of every array that a kernel makes the kernels that read it, in order."""
+    readers: dict[int, list[int]] = {array: [] for kernel in kernels for array in kernel.writes}
+    for number, kernel in enumerate(kernels):
+        for array in kernel.reads:
+            if array in readers:
+                readers[array].append(number)
+    return readers
+
+
+def _bytes_made(
+    kernels: Sequence[Kernel], arrays: Sequence[Array], updates: Callable[[Kernel], bool] | None
+) -> list[int]:
+    """Bytes that each kernel adds; see `greedy`."""
+    return [
+        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
+        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
+    ]
+
+
 def greedy(
     kernels: Sequence[Kernel],
     deps: Dependencies,
@@ -264,22 +293,9 @@ def greedy(
         late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
             then adds as much as that.
     """
-    left = dict.fromkeys((array for kernel in kernels for array in kernel.writes), 0)
-    for kernel in kernels:
-        for array in kernel.reads:
-            if array in left:
-                left[array] += 1
-    for array in left:
-        left[array] += arrays[array].returned
-    readers: dict[int, list[int]] = {array: [] for array in left}
-    for number, kernel in enumerate(kernels):
-        for array in kernel.reads:
-            if array in readers:
-                readers[array].append(number)
-    made = [
-        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
-        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
-    ]
+    readers = _readers(kernels)
+    left = {array: len(reading) + arrays[array].returned for array, reading in readers.items()}
+    made = _bytes_made(kernels, arrays, updates)
     scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
     done = bytearray(len(kernels))
     filled = {n for n, kernel in enumerate(kernels) if late and not kernel.reads and deps.frees[n] and not scalar[n]}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.cost.compiler.backend import Compiled
-from autoshard.cost.compiler.lowered import COLLECTIVES
-from autoshard.cost.machine.collectives import Collective, coefficients
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
+from autoshard.cost.machine.collectives import Collective, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.mesh import Mesh
@@ -14,20 +15,25 @@ from autoshard.mesh import Mesh
 
 def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
     """Roofline of every kernel, 0 for collectives, and the copies to and from on-chip memory for it, in order."""
-    steps, arrays = compiled.program.steps, compiled.program.arrays
+    steps = compiled.program.steps
     found = []
     for kernel, touched, copied in zip(compiled.kernels, compiled.touched, compiled.copied, strict=True):
         copying = roofline_seconds(0.0, sum(copied.values()), "f32", device, kernels=0)
         if kernel.kind in COLLECTIVES:
             found.append(copying)
             continue
-        products = [steps[number] for number in kernel.steps if steps[number].flops]
-        dtype = arrays[products[0].reads[0]].dtype if products and products[0].reads else "f32"
         inner = [steps[number].inner for number in kernel.steps]
         size = sum(touched.values()) + sum(each for each, _ in inner)
         kernels = 1 + int(sum(count for _, count in inner))
+        dtype = operand_dtype(kernel, compiled.program)
         found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels) + copying)
     return found
+
+
+def operand_dtype(kernel: Kernel, program: Lowered) -> str:
+    """What the first product of a kernel multiplies; `f32` where it has none."""
+    product = next((program.steps[number] for number in kernel.steps if program.steps[number].flops), None)
+    return program.arrays[product.reads[0]].dtype if product is not None and product.reads else "f32"
 
 
 def collective_seconds(
@@ -40,8 +46,7 @@ def collective_seconds(
         if kernel.kind in COLLECTIVES:
             members = [each for number in kernel.steps if (each := steps[number].collective) is not None]
             together.update((id(each), len(members)) for each in members)
-    found = []
-    for each in collectives:
-        start, per_byte = coefficients(each.kind, each.axes, mesh, device)
-        found.append(each.count * (start / together.get(id(each), 1) + per_byte * each.bytes) if each.bytes else 0.0)
-    return found
+    return [
+        each.count * seconds(each.kind, each.axes, each.bytes, mesh, device, together.get(id(each), 1))
+        for each in collectives
+    ]

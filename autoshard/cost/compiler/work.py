@@ -14,15 +14,17 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autoshard.cost.compiler.backend import Compiled, backend_of
+from autoshard.cost.compiler.backend import Compiled
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Lowered, Step, lower
 from autoshard.cost.compiler.rewrite import Rewriter
+from autoshard.cost.compiler.timing import operand_dtype
 from autoshard.cost.compiler.traffic import PARTIAL
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import CONTRACTIONS, roofline_seconds
 from autoshard.cost.machine.device import Device
-from autoshard.cost.partitioner.partition import OpRun, Partitioned
+from autoshard.cost.partitioner.partitioned import OpRun, Partitioned
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.dtypes import dtype_bytes
@@ -139,7 +141,7 @@ def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
         runs.append(run)
     shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
     partitioned = Partitioned(tuple(runs), (), {})
-    return lower(graph, shardings, partitioned, barriers=device.target != "cpu")
+    return lower(graph, shardings, partitioned, barriers=device.compiler.keeps_barriers)
 
 
 class _Attribution:
@@ -208,8 +210,7 @@ class _Attribution:
         owner = None if head is None else self.groups.of.get(head.op)
         scale = 1.0
         if head is not None and owner is not None:
-            dtype = self.program.arrays[head.reads[0]].dtype if head.reads else "f32"
-            work = roofline_seconds(kernel.flops, 0.0, dtype, self.device, kernels=0)
+            work = roofline_seconds(kernel.flops, 0.0, operand_dtype(kernel, self.program), self.device, kernels=0)
             own = self._seconds(found.get(owner, Counter()))
             beside = sum(self._seconds(each) for group, each in found.items() if group != owner)
             if beside:

@@ -29,8 +29,9 @@ import numpy as np
 
 from autoshard import files, workers
 from autoshard.cost.machine.collectives import CollectiveKind, coefficients
-from autoshard.cost.machine.device import Device, DeviceError, Link, Target, load_device
+from autoshard.cost.machine.device import Device, DeviceError, Link, load_device
 from autoshard.cost.machine.layout import standard_shape
+from autoshard.cost.machine.targets import Target
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 

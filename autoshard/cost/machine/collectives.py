@@ -59,17 +59,18 @@ class Collective:
         return self.bytes * self.count
 
 
-def seconds(kind: CollectiveKind, axes: Iterable[str | AxisPart], bytes: float, mesh: Mesh, device: Device) -> float:
-    """Seconds for one collective over `axes` of `mesh`, `bytes` as `Collective.bytes` counts them; 0 for no bytes."""
+def seconds(
+    kind: CollectiveKind, axes: Iterable[str | AxisPart], bytes: float, mesh: Mesh, device: Device, together: int = 1
+) -> float:
+    """Seconds for one collective over `axes` of `mesh`, `bytes` as `Collective.bytes` counts them; 0 for no bytes.
+
+    Args:
+        together: how many start as one with it, and share what that takes.
+    """
     if bytes <= 0:
         return 0.0
     alpha, beta = coefficients(kind, axes if isinstance(axes, tuple) else tuple(axes), mesh, device)
-    return alpha + beta * bytes
-
-
-def total_seconds(collectives: Iterable[Collective], mesh: Mesh, device: Device) -> float:
-    """Seconds for all of `collectives`, one after the other, each as often as it counts."""
-    return sum(each.count * seconds(each.kind, each.axes, each.bytes, mesh, device) for each in collectives)
+    return alpha / together + beta * bytes
 
 
 @lru_cache(maxsize=4096)

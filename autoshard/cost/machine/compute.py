@@ -132,13 +132,12 @@ def _body_work(body: Body) -> tuple[float, float]:
 def roofline_seconds(flops: float, bytes: float, dtype: str, device: Device, *, kernels: int = 1) -> float:
     """Seconds of `kernels` launches that together compute `flops` on operands of `dtype` and move `bytes`.
 
-    Both per device. Rates are the peaks of `device` times the part that kernels reach; 0 for no work at all.
+    Both per device. Rates are those that kernels reach; 0 for no work at all.
     """
     if flops <= 0 and bytes <= 0:
         return 0.0
-    compute = flops / (device.peak_flops(dtype) * device.achievable_compute)
-    memory = bytes / (device.memory_bandwidth * device.achievable_memory)
-    return max(compute, memory) + kernels * device.kernel_overhead
+    rooflines = flops / device.reachable_flops(dtype), bytes / device.reachable_bandwidth
+    return max(rooflines) + kernels * device.kernel_overhead
 
 
 def _count(sizes: Iterable[int]) -> float:
@@ -155,7 +154,7 @@ def _convolution_flops(op: Op, lhs: Sequence[int], rhs: Sequence[int]) -> float:
     out = op.results[0].shape
     pairs = 1.0
     for i in range(len(lhs_dims) - 2):
-        pairs *= _meeting(
+        pairs *= taps_on_input(
             int(lhs[lhs_dims[2 + i]]),
             int(rhs[rhs_dims[2 + i]]),
             int(out[out_dims[2 + i]]),
@@ -175,8 +174,15 @@ def _each(attrs: Any, name: str, i: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _meeting(size: int, taps: int, outputs: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
-    """Pairs (output position, kernel tap) that fall on an input element, not on padding or a dilation's zero."""
+def taps_on_input(
+    size: int, taps: int, outputs: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """Pairs (output position, kernel tap) along one dim that fall on an input element, not on padding or between.
+
+    Args:
+        size, outputs: extents of the input and of the result.
+        low: padding before the input.
+    """
     first = np.arange(outputs)[:, None] * stride - low
     at = first + np.arange(taps)[None, :] * rhs_dilation
     return int(((at >= 0) & (at <= (size - 1) * lhs_dilation) & (at % lhs_dilation == 0)).sum())

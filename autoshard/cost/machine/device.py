@@ -20,9 +20,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+from autoshard.cost.machine.targets import CAPABILITIES, Capabilities, Target
 from autoshard.mesh import Mesh
 
-Target = Literal["cpu", "tpu", "gpu"]
 Topology = Literal["torus", "switch", "shared"]
 
 ENVIRONMENT = "AUTOSHARD_DEVICES"
@@ -113,6 +113,11 @@ class Device:
     source: str = field(default="", repr=False, compare=False)
 
     @property
+    def compiler(self) -> Capabilities:
+        """What the compiler of its target family does."""
+        return CAPABILITIES[self.target]
+
+    @property
     def kind(self) -> str:
         """The name without a topology."""
         return self.name.partition(":")[0]
@@ -134,6 +139,15 @@ class Device:
         raise DeviceError(
             f"device {self.name} has no link {name!r}; it has {', '.join(link.name for link in self.links)}"
         )
+
+    @property
+    def reachable_bandwidth(self) -> float:
+        """Bytes/s of device memory that kernels reach."""
+        return self.memory_bandwidth * self.achievable_memory
+
+    def reachable_flops(self, dtype: str) -> float:
+        """FLOP/s that kernels reach on operands of `dtype`."""
+        return self.peak_flops(dtype) * self.achievable_compute
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for operands of `dtype`; a dtype the file does not list runs as f32 (f8 kinds as i8)."""
@@ -209,11 +223,6 @@ def _hosts(device: Device, text: str) -> tuple[int, ...]:
             device, text, f"{device.links[0].name} joins at most {most} of {device.name}, not {each}: such as {example}"
         )
     return hosts, each
-
-
-def target_of(device: Device) -> Target:
-    """Whose partitioner's behaviour is modelled for this device kind."""
-    return device.target
 
 
 ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
@@ -438,7 +447,7 @@ def _device(table: _Table, name: str) -> Device:
     capacity = table.value.get("memory_bytes")
     return Device(
         name=name,
-        target=cast(Target, table.choice("target", ("cpu", "tpu", "gpu"))),
+        target=cast(Target, table.choice("target", tuple(CAPABILITIES))),
         flops=flops,
         memory_bandwidth=table.number("memory_bandwidth"),
         memory_bytes=None if capacity is None else table.whole("memory_bytes"),

@@ -19,10 +19,11 @@ constants and iotas alone is made for each reader anew (`HloConstantSplitter` wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.passes.merge import COMMUTES, EXPRESSIONS, MERGED
 from autoshard.cost.partitioner.passes.simplify import fold, simplified
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
@@ -103,7 +104,7 @@ class Shardings:
         return {value: self.subaxes.spec(self.read(None, value)) for value in self.made}
 
 
-def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> Shardings:
+def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target = "cpu") -> Shardings:
     """The sharding of every value of `graph` under `annotations` (see the module's docstring).
 
     Args:
@@ -116,7 +117,7 @@ def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: str = 
 _LATEST = Latest()
 
 
-def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: str) -> _Propagation:
+def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> _Propagation:
     """The steps of one plan ask for the same: what is equal, whether numbers would be wrong, what it costs."""
     graph = simplified(graph, target)
     key = annotations, mesh, target
@@ -135,12 +136,13 @@ def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Val
 class _Propagation:
     """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
 
-    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: str = "cpu") -> None:
+    def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: Target = "cpu") -> None:
         self.folded = fold(graph)
-        self.opaque = top_k_sorts(graph) if target == "gpu" else frozenset[int]()
+        compiler = CAPABILITIES[target]
+        self.opaque = top_k_sorts(graph) if compiler.calls_top_k else frozenset[int]()
         self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
-        self.simplified = target == "tpu"
-        self.results_fold = target == "gpu"
+        self.merges = compiler.merges_equal_ops
+        self.results_first = compiler.shards_results_first
         self.subaxes = Subaxes(mesh)
         self.transfers = Transfers(self.graph, self.subaxes)
         self.first = [0] * (len(graph.ops) + 1)  # op -> its first node
@@ -210,12 +212,12 @@ class _Propagation:
             if len(op.results) == 1 and Value(op.id) in self.folded.splat:
                 nodes = []
             self.operands.extend([tuple(nodes)] * len(op.results))
-            if self.simplified:
+            if self.merges:
                 self._merge(op, equal)
         for made in self.copies:
             source = self._node(made.value) if made.source is None else self.value_count + made.source
             self.operands.append((source,))
-        if self.simplified:
+        if self.merges:
             self._split_expressions()
 
     def _merge(self, op: Op, equal: dict[Hashable, int]) -> None:
@@ -337,7 +339,7 @@ class _Propagation:
         for node in reversed(self.order):
             if self.op_of[node] is None:
                 (results if self.copies[node - self.value_count].result else pins).append(node)
-        for node in [*results, *pins] if self.results_fold else pins:
+        for node in [*results, *pins] if self.results_first else pins:
             (source,) = self.operands[node]
             if self.tiling[source] is None and not self.fixed[source]:
                 self.tiling[source] = self.tiling[node]
@@ -394,29 +396,26 @@ class _Propagation:
         operands, users = self.operands, self.users
         done_forward, done_backward = bytearray(fixed), bytearray(fixed)
         results = self._results()
+
+        def sweep(nodes: Iterable[int], done: bytearray, infer: Callable[[int, int], bool]) -> bool:
+            changed = False
+            for node in nodes:
+                if not done[node]:
+                    done[node] = 1
+                    if infer(node, level):
+                        changed = True
+                        for operand in operands[node]:
+                            done_backward[operand] = fixed[operand]
+                        for user in users[node]:
+                            done_forward[user] = fixed[user]
+            return changed
+
         changed = True
         while changed:
-            changed = False
-            for node in self.order:
-                if not done_forward[node]:
-                    done_forward[node] = 1
-                    if self._from_operands(node, level):
-                        changed = True
-                        for operand in operands[node]:
-                            done_backward[operand] = fixed[operand]
-                        for user in users[node]:
-                            done_forward[user] = fixed[user]
+            changed = sweep(self.order, done_forward, self._from_operands)
             if level == 0:
                 self._replicate_results(results)
-            for node in reversed(self.order):
-                if not done_backward[node]:
-                    done_backward[node] = 1
-                    if self._from_users(node, level):
-                        changed = True
-                        for operand in operands[node]:
-                            done_backward[operand] = fixed[operand]
-                        for user in users[node]:
-                            done_forward[user] = fixed[user]
+            changed |= sweep(reversed(self.order), done_backward, self._from_users)
 
     def _replicate_results(self, results: Iterable[int]) -> None:
         """The tuple of results takes part in propagation; an element that has nothing yet becomes replicated."""

@@ -50,11 +50,7 @@ class Subaxes:
 
     def spec(self, tiling: Tiling) -> Spec:
         """The spec of a tiling; subaxes that are not part of a whole axis, in order, are left out."""
-        return tuple(self._named(dim)[0] for dim in tiling)
-
-    def is_named(self, tiling: Tiling) -> bool:
-        """Whether `spec` loses nothing of this tiling."""
-        return all(self._named(dim)[1] for dim in tiling)
+        return tuple(self._named(dim) for dim in tiling)
 
     def axes(self, subaxes: Iterable[int]) -> tuple[str, ...]:
         """The axes that these subaxes are part of, in mesh order."""
@@ -253,9 +249,8 @@ class Subaxes:
             result.append(tuple(dim))
         return tuple(result)
 
-    def _named(self, dim: tuple[int, ...]) -> tuple[tuple[str, ...], bool]:
+    def _named(self, dim: tuple[int, ...]) -> tuple[str, ...]:
         names = []
-        whole = True
         place = 0
         while place < len(dim):
             axis = self.axis[dim[place]]
@@ -264,9 +259,16 @@ class Subaxes:
                 names.append(axis)
                 place += len(numbers)
             else:
-                whole = False
                 place += 1
-        return tuple(names), whole
+        return tuple(names)
+
+
+def carried(tiling: Tiling, pairs: Iterable[tuple[int, int]], rank: int) -> Tiling:
+    """A tiling of `rank` dims: of each (from, to) in `pairs`, dim `to` is split as dim `from` of `tiling` is."""
+    found: list[tuple[int, ...]] = [()] * rank
+    for source, target in pairs:
+        found[target] = tiling[source]
+    return tuple(found)
 
 
 def _primes(size: int) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.contraction import Dims, convolution_dims, dot_dims, kernel_is_small
 from autoshard.graph.groups import ELEMENTWISE
@@ -87,10 +87,7 @@ class Transfers:
             return tuple(axes if dim == attrs["lhs"][0] else () for dim, axes in enumerate(tiling))
         if tiling[attrs["lhs"][1]]:
             return None
-        moved: list[tuple[int, ...]] = [()] * len(tiling)
-        for dim, into in zip(attrs["lhs"], attrs["out"], strict=True):
-            moved[into] = tiling[dim]
-        return tuple(moved)
+        return carried(tiling, zip(attrs["lhs"], attrs["out"], strict=True), len(tiling))
 
     def dim_map(self, op: Op, place: int) -> tuple[int, ...] | None:
         """Per result dim the dim of operand `place` that it follows, or -1; None where nothing carries over."""
@@ -135,11 +132,7 @@ class Transfers:
         dims = self.dim_map(op, place)
         if dims is None:
             return None
-        asked: list[tuple[int, ...]] = [()] * len(shape)
-        for result_dim, dim in enumerate(dims):
-            if dim >= 0:
-                asked[dim] = tiling[result_dim]
-        found = tuple(asked)
+        found = carried(tiling, followed(dims), len(shape))
         if (kind == "dot_general" and "outer" not in op.attrs) or (kind == "convolution" and place < 2):
             return self._with_other(op, place, found, operands, level)
         return found
@@ -154,10 +147,8 @@ class Transfers:
         if other is None:
             return found
         dims = self.contraction(op)
-        asked: list[tuple[int, ...]] = [()] * len(found)
-        for pair in (*(triple[:2] for triple in dims.batch), *dims.contract):
-            asked[pair[place]] = other[pair[1 - place]]
-        offered = tuple(asked)
+        pairs = (*(triple[:2] for triple in dims.batch), *dims.contract)
+        offered = carried(other, ((pair[1 - place], pair[place]) for pair in pairs), len(found))
         tiles, subaxes = self.subaxes.tiles, self.subaxes
         before, after = tiles(found), tiles(offered)
         if level > 0 and 1 < before < subaxes.devices and 1 < after < subaxes.devices:
@@ -178,24 +169,15 @@ class Transfers:
             updates = operands[2]
             if updates is None:
                 return None
-            asked: list[tuple[int, ...]] = [()] * indices_rank
-            for update_dim, index_dim in zip(batch, index_batch, strict=True):
-                asked[index_dim] = updates[update_dim]
-            return tuple(asked)
-        from_indices: list[tuple[int, ...]] = [()] * rank
-        indices = operands[1]
+            return carried(updates, zip(batch, index_batch, strict=True), indices_rank)
+        indices, dims = operands[1], self.dim_map(op, 2)
+        from_indices: Tiling = ((),) * rank
         if indices is not None:
-            for update_dim, index_dim in zip(batch, index_batch, strict=True):
-                from_indices[update_dim] = indices[index_dim]
-        dims = self.dim_map(op, 2)
-        from_output: list[tuple[int, ...]] = [()] * rank
-        if dims is not None:
-            for result_dim, update_dim in enumerate(dims):
-                if update_dim >= 0:
-                    from_output[update_dim] = tiling[result_dim]
+            from_indices = carried(indices, zip(index_batch, batch, strict=True), rank)
+        from_output = carried(tiling, followed(dims or ()), rank)
         if any(from_output):
-            return self.subaxes.merge(tuple(from_indices), tuple(from_output), 1) or tuple(from_output)
-        return tuple(from_indices) if any(from_indices) else None
+            return self.subaxes.merge(from_indices, from_output, 1) or from_output
+        return from_indices if any(from_indices) else None
 
     # ---- which dim follows which -------------------------------------------------------------------------------
 
@@ -272,3 +254,8 @@ class Transfers:
         for dim, window in (*found.passthrough, *((a, w) for a, _, w in found.batch)):
             dims[dim] = window
         return tuple(dims)
+
+
+def followed(dims: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(dim of the result, dim of the operand) of a `dim_map`."""
+    return ((result, dim) for result, dim in enumerate(dims) if dim >= 0)

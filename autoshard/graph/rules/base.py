@@ -1,4 +1,4 @@
-"""What rules are written with: the registry, and a builder of factors."""
+"""What rules are written with: the registry, and a builder of factors. `table.py` fills the registry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from autoshard.graph.ops import DimFactors, Factor, FactorKind, Rule
+from autoshard.graph.ops import DimFactors, Factor, FactorKind, Graph, Op, Rule
 
 Shape: TypeAlias = tuple[int, ...]
 Dim: TypeAlias = tuple[int, ...]
@@ -65,6 +65,20 @@ def find_rule(
     signature = Signature(operands, results, dict(attrs))
     function = CUSTOM_CALL_RULES.get(signature.attrs["target"]) if kind == "custom_call" else RULES.get(kind)
     return function(signature) if function else None
+
+
+def rule_for(op: Op, graph: Graph) -> Rule | None:
+    """How `op` may be split, or None when there is no rule (the caller replicates it, and says so).
+
+    Equal ops (kind, shapes and attributes) get the same object.
+    """
+    operands = tuple(graph.type_of(value).shape for value in op.operands)
+    return find_rule(op.kind, operands, tuple(kind.shape for kind in op.results), tuple(op.attrs.items()))
+
+
+def has_rule(kind: str, target: str = "") -> bool:
+    """Whether ops of this kind (custom calls: with this target) have a rule, at least in some of their forms."""
+    return target in CUSTOM_CALL_RULES if kind == "custom_call" else kind in RULES
 
 
 class Factors:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from autoshard.graph.body import Body
 from autoshard.graph.groups import free_ops
 from autoshard.graph.ops import DimFactors, FactorKind, Graph, Op, Rule, Value
-from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, rule
+from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, rule, rule_for
 
 STUCK = "its body lets nothing be split that it is handed"
 
@@ -66,8 +66,6 @@ class _Bodies:
             self._add(body.graph)
 
     def _add(self, graph: Graph) -> None:
-        from autoshard.graph.rules.table import rule_for
-
         free = free_ops(graph)
         known: dict[Value, DimFactors] = {}
         for op in graph.ops:

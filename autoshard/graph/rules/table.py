@@ -15,38 +15,23 @@ The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it ha
 
 from __future__ import annotations
 
-from autoshard.graph.ops import Graph, Op, Rule
+from autoshard.graph.ops import Rule
 from autoshard.graph.rules import body as rules_body
 from autoshard.graph.rules import custom as rules_custom
 from autoshard.graph.rules import index as rules_index
 from autoshard.graph.rules import shape as rules_shape
 from autoshard.graph.rules import window as rules_window
 from autoshard.graph.rules.base import (
-    CUSTOM_CALL_RULES,
-    RULES,
     Dim,
     Factors,
     Signature,
-    find_rule,
     gathered,
+    has_rule,
     rule,
+    rule_for,
 )
 
 __all__ = ["has_rule", "rule", "rule_for", "rules_body", "rules_custom", "rules_index", "rules_shape", "rules_window"]
-
-
-def rule_for(op: Op, graph: Graph) -> Rule | None:
-    """How `op` may be split, or None when there is no rule (the caller replicates it, and says so).
-
-    Equal ops (kind, shapes and attributes) get the same object.
-    """
-    operands = tuple(graph.type_of(value).shape for value in op.operands)
-    return find_rule(op.kind, operands, tuple(kind.shape for kind in op.results), tuple(op.attrs.items()))
-
-
-def has_rule(kind: str, target: str = "") -> bool:
-    """Whether ops of this kind (custom calls: with this target) have a rule, at least in some of their forms."""
-    return target in CUSTOM_CALL_RULES if kind == "custom_call" else kind in RULES
 
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.latency import Rules, overlapped
 from autoshard.cost.compiler.schedule import dependencies
 
 US = 1e-6
@@ -74,7 +74,9 @@ def test_so_many_collectives_of_a_kind_are_in_flight_at_once() -> None:
 
     def most(at_once: int) -> int:
         kinds = ["all-gather"] * 3 + [""]
-        order = overlapped(range(4), deps, program.takes, program.moves, at_once={"all-gather": at_once}, kinds=kinds)
+        order = overlapped(
+            range(4), deps, program.takes, program.moves, kinds=kinds, rules=Rules(at_once={"all-gather": at_once})
+        )
         flying, found = 0, 0
         for number, end in order:
             flying += 0 if number == 3 else -1 if end else 1

@@ -68,7 +68,7 @@ def convolved(split: bool) -> list[tuple[str, tuple[str, ...]]]:
     pins = {Value(graph.arguments[0]): batch, Value(graph.arguments[1]): rows if split else ((), (), (), ())}
     shardings = propagate(graph, Annotations(pins | {graph.outputs[0]: batch}), mesh)
     lowered = lower(graph, shardings, partition(graph, shardings, "gpu"))
-    found = GpuBackend(load_device("h100")).rewrite(lowered)
+    found = GpuBackend(load_device("h100")).rewrites(lowered)
     makers = [array.maker for array in found.arrays]
     names = [step.kind for step in found.steps]
     return [

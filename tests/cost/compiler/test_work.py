@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cost.compiler.backend import backend_of
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.compiler.work import group_works, larger, replicated_program

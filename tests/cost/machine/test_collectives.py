@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.machine.collectives import Collective, CollectiveKind, coefficients, seconds, total_seconds
+from autoshard.cost.machine.collectives import CollectiveKind, coefficients, seconds
 from autoshard.cost.machine.device import Device, load_device
 from autoshard.cost.machine.layout import links_used
 from autoshard.mesh import AxisPart, Mesh
@@ -153,10 +153,7 @@ def test_latency_is_paid_once_per_collective() -> None:
     alpha, beta = coefficients("all-gather", ("x",), mesh, device)
     assert alpha == pytest.approx(device.collective_overhead + 3 * device.link("nvlink").latency)
     assert seconds("all-gather", ("x",), B, mesh, device) == pytest.approx(alpha + beta * B)
-    listed = [Collective("all-gather", ("x",), 1000, count=3), Collective("all-reduce", ("x",), 50)]
-    assert total_seconds(listed, mesh, device) == pytest.approx(
-        3 * seconds("all-gather", ("x",), 1000, mesh, device) + seconds("all-reduce", ("x",), 50, mesh, device)
-    )
+    assert seconds("all-gather", ("x",), B, mesh, device, together=4) == pytest.approx(alpha / 4 + beta * B)
 
 
 def test_nothing_costs_nothing() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.machine.device import DeviceError, default_placement, load_device, target_of
+from autoshard.cost.machine.device import DeviceError, default_placement, load_device
 from autoshard.mesh import Mesh
 
 KINDS = ["tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "cpu"]
@@ -42,7 +42,7 @@ def test_built_in_kinds_are_complete_and_say_where_their_figures_come_from(name:
     assert device.flops["bf16"] >= device.peak_flops("f64")
     assert device.memory_bytes is not None
     assert [link.bandwidth for link in device.links] == sorted((li.bandwidth for li in device.links), reverse=True)
-    assert target_of(device) == {"t": "tpu", "c": "cpu"}.get(name[0], "gpu")
+    assert device.target == {"t": "tpu", "c": "cpu"}.get(name[0], "gpu")
 
 
 def test_a_v4_device_is_half_a_chip() -> None:

@@ -28,6 +28,8 @@ from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
 from autoshard.cost.compiler.schedule import Dependencies, combined
 from autoshard.cost.machine.compute import roofline_seconds
+from autoshard.cost.machine.device import Device
+from autoshard.cost.passes import Passes
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
@@ -111,47 +113,10 @@ class GpuBackend(Backend):
     combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, THRESHOLD)
     copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
-    def rewrite(self, program: Lowered) -> Lowered:
-        """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
-        program = shared_zeros(scattered_onto(expanded_pools(program)))
-        rewriter = Rewriter(program)
-        folded = folded_kernels(program)
-        for number, step in enumerate(program.steps):
-            if number in folded:
-                rewriter.instead[step.writes[0]] = rewriter.instead.get(step.reads[0], step.reads[0])
-                continue
-            if step.kind == "all-gather" and _gathers_inside(program, step):
-                moved = rewriter.array(step.writes[0])
-                rewriter.emit(replace(step, writes=(moved,)))
-                rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
-                continue
-            if step.kind == "convolution":
-                cudnn_convolution(rewriter, step, program.graph.ops[step.op])
-                continue
-            product = _product(program, step) if step.kind == "dot_general" else None
-            if product is not None and min(product.m, product.n, product.k) == 1:
-                kind = "multiply" if product.k == 1 else "reduce"
-                rewriter.emit(replace(step, kind=kind, flops=0.0))
-                continue
-            parts, padded = (1, 0) if product is None else self._split(product)
-            if product is None or parts == 1:
-                rewriter.emit(step)
-                continue
-            reads = list(step.reads)
-            for place, array in enumerate(reads):
-                if padded != product.k:
-                    reads[place] = rewriter.array(array, bytes=program.arrays[array].bytes * padded // product.k)
-                    rewriter.emit(
-                        Step("pad", step.op, (array,), (reads[place],), values=step.values[place : place + 1])
-                    )
-            out = program.arrays[step.writes[0]]
-            cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
-            rewriter.emit(replace(step, reads=tuple(reads), writes=(cut,)))
-            rewriter.emit(Step(PARTS, step.op, (cut,), step.writes))
-        return rewriter.result()
-
-    def _split(self, product: Product) -> tuple[int, int]:
-        return split_k(product, self.device.multiprocessors, self.device.compute_capability)
+    @property
+    def rewrites(self) -> Passes[Lowered]:
+        """Pools, scatters and products as libraries and Triton take them."""
+        return Passes((expanded_pools, scattered_onto, shared_zeros, partial(_for_libraries, device=self.device)))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
@@ -254,6 +219,45 @@ class GpuBackend(Backend):
             return roofline_seconds(kernel.flops, moved, "f32", device)
         traffic = moved / device.memory_bandwidth
         return max(traffic, SHORTEST_SUM) if _is(kernel, "reduce", program) else traffic
+
+
+def _for_libraries(program: Lowered, device: Device) -> Lowered:
+    """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
+    rewriter = Rewriter(program)
+    folded = folded_kernels(program)
+    for number, step in enumerate(program.steps):
+        if number in folded:
+            rewriter.instead[step.writes[0]] = rewriter.instead.get(step.reads[0], step.reads[0])
+            continue
+        if step.kind == "all-gather" and _gathers_inside(program, step):
+            moved = rewriter.array(step.writes[0])
+            rewriter.emit(replace(step, writes=(moved,)))
+            rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
+            continue
+        if step.kind == "convolution":
+            cudnn_convolution(rewriter, step, program.graph.ops[step.op])
+            continue
+        product = _product(program, step) if step.kind == "dot_general" else None
+        if product is not None and min(product.m, product.n, product.k) == 1:
+            kind = "multiply" if product.k == 1 else "reduce"
+            rewriter.emit(replace(step, kind=kind, flops=0.0))
+            continue
+        parts, padded = (
+            (1, 0) if product is None else split_k(product, device.multiprocessors, device.compute_capability)
+        )
+        if product is None or parts == 1:
+            rewriter.emit(step)
+            continue
+        reads = list(step.reads)
+        for place, array in enumerate(reads):
+            if padded != product.k:
+                reads[place] = rewriter.array(array, bytes=program.arrays[array].bytes * padded // product.k)
+                rewriter.emit(Step("pad", step.op, (array,), (reads[place],), values=step.values[place : place + 1]))
+        out = program.arrays[step.writes[0]]
+        cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
+        rewriter.emit(replace(step, reads=tuple(reads), writes=(cut,)))
+        rewriter.emit(Step(PARTS, step.op, (cut,), step.writes))
+    return rewriter.result()
 
 
 def _gathers_inside(program: Lowered, step: Step) -> bool:

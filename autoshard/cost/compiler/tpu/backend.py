@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend, Placement
@@ -26,7 +27,9 @@ from autoshard.cost.compiler.schedule import (
     combined_by_levels,
     greedy,
     liveness,
+    summed_over,
 )
+from autoshard.cost.compiler.tpu import rewrite, strips
 from autoshard.cost.compiler.tpu.ahead import fetched_ahead
 from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, convolves, reads_from_memory
@@ -40,20 +43,6 @@ from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
 from autoshard.cost.compiler.tpu.order import behind_collectives, made_again, one_core_order
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
-from autoshard.cost.compiler.tpu.rewrite import (
-    COPIED,
-    attentions_by_rows,
-    convolved,
-    gathered_as_sums,
-    gathered_results,
-    laid_out_for_convolutions,
-    looked_up_by_rows,
-    masks_of_operands,
-    moved_by_rows,
-    results_as_they_lie,
-    scattered_by_rows,
-    updated_kernels,
-)
 from autoshard.cost.compiler.tpu.sparse_copies import beside_sparse_cores
 from autoshard.cost.compiler.tpu.strip_widths import (
     FEW,
@@ -65,14 +54,8 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     strip_widths,
     with_images_apart,
 )
-from autoshard.cost.compiler.tpu.strips import (
-    EDGES,
-    arguments_beside_gathers,
-    cut_into_strips,
-    shifted_copies,
-    sums_together,
-)
 from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.passes import Passes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
@@ -105,6 +88,12 @@ def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
     return found
 
 
+def _in_groups_and_strips(program: Lowered) -> Lowered:
+    """Strips are as wide as they would be if no features were summed in groups."""
+    widths = strip_widths(program)
+    return strips.cut_into_strips(rewrite.laid_out_for_convolutions(in_groups(program), widths), widths)
+
+
 class TpuBackend(Backend):
     """XLA's TPU compiler."""
 
@@ -120,15 +109,30 @@ class TpuBackend(Backend):
         size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
 
-    def rewrite(self, program: Lowered) -> Lowered:
+    @property
+    def rewrites(self) -> Passes[Lowered]:
         """See `rewrite.py`, `strips.py` and `loops.py`."""
-        program = gathered_in_pieces(attentions_by_rows(program), self.device.kind)
-        program = gathered_results(scattered_in_turns(gathered_as_sums(program), self.device.kind))
-        program = updated_kernels(as_loops(with_bodies(program, self.device)))
-        program = results_as_they_lie(masks_of_operands(program))
-        images = as_images(moved_by_rows(looked_up_by_rows(scattered_by_rows(scattered_onto(program)))))
-        widths = strip_widths(images)
-        return flattened_indices(cut_into_strips(laid_out_for_convolutions(in_groups(images), widths), widths))
+        return Passes(
+            (
+                rewrite.attentions_by_rows,
+                partial(gathered_in_pieces, kind=self.device.kind),
+                rewrite.gathered_as_sums,
+                partial(scattered_in_turns, kind=self.device.kind),
+                rewrite.gathered_results,
+                partial(with_bodies, device=self.device),
+                as_loops,
+                rewrite.updated_kernels,
+                rewrite.masks_of_operands,
+                rewrite.results_as_they_lie,
+                scattered_onto,
+                rewrite.scattered_by_rows,
+                rewrite.looked_up_by_rows,
+                rewrite.moved_by_rows,
+                as_images,
+                _in_groups_and_strips,
+                flattened_indices,
+            )
+        )
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -148,13 +152,7 @@ class TpuBackend(Backend):
             lambda kernel: None if kernel.kind == ROUNDING else self._loop_over(kernel, program),
             lambda array: True,
         )
-        kernels = several_results(sums_together(kernels, program), program)
-
-        def key(kernel: Kernel) -> Hashable:
-            step = program.steps[kernel.steps[-1]]
-            if kernel.kind != "all-reduce" or step.collective is None:
-                return None
-            return step.collective.axes, program.arrays[step.writes[0]].dtype
+        kernels = several_results(strips.sums_together(kernels, program), program)
 
         for kernel in kernels:
             if kernel.kind in IN_PLACE:
@@ -166,9 +164,9 @@ class TpuBackend(Backend):
             return sum(program.arrays[array].bytes for array in kernel.reads)
 
         if convolves(program):
-            kernels = combined(kernels, key, size, THRESHOLD, results=program.results)
+            kernels = combined(kernels, partial(summed_over, program), size, THRESHOLD, results=program.results)
         else:
-            kernels = combined_by_levels(kernels, key, size, THRESHOLD, program.results)
+            kernels = combined_by_levels(kernels, partial(summed_over, program), size, THRESHOLD, program.results)
         kernels = merged_outputs(
             kernels,
             lambda kernel: self._loop_over(kernel, program),
@@ -239,7 +237,7 @@ class TpuBackend(Backend):
 
         Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
         """
-        lying = convolved(program)
+        lying = rewrite.convolved(program)
         near, apart = convolved_whole(program), with_images_apart(program)
         views = {step.writes[0]: step for step in program.steps if annotated_view(program, step)}
         rounded = _Rounded(program, lying.keys())
@@ -253,7 +251,8 @@ class TpuBackend(Backend):
                     size = for_convolution(shape, lying[array])
                     other = as_annotated(program, views[array], shape) if array in views else tiled(shape)
                     few = min(shape[dim] for dim in lying[array]) < FEW and array not in near
-                    free = array in views or (size >= COPIED * other and array in apart if found.strips else few)
+                    wide = size >= rewrite.COPIED * other and array in apart
+                    free = array in views or (wide if found.strips else few)
                     found.bytes = item * (other if free else size)
                     found.tiles = tiles(shape) if free else convolution_tiles(shape, lying[array])
                     if rounded.is_kept_narrow(array):
@@ -284,8 +283,8 @@ class TpuBackend(Backend):
         Those of large narrow tables run on sparse cores.
         """
         if not self._hides(kernels, program) or convolves(program):
-            order = arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
-        kernels, order = shifted_copies(kernels, order, program)
+            order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
+        kernels, order = strips.shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
         return beside_sparse_cores(kernels, order, program, self.device)
@@ -340,7 +339,7 @@ class _Rounded:
         step = self.steps[reader]
         if step.kind in CONTRACTIONS:
             return multiplies_matrices(self.program, step)
-        if step.kind in ("reduce", EDGES) or (step.kind == "compare" and self._with_constant(step)):
+        if step.kind in ("reduce", strips.EDGES) or (step.kind == "compare" and self._with_constant(step)):
             return True
         return self._moves(step) and all(self.known[one] for one in step.writes)
 

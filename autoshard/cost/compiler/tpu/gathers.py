@@ -49,15 +49,12 @@ def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
     if not pieces:
         return program
     rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
-        if number not in pieces:
-            rewriter.emit(step)
-            continue
+    for number, step in rewriter.changing(pieces):
         table, made = step.reads[0], step.writes[0]
         found = program.arrays[made]
         inside = pieces[number] <= INSIDE and len(found.readers) + found.returned == 1
         slices, part = rewriter.array(table), rewriter.array(made, found.bytes // (1 if inside else pieces[number]))
-        rewriter.emit(Step("copy", step.op, (table,), (slices,)))
+        rewriter.copy(table, step.op, slices)
         rewriter.emit(replace(step, reads=(slices, *step.reads[1:]), writes=(part,)))
         rewriter.emit(Step("concatenate" if inside else JOINED, step.op, (part,), (made,)))
     return rewriter.result()

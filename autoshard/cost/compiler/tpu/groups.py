@@ -40,10 +40,7 @@ def in_groups(program: Lowered) -> Lowered:
         return program
     rewriter = Rewriter(program)
     spread: dict[tuple[int, int], int] = {}  # what differs between groups, and features -> the same for each feature
-    for number, step in enumerate(program.steps):
-        if number not in found:
-            rewriter.emit(step)
-            continue
+    for _, step in rewriter.changing(found):
         images, features = _features(program, step, around)
         reduces = step.kind == "reduce"
         groups = step.writes[0] if reduces else step.reads[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.latency import Rules, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered
 from autoshard.cost.compiler.schedule import Dependencies
 from autoshard.cost.compiler.tpu.place import SHARE
@@ -82,11 +82,8 @@ def hidden(
         [_seconds(kernel, program, device, size) for kernel in kernels],
         moves,
         [len(kernel.writes) > 1 for kernel in kernels],
-        edge=CYCLE,
-        elements=True,
-        at_once=AT_ONCE,
-        kinds=[kernel.kind for kernel in kernels],
-        viewing=CYCLE,
+        [kernel.kind for kernel in kernels],
+        Rules(edge=CYCLE, elements=True, at_once=AT_ONCE, viewing=CYCLE),
     )
     found = dict.fromkeys(number for number, end in placed if not (end and moves[number]))
     return right_before(list(found), filling(kernels, deps), deps.makers)

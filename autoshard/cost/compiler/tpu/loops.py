@@ -64,10 +64,7 @@ def as_loops(program: Lowered) -> Lowered:
             counts = (SUMMED, IN_FLIGHT) if number in carrying else (UNROLLED, UNROLLED)
             for array, count in [*((one, counts[0]) for one in summed), *((one, counts[1]) for one in moved.writes)]:
                 rewriter.arrays[array].bytes, rewriter.arrays[array].shape = count * part, None
-    for number, step in enumerate(program.steps):
-        if number not in carrying:
-            rewriter.emit(step)
-            continue
+    for _, step in rewriter.changing(carrying):
         reads = list(step.reads)
         for place, array in enumerate(reads):
             if _copied(program, step, array):

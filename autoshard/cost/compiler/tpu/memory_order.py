@@ -101,7 +101,8 @@ class FromResults:
 
     def _instructions(self, visited: Sequence[Sequence[int]]) -> list[int]:
         """All of them, operands first, each one's in the order given; from the results, then from what nobody reads."""
-        return post_order((self.root, *range(len(self.kernels))), lambda number: self._before(number, visited))
+        roots = (self.root, *range(len(self.kernels)))
+        return post_order(roots, lambda number: self._before(number, visited))
 
     def _before(self, number: int, visited: Sequence[Sequence[int]]) -> Sequence[int]:
         held = self.held[number] if number < len(self.held) else None

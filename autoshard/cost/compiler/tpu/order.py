@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.latency import Rules, overlapped
 from autoshard.cost.compiler.lowered import ATTENTION, COLLECTIVES, ROUNDING, SLICE, WITH_LOGITS, Lowered
 from autoshard.cost.compiler.schedule import Dependencies, dependencies, greedy
 from autoshard.cost.compiler.tpu.hidden import right_before
@@ -115,9 +115,8 @@ def behind_collectives(order: Sequence[int], kernels: Sequence[Kernel], program:
     rest = [kernels[number] for number in late]
     takes = [_cost(kernel) for kernel in rest]
     views = [len(kernel.writes) > 1 for kernel in rest]
-    placed = overlapped(
-        range(len(rest)), dependencies(rest), takes, [False] * len(rest), views, edge=LEAST_COST, elements=True
-    )
+    rules = Rules(edge=LEAST_COST, elements=True)
+    placed = overlapped(range(len(rest)), dependencies(rest), takes, [False] * len(rest), views, rules=rules)
     found = [*early, *(late[place] for place, _ in placed)]
     return right_before(found, lazy, deps.makers)
 

@@ -43,9 +43,8 @@ def gathered_results(program: Lowered) -> Lowered:
     rewriter = Rewriter(program)
     for argument in gathered.values():
         if program.arrays[argument].readers:
-            copy = rewriter.array(argument)
-            rewriter.emit(Step("copy", program.steps[program.arrays[argument].readers[0]].op, (argument,), (copy,)))
-            rewriter.instead[argument] = copy
+            op = program.steps[program.arrays[argument].readers[0]].op
+            rewriter.instead[argument] = rewriter.copy(argument, op)
     return _with_results_copied(rewriter, gathered)
 
 
@@ -55,9 +54,7 @@ def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
     for step in program.steps:
         rewriter.emit(step)
     for result in results:
-        copy = rewriter.array(result)
-        rewriter.emit(Step("copy", program.steps[program.arrays[result].maker].op, (result,), (copy,)))
-        rewriter.instead[result] = copy
+        rewriter.instead[result] = rewriter.copy(result, program.steps[program.arrays[result].maker].op)
     return rewriter.result()
 
 
@@ -130,8 +127,7 @@ def scattered_by_rows(program: Lowered) -> Lowered:
     rewriter = Rewriter(program)
     copies = {argument: by_rows(rewriter, argument) for argument in updates.arguments}
     for argument, copy in copies.items():
-        op = program.steps[program.arrays[argument].readers[0]].op
-        rewriter.emit(Step("copy", op, (argument,), (copy,)))
+        rewriter.copy(argument, program.steps[program.arrays[argument].readers[0]].op, copy)
     for number, step in enumerate(program.steps):
         if number in updates.steps or number in updates.lookups:
             step = replace(step, reads=tuple(copies.get(array, array) for array in step.reads))
@@ -145,8 +141,7 @@ def scattered_by_rows(program: Lowered) -> Lowered:
         elif number in narrow:
             onto, made = step.reads[0], by_rows(rewriter, step.writes[0])
             if program.arrays[onto].maker not in fills:
-                onto = by_rows(rewriter, step.writes[0])
-                rewriter.emit(Step("copy", step.op, (step.reads[0],), (onto,)))
+                onto = rewriter.copy(step.reads[0], step.op, by_rows(rewriter, step.writes[0]))
             rewriter.emit(replace(step, reads=(onto, *step.reads[1:]), writes=(made,)))
             if number in updates.scatters:
                 copies[step.writes[0]] = made
@@ -171,8 +166,7 @@ def looked_up_by_rows(program: Lowered) -> Lowered:
         if number in narrow:
             table = step.reads[0]
             if table not in copies:
-                copies[table] = by_rows(rewriter, table)
-                rewriter.emit(Step("copy", step.op, (table,), (copies[table],)))
+                copies[table] = rewriter.copy(table, step.op, by_rows(rewriter, table))
             step = replace(step, reads=(copies[table], *step.reads[1:]))
         rewriter.emit(step)
     return rewriter.result()
@@ -268,11 +262,8 @@ def moved_by_rows(program: Lowered) -> Lowered:
     cut = {number: _cut(program, number) for number in widened if program.steps[number].kind == "gather"}
     gone = {one for chain in cut.values() for one in chain}
     rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
+    for number, step in rewriter.changing({*widened, *gone}):
         if number in gone:
-            continue
-        if number not in widened:
-            rewriter.emit(step)
             continue
         place, size = widened[number]
         if step.kind == "gather":
@@ -286,8 +277,7 @@ def moved_by_rows(program: Lowered) -> Lowered:
                 made = part
             rewriter.emit(Step("copy", step.op, (made,), last.writes))
         else:
-            read = rewriter.array(step.reads[place], size)
-            rewriter.emit(Step("copy", step.op, (step.reads[place],), (read,)))
+            read = rewriter.copy(step.reads[place], step.op, rewriter.array(step.reads[place], size))
             rewriter.emit(replace(step, reads=(*step.reads[:place], read, *step.reads[place + 1 :])))
     return rewriter.result()
 
@@ -356,20 +346,17 @@ def attentions_by_rows(program: Lowered) -> Lowered:
 
     Not where that pads nothing (heads of 128): it lies so anyway. Logits are made so.
     """
-    if all(step.kind != ATTENTION for step in program.steps):
+    attentions = {number for number, step in enumerate(program.steps) if step.kind == ATTENTION}
+    if not attentions:
         return program
     rewriter = Rewriter(program)
     copies: dict[int, int] = {}
-    for step in program.steps:
-        if step.kind != ATTENTION:
-            rewriter.emit(step)
-            continue
+    for _, step in rewriter.changing(attentions):
         reads = list(step.reads)
         for place in range(len(reads) == WITH_LOGITS, len(reads)):
             source = reads[place]
             if source not in copies and not _lies_by_rows(program, source):
-                copies[source] = by_rows(rewriter, source)
-                rewriter.emit(Step("copy", step.op, (source,), (copies[source],)))
+                copies[source] = rewriter.copy(source, step.op, by_rows(rewriter, source))
             reads[place] = copies.get(source, source)
         made, written = step.writes[0], step.writes[0]
         if not _lies_by_rows(program, made):
@@ -493,8 +480,7 @@ def updated_kernels(program: Lowered) -> Lowered:
         for array in updated.intersection(reads):
             if step.kind in ELEMENTWISE or math.prod((program.arrays[array].shape or ())[2:]) == 1:
                 if array not in copies:
-                    copies[array] = rewriter.array(array)
-                    rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+                    copies[array] = rewriter.copy(array, step.op)
                 reads = tuple(copies[array] if each == array else each for each in reads)
         rewriter.emit(replace(step, reads=reads, writes=writes))
         for array in step.writes:

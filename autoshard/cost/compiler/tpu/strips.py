@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.compiler.multi_output import merged_outputs
@@ -42,9 +43,6 @@ from autoshard.cost.machine.device import Device
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
-
-if TYPE_CHECKING:
-    from autoshard.cost.compiler.backend import Compiled
 
 Key = TypeVar("Key")
 
@@ -103,7 +101,7 @@ def early_seconds(compiled: Compiled, device: Device) -> float:
         if late is not None and position < backward and program.arrays[array].strips:
             ready = max([position, *(use for use in uses[array] if use < backward)])
             size += program.arrays[array].bytes * any(ready < gather < late for gather in gathers)
-    return 2 * size / (device.memory_bandwidth * device.achievable_memory)
+    return 2 * size / device.reachable_bandwidth
 
 
 def copied_seconds(
@@ -115,7 +113,7 @@ def copied_seconds(
         strips = shape[dim] / mesh.ways(spec[dim]) < FEW
         count = COPIES if strips else PARTS if shape[dim] / mesh.ways(other[dim]) < FEW else 0
         moved = 2 * math.prod(mesh.shard_shape(shape, spec)) * item if device.cores > 1 else 0
-        seconds += count * (device.kernel_overhead + moved / (device.memory_bandwidth * device.achievable_memory))
+        seconds += count * (device.kernel_overhead + moved / device.reachable_bandwidth)
     return seconds
 
 
@@ -222,8 +220,8 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
             shape, size = padded(array, widths[array]), program.arrays[array].bytes
             if shape is not None:
                 size = size * shape[-1] // (program.arrays[array].shape or shape)[-1]
-            made = whole[array] = rewriter.array(array, size, shape or program.arrays[array].shape)
-            rewriter.emit(Step("copy", step.op, (array,), (made,)))
+            into = rewriter.array(array, size, shape or program.arrays[array].shape)
+            made = whole[array] = rewriter.copy(array, step.op, into)
             if shape is not None:
                 whole[array] = rewriter.array(array)
                 rewriter.emit(Step("slice", step.op, (made,), (whole[array],)))
@@ -238,8 +236,7 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
                 wider = rewriter.array(array, size, shape)
                 rewriter.emit(Step("pad", step.op, (source,), (wider,)))
                 source = wider
-            made = strips[array, width] = rewriter.array(array)
-            rewriter.emit(Step("copy", step.op, (source,), (made,)))
+            made = strips[array, width] = rewriter.copy(source, step.op, rewriter.array(array))
             widths[made] = width
         return strips[array, width]
 
@@ -323,8 +320,7 @@ def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
                 found = program.arrays[array]
                 item = found.bytes // _count(found)
                 size = item * as_annotated(program, step, found.shape or ()) if view else found.bytes
-                copies[array] = rewriter.array(array, size)
-                rewriter.emit(Step("copy", step.op, (array,), (copies[array],)))
+                copies[array] = rewriter.copy(array, step.op, rewriter.array(array, size))
         rewriter.emit(replace(step, reads=tuple(copies.get(array, array) for array in step.reads)))
     return rewriter.result() if copies else program
 
@@ -336,10 +332,7 @@ def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     for step in program.steps:
         shape = program.arrays[step.reads[0]].shape if step.reads else None
         width = widths.get(step.reads[0], 0) if step.reads else 0
-        if not width or not shape or width * SPLITS <= shape[-1]:
-            rewriter.emit(step)
-            continue
-        if step.kind != "reduce" or not _over_images(program, step):
+        if not shape or width * SPLITS <= shape[-1] or step.kind != "reduce" or not _over_images(program, step):
             rewriter.emit(step)
             continue
         key = shape[0], shape[-1], width
@@ -424,30 +417,22 @@ def sums_together(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
 
 def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
     rewriter = Rewriter(program)
-    for step in program.steps:
-        if step.kind not in MOVING or not _moves(step, strips):
-            rewriter.emit(step)
-            continue
+    moving = {n for n, step in enumerate(program.steps) if step.kind in MOVING and _moves(step, strips)}
+    for _, step in rewriter.changing(moving):
         parts = ORDERED if step.kind == "all-to-all" else 0
         counts = [AROUND if array in strips else parts for array in (step.reads[0], step.writes[0])]
         read, made = step.reads[0], step.writes[0]
         for _ in range(counts[0]):
-            read = _copied(rewriter, step, read)
+            read = rewriter.copy(read, step.op)
         moved = rewriter.array(made) if counts[1] else made
         rewriter.emit(replace(step, reads=(read, *step.reads[1:]), writes=(moved,)))
         for left in reversed(range(counts[1])):
-            moved = _copied(rewriter, step, moved, into=None if left else made)
+            moved = rewriter.copy(moved, step.op, into=None if left else made)
     return rewriter.result()
 
 
 def _moves(step: Step, strips: Container[int]) -> bool:
     return any(array in strips for array in (*step.reads, *step.writes))
-
-
-def _copied(rewriter: Rewriter, step: Step, array: int, into: int | None = None) -> int:
-    made = rewriter.array(array) if into is None else into
-    rewriter.emit(Step("copy", step.op, (array,), (made,)))
-    return made
 
 
 def passes_of(kernel: Kernel, program: Lowered) -> int:

@@ -28,17 +28,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.partitioner.ops.looped import Ring
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.partitioned import Attention, Ring
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.ops import Graph, Op, Value
-
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.partition import Partitioner
 
 UNITS = {"tpu-v4": None, "tpu-v6e": 256}
 """What rows and columns of logits that are read are multiples of, by device kind: the side of its matrix unit. None:
@@ -60,39 +56,23 @@ MOST_BATCH_DIMS = 2
 DTYPES = frozenset({"f32", "bf16"})
 
 
-@dataclass(frozen=True)
-class Attention:
-    """What a product with a softmax before it becomes.
-
-    Attributes:
-        logits: what the softmax is of.
-        turns: how often keys and values are read: once, or for each block of rows if they are several blocks.
-        product: the op that makes them of queries and keys, if that is part of the kernel; then they are not read.
-    """
-
-    logits: Value
-    turns: int = 1
-    product: int | None = None
-
-
-def attentions(owner: Partitioner) -> Mapping[int, Attention]:
+def attentions(context: Context) -> Mapping[int, Attention]:
     """Products that become such kernels under these shardings -> what of."""
-    graph, shardings = owner.graph, owner.shardings
+    graph, shardings = context.graph, context.shardings
     kind = load_device(shardings.subaxes.mesh.device).kind
     found: dict[int, Attention] = {}
     for op in graph.ops:
-        chain = _softmax(graph, op.operands[0]) if op.kind == "dot_general" and op.id not in owner.free else []
-        if chain and _of_rows(graph, op) and op.operands[1].op not in owner.free:
-            made = _attention(owner, op, chain, UNITS.get(kind, UNIT))
-            if made is not None and _runs_alone(owner, op, (0,)):
+        chain = _softmax(graph, op.operands[0]) if op.kind == "dot_general" and op.id not in context.free else []
+        if chain and _of_rows(graph, op) and op.operands[1].op not in context.free:
+            made = _attention(context, op, chain, UNITS.get(kind, UNIT))
+            if made is not None and _runs_alone(context, op, (0,)):
                 found[op.id] = made
     return found
 
 
-def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
+def unread(context: Context) -> frozenset[int]:
     """Ops of softmaxes, and of products before them, that nothing but these kernels has read."""
-    if not found:
-        return frozenset()
+    graph, found = context.graph, context.attentions
     products = {each.product for each in found.values()}  # their operands are what the kernels read
     logits = {each.logits for each in found.values() if each.product is None}
     gone: set[int] = set()
@@ -104,9 +84,9 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
         return value == op.operands[1] or (value == attention.logits and attention.product is None)
 
     def kept(value: Value) -> bool:
-        if value in graph.returned or value in logits:
+        if value in context.graph.returned or value in logits:
             return True
-        return any(reads(op, value) for op in graph.readers(value))
+        return any(reads(op, value) for op in context.graph.readers(value))
 
     todo = [graph.ops[number].operands[0].op for number in found]
     while todo:
@@ -119,23 +99,23 @@ def unread(graph: Graph, found: Mapping[int, Attention]) -> frozenset[int]:
     return frozenset(gone)
 
 
-def _attention(owner: Partitioner, op: Op, chain: Sequence[int], unit: int | None) -> Attention | None:
+def _attention(context: Context, op: Op, chain: Sequence[int], unit: int | None) -> Attention | None:
     """What a product of a softmax, whose ops are `chain`, and values becomes, if all else fits."""
-    graph = owner.graph
+    graph = context.graph
     logits = graph.ops[chain[-1]].operands[0]
-    sizes = _sizes(owner, op, chain)
-    if logits.op in owner.free or sizes is None:
+    sizes = _sizes(context, op, chain)
+    if logits.op in context.free or sizes is None:
         return None
     way = _way(graph, logits)
     queries = graph.ops[way[-1].op]
     dtypes = {graph.type_of(value).dtype for value in (*queries.operands, op.operands[1])}
     opaque = len(dtypes) > 1 and graph.type_of(way[-1]).dtype == graph.type_of(logits).dtype
-    alone = _of_queries(owner, queries) and _stays(owner, way) and _runs_alone(owner, queries)
+    alone = _of_queries(context, queries) and _stays(context, way) and _runs_alone(context, queries)
     if opaque or not alone:
         if unit is None or any(size % unit for size in sizes):
             return None
         return Attention(logits, _turns(*sizes, _block_of_logits(*sizes)))
-    if len(dtypes) > 1 or any(value.op in owner.free for value in queries.operands):
+    if len(dtypes) > 1 or any(value.op in context.free for value in queries.operands):
         return None
     whole = all(size % UNIT == 0 and size % min(size, BLOCK) == 0 for size in sizes)
     return Attention(logits, _turns(*sizes, (BLOCK, BLOCK)), queries.id) if whole else None
@@ -156,9 +136,9 @@ def _block_of_logits(rows: int, columns: int) -> tuple[int, int]:
     return max(blocks, key=lambda block: (math.prod(block), block[1]), default=(UNIT, UNIT))
 
 
-def _runs_alone(owner: Partitioner, op: Op, as_they_are: Collection[int] = ()) -> bool:
+def _runs_alone(context: Context, op: Op, as_they_are: Collection[int] = ()) -> bool:
     """Whether a product is one on each device: not summed over devices, no loop, these operands not moved."""
-    emission = owner.emission(op, owner.shardings.made[Value(op.id)])
+    emission = context.emission(op, context.shardings.made[Value(op.id)])
     moved = any(place in as_they_are or isinstance(move[0], Ring) for place, move, _ in emission.moves)
     return not emission.own and not moved
 
@@ -237,11 +217,11 @@ def _number(graph: Graph, value: Value) -> float | bool | None:
     return equal.get(op.attrs["direction"])
 
 
-def _stays(owner: Partitioner, way: Sequence[Value]) -> bool:
+def _stays(context: Context, way: Sequence[Value]) -> bool:
     """Whether each device goes this way with its part of the value."""
     for after, before in pairwise(way):
-        op = owner.graph.ops[after.op]
-        emission = owner.emission(op, owner.shardings.made[after])
+        op = context.graph.ops[after.op]
+        emission = context.emission(op, context.shardings.made[after])
         if emission.own or any(op.operands[place] == before for place, _, _ in emission.moves):
             return False
     return True
@@ -269,11 +249,11 @@ def _turned(graph: Graph, value: Value) -> bool:
     return op.kind == "transpose" and tuple(op.attrs["permutation"]) == (*range(rank - 2), rank - 1, rank - 2)
 
 
-def _of_queries(owner: Partitioner, op: Op) -> bool:
+def _of_queries(context: Context, op: Op) -> bool:
     """Whether a product is one of queries and keys: a dim of rows each, one that is summed over, few batch dims."""
-    if op.kind != "dot_general" or op.id in owner.free:
+    if op.kind != "dot_general" or op.id in context.free:
         return False
-    shapes = [owner.graph.type_of(value).shape for value in op.operands]
+    shapes = [context.graph.type_of(value).shape for value in op.operands]
     batch = tuple(range(len(shapes[0]) - 2))
     return (
         len(shapes[0]) == len(shapes[1])
@@ -283,9 +263,9 @@ def _of_queries(owner: Partitioner, op: Op) -> bool:
     )
 
 
-def _sizes(owner: Partitioner, op: Op, chain: Sequence[int]) -> tuple[int, int] | None:
+def _sizes(context: Context, op: Op, chain: Sequence[int]) -> tuple[int, int] | None:
     """Rows and columns of one device's part, where it is the same from the logits to the product; else None."""
-    graph, shardings = owner.graph, owner.shardings
+    graph, shardings = context.graph, context.shardings
     weights = op.operands[0]
     whole = graph.type_of(weights)
     split = shardings.read(op.id, weights)
@@ -293,7 +273,7 @@ def _sizes(owner: Partitioner, op: Op, chain: Sequence[int]) -> tuple[int, int] 
     links.update(shardings.made[Value(number)] for number in chain)
     if whole.dtype not in DTYPES or split[-1] or split != shardings.made[weights] or len(links) > 1:
         return None
-    if not _stays(owner, _way(graph, weights)):
+    if not _stays(context, _way(graph, weights)):
         return None
     *batch, rows, columns = shardings.subaxes.shard(whole.shape, split)
     cut_to_one = any(part == 1 < size for part, size in zip(batch, whole.shape, strict=False))

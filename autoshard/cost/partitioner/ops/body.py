@@ -8,53 +8,47 @@ they are handed.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import op_flops
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.propagate import propagate
-from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.body import Body
 from autoshard.graph.ops import Op, Value
 
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.emission import Emission
-    from autoshard.cost.partitioner.partition import Partitioner
 
-
-def loop(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
+def loop(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Carried values in the sharding of the loop's results; the body's collectives in every iteration."""
     carried = (*results, *reads[len(results) :])
     trips = op.attrs["trip_count"]
-    found = [partitioned(owner, body, carried, op.id) for body in op.attrs["bodies"]]
+    found = [partitioned(context, body, carried, op.id) for body in op.attrs["bodies"]]
     inner = tuple(
         replace(each, count=each.count * (1 if trips is None else trips)) for each in found[1][0] + found[0][0]
     )
-    return replace(owner.moved(op, reads, carried, found[1][1]), inner=tuple(each for each in inner if each.count))
+    return replace(context.moved(op, reads, carried, found[1][1]), inner=tuple(each for each in inner if each.count))
 
 
-def branches(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
+def branches(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Both branches' collectives, though only one of them runs; their results as the op's."""
-    found = [partitioned(owner, body, reads[1:], op.id, results) for body in op.attrs["bodies"]]
+    found = [partitioned(context, body, reads[1:], op.id, results) for body in op.attrs["bodies"]]
     wanted = (((),) * len(reads[0]), *reads[1:])
     share = max(each[1] for each in found)
-    return replace(owner.moved(op, reads, wanted, share), inner=tuple(one for each in found for one in each[0]))
+    return replace(context.moved(op, reads, wanted, share), inner=tuple(one for each in found for one in each[0]))
 
 
 def partitioned(
-    owner: Partitioner, body: Body, given: tuple[Tiling, ...], op: int, results: tuple[Tiling, ...] = ()
+    context: Context, body: Body, given: Tilings, op: int, results: Tilings = ()
 ) -> tuple[tuple[Collective, ...], float]:
     """The collectives of one run of a body whose arguments are `given`, and one device's share of its work."""
-    from autoshard.cost.partitioner.partition import Partitioner
-
-    graph, subaxes = body.graph, owner.subaxes
+    graph, subaxes = body.graph, context.subaxes
     pins = {Value(argument): subaxes.spec(tiling) for argument, tiling in zip(graph.arguments, given, strict=True)}
     for value, tiling in zip(graph.outputs, results, strict=False):
         if graph.ops[value.op].kind != "argument":
             pins[value] = subaxes.spec(tiling)
-    shardings = propagate(graph, Annotations(pins, {}), subaxes.mesh, owner.target)
-    made = Partitioner(graph, shardings, owner.target).run()
+    shardings = propagate(graph, Annotations(pins, {}), subaxes.mesh, context.target)
+    made = context.partition(graph, shardings)
     flops = [op_flops(inner, graph) for inner in graph.ops]
     total = sum(flops)
     share = sum(each * run.share for each, run in zip(flops, made.runs, strict=True)) / total if total else 1.0

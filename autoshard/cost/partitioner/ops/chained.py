@@ -12,122 +12,124 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from autoshard.cost.partitioner.ops.index import IndexPartitioner
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.ops.index import indexed
 from autoshard.cost.partitioner.ops.reorder import before_convert
 from autoshard.cost.partitioner.ops.shape import concatenated
+from autoshard.cost.partitioner.partitioned import OpRun
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.groups import unscaled
 from autoshard.graph.ops import Op, Value
 
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.partition import OpRun, Partitioner
-
 _SAME = ("reducer", "window_dims", "inserted_dims", "scatter_dims", "index_vector_dim", "operand_batch_dims")
 
 
-def chained_scatters(owner: Partitioner, runs: list[OpRun]) -> None:
-    """Let every scatter-add that scatters onto another one's result be part of it: one sum, two concatenations."""
+def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
+    """Let every scatter-add that scatters onto another's result be part of it: one sum, two concatenations."""
     last: dict[int, Op] = {}  # an add -> the scatter-add that it is part of
-    for op in owner.graph.ops:
+    for op in context.graph.ops:
         if op.kind != "add" or op.operands[0] == op.operands[1]:
             continue
         for value, other in (op.operands, op.operands[::-1]):
-            scatter = _scatter_of(owner, value)
+            scatter = _scatter_of(context, value)
             if scatter is None:
                 continue
             last[op.id] = scatter
-            before = _scatter_of(owner, other)
-            if before is None and _alone(owner, other) and not _is_held(owner, other):
+            before = _scatter_of(context, other)
+            if before is None and _alone(context, other) and not _is_held(context, other):
                 before = last.get(other.op)
             if before is None:
-                _scatter_onto(owner, runs, scatter, other, op)
+                _scatter_onto(context, runs, scatter, other, op)
             elif all(before.attrs[name] == scatter.attrs[name] for name in _SAME):
                 first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
-                _join(owner, runs, first, last[op.id])
+                _join(context, runs, first, last[op.id])
             break
+    return runs
 
 
-def _scatter_onto(owner: Partitioner, runs: list[OpRun], scatter: Op, other: Value, add: Op) -> None:
+def _scatter_onto(context: Context, runs: list[OpRun], scatter: Op, other: Value, add: Op) -> None:
     """Price what is moved of the value that a scatter scatters onto instead of zeros, which any device has."""
-    if other.op in owner.free or is_annotated(owner, scatter):
+    if other.op in context.free or is_annotated(context, scatter):
         return
-    reads = (owner.shardings.read(add.id, other), *(owner.shardings.read(scatter.id, v) for v in scatter.operands[1:]))
-    onto = IndexPartitioner(owner, scatter, reads, owner.shardings.made[Value(scatter.id)]).emit()
+    reads = (
+        context.shardings.read(add.id, other),
+        *(context.shardings.read(scatter.id, v) for v in scatter.operands[1:]),
+    )
+    onto = indexed(context, scatter, reads, (context.shardings.made[Value(scatter.id)],))
     moved_onto = tuple(step for place, _, steps in onto.moves if place == 0 for step in steps)
-    steps = before_convert(owner, other, owner.shardings.copy_read(add.id, other), moved_onto)
+    steps = before_convert(context, other, context.shardings.copy_read(add.id, other), moved_onto)
     run = runs[scatter.id]
     moved = len([each for move in run.moves for each in move.collectives])
-    added = tuple(owner.collective(step, scatter.id) for step in steps)
+    added = tuple(context.collective(step, scatter.id) for step in steps)
     runs[scatter.id] = replace(run, collectives=(*run.collectives[:moved], *added, *run.collectives[moved:]))
 
 
-def _scatter_of(owner: Partitioner, value: Value) -> Op | None:
+def _scatter_of(context: Context, value: Value) -> Op | None:
     """The scatter-add whose result alone a value is: times 1 perhaps, or transposed to the order that it has."""
-    while _alone(owner, value):
-        *_, value = unscaled(owner.graph, value)
-        op = owner.graph.ops[value.op]
+    while _alone(context, value):
+        *_, value = unscaled(context.graph, value)
+        op = context.graph.ops[value.op]
         if op.kind != "transpose" or op.attrs["permutation"] != tuple(range(len(op.results[0].shape))):
             break
         value = op.operands[0]
-    op = owner.graph.ops[value.op]
-    return op if op.kind == "scatter" and op.attrs["reducer"] == "add" and _alone(owner, value) else None
+    op = context.graph.ops[value.op]
+    return op if op.kind == "scatter" and op.attrs["reducer"] == "add" and _alone(context, value) else None
 
 
-def _alone(owner: Partitioner, value: Value) -> bool:
-    return len(owner.graph.readers(value)) == 1 and value not in owner.graph.returned
+def _alone(context: Context, value: Value) -> bool:
+    return len(context.graph.readers(value)) == 1 and value not in context.graph.returned
 
 
-def _join(owner: Partitioner, runs: list[OpRun], before: Op, scatter: Op) -> None:
+def _join(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
     """Price the two as one: the earlier one's sum is dropped, the reshards of the concatenations are added."""
     sums = [runs[op.id].collectives[-1:] for op in (before, scatter)]
     if all(found and found[0].kind in ("all-reduce", "reduce-scatter") for found in sums):
         (first,), (second,) = sums
         if (first.kind, first.axes, first.bytes) == (second.kind, second.axes, second.bytes):
             runs[before.id] = replace(runs[before.id], collectives=runs[before.id].collectives[:-1])
-    if is_annotated(owner, before) or is_annotated(owner, scatter):
+    if is_annotated(context, before) or is_annotated(context, scatter):
         return
-    owner.joined[before.id] = scatter.id
+    context.joined[before.id] = scatter.id
     steps = [
-        *_end_to_end(owner, before, scatter, 1, (scatter.attrs["index_vector_dim"],)),
-        *_end_to_end(owner, before, scatter, 2, scatter.attrs["window_dims"]),
+        *_end_to_end(context, before, scatter, 1, (scatter.attrs["index_vector_dim"],)),
+        *_end_to_end(context, before, scatter, 2, scatter.attrs["window_dims"]),
     ]
     moved = len([each for move in runs[scatter.id].moves for each in move.collectives])
     ours = runs[scatter.id].collectives
-    added = tuple(owner.collective(step, scatter.id) for step in steps)
+    added = tuple(context.collective(step, scatter.id) for step in steps)
     runs[scatter.id] = replace(runs[scatter.id], collectives=(*ours[:moved], *added, *ours[moved:]))
 
 
-def is_annotated(owner: Partitioner, scatter: Op) -> bool:
+def is_annotated(context: Context, scatter: Op) -> bool:
     """Whether an annotation lies between a scatter and the add that reads its result."""
     value: Value | None = Value(scatter.id)
     while value is not None:
-        if _is_held(owner, value):
+        if _is_held(context, value):
             return True
-        reader = next(iter(owner.graph.readers(value)), None)
+        reader = next(iter(context.graph.readers(value)), None)
         value = Value(reader.id) if reader is not None and reader.kind in ("multiply", "transpose") else None
     return False
 
 
-def _is_held(owner: Partitioner, value: Value) -> bool:
+def _is_held(context: Context, value: Value) -> bool:
     """Whether a value itself, or a copy of it, is annotated."""
-    return owner.shardings.copy_read(None, value) is not None or bool(owner.copies_of.get(value))
+    return context.shardings.copy_read(None, value) is not None or bool(context.copies_of.get(value))
 
 
-def _end_to_end(owner: Partitioner, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:
+def _end_to_end(context: Context, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:
     """Reshards around the concatenation of one operand of both, along its first dim that is not in `apart`.
 
-    As of any concatenation: see `spmd_shape.concatenated`.
+    As of any concatenation: see `concatenated`.
     """
-    kinds = [owner.graph.type_of(op.operands[place]) for op in (before, scatter)]
-    splits = [owner.shardings.read(op.id, op.operands[place]) for op in (before, scatter)]
+    kinds = [context.graph.type_of(op.operands[place]) for op in (before, scatter)]
+    splits = [context.shardings.read(op.id, op.operands[place]) for op in (before, scatter)]
     dim = next(dim for dim in range(len(kinds[0].shape)) if dim not in apart)
     extent = sum(kind.shape[dim] for kind in kinds)
     shape = tuple(extent if at == dim else size for at, size in enumerate(kinds[0].shape))
-    wanted = max(splits, key=owner.subaxes.tiles)
-    reads, own = concatenated(owner, kinds, shape, splits, wanted, dim)
-    reshard = owner.resharder.reshard
+    wanted = max(splits, key=context.subaxes.tiles)
+    reads, own = concatenated(context, kinds, shape, splits, wanted, dim)
+    reshard = context.resharder.reshard
     steps = [
         step
         for kind, split, read in zip(kinds, splits, reads, strict=True)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
-from autoshard.cost.partitioner.ops.dot import Create, Dim, DotPartitioner, Halo, Shape, Side
+from autoshard.cost.machine.compute import taps_on_input
+from autoshard.cost.partitioner.ops.dot import DotPartitioner
+from autoshard.cost.partitioner.ops.dot_plan import Create, Dim, Goal, Halo, Hides, Shape, Side
 from autoshard.cost.partitioner.ops.halo import Exchange, Moved, Window, exchange, exchange_all, halos
-from autoshard.cost.partitioner.ops.looped import Hides
-from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.graph.contraction import Dims
 
 Outcome = tuple[Shape | None]
@@ -49,56 +48,50 @@ class ConvolutionPartitioner(DotPartitioner):
         contracted = math.prod(rhs[b] for _, b in self.dims.contract)
         return math.prod(out) * contracted * math.prod(rhs[b] for _, b, _, _ in self.dims.spatial)
 
-    def _try(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
-    ) -> Shape | None:
-        found = self._convolve(lhs, rhs, shape, out, devices, outer, create, strict)
+    def _try(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
+        found = self._convolve(lhs, rhs, goal, strict)
         if found is not None:
             return found[0]
-        return super()._try(lhs, rhs, shape, out, devices, outer, create, strict)
+        return super()._try(lhs, rhs, goal, strict)
 
-    def _default(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _default(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """Every device computes everything, and keeps its part: measured wherever a kernel slides over the input,
         unless the dims of one side split the result over all devices.
         """
-        d, count = self.dims, self.subaxes.ways(devices)
+        d, count = self.dims, self.subaxes.ways(goal.devices)
         free = ((b[2] for b in d.batch), (m[1] for m in d.left), (n[1] for n in d.right))
-        whole = any(self.ways(out, dims) == count for dims in free)
+        whole = any(self.ways(goal.out, dims) == count for dims in free)
         if self.groups == 1 and (whole or not d.spatial):
-            return super()._default(lhs, rhs, shape, out, devices, outer, create)
-        lhs, rhs = (self._moved(side, _whole(side.tiling), outer) for side in (lhs, rhs))
-        return self._reshard_result(shape, _whole(out), out, outer, self.make(lhs, rhs, create))
+            return super()._default(lhs, rhs, goal)
+        lhs, rhs = (self._moved(side, _whole(side.tiling), goal.outer) for side in (lhs, rhs))
+        return self._reshard_result(goal, _whole(goal.out), self.make(lhs, rhs, goal.create))
 
-    def _expected_other(self, place: int, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
+    def _expected_other(self, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
         """An operand that fits no group is gathered whole; without spatial dims, as in any contraction."""
         if self.dims.spatial:
             return _whole(other.tiling)
-        return super()._expected_other(place, other, out, side, devices)
+        return super()._expected_other(other, out, side, devices)
 
-    def _convolve(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
-    ) -> Outcome | None:
+    def _convolve(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Outcome | None:
         """`PartitionConv`; None where the convolution is left to the contraction."""
         d = self.dims
-        slides = any(lhs.tiling[a] or rhs.tiling[b] or out[o] for a, b, o, _ in d.spatial)
-        batched = any(lhs.tiling[a] or rhs.tiling[b] or out[o] for a, b, o in d.batch)
+        slides = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o, _ in d.spatial)
+        batched = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o in d.batch)
         summed = any(lhs.tiling[a] for a, _ in d.contract) and any(rhs.tiling[b] for _, b in d.contract)
         if not (slides and not batched and not summed) and self.groups == 1:
             return None
         features = self.attrs["rhs"][1]
         if self.attrs["feature_groups"] > 1 and self.subaxes.shard(rhs.shape, rhs.tiling)[features] > 1:
             return (None,)  # groups of several input features
-        made = self._grouped(lhs, rhs, shape, out, devices, outer, create) if self.groups > 1 else None
+        made = self._grouped(lhs, rhs, goal) if self.groups > 1 else None
         if made is None and any(lhs.tiling) and any(rhs.tiling):
-            made = self._both_split(lhs, rhs, shape, out, devices, outer, create)
-        if made is None and any(out):
-            made = self._as_result(lhs, rhs, shape, out, outer, create)
+            made = self._both_split(lhs, rhs, goal)
+        if made is None and any(goal.out):
+            made = self._as_result(lhs, rhs, goal)
         if made is None and self.groups > 1:
-            made = self._within_groups(lhs, rhs, shape, out, devices, outer, create, strict)
+            made = self._within_groups(lhs, rhs, goal, strict)
             if made is None and not strict:
-                made = self._group_axes_only(lhs, rhs, shape, out, outer, create)
+                made = self._group_axes_only(lhs, rhs, goal)
             return (made,)
         return None if made is None else (made,)
 
@@ -107,25 +100,22 @@ class ConvolutionPartitioner(DotPartitioner):
         attrs = self.attrs
         for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
             window = (attrs["stride"][i], attrs["padding"][i][0], attrs["lhs_dilation"][i], attrs["rhs_dilation"][i])
-            share = on_elements(lhs.shape[a], rhs.shape[b], self.out[o], *window)
-            macs = macs * share.numerator // share.denominator
+            pairs = rhs.shape[b] * self.out[o]
+            macs = macs * taps_on_input(lhs.shape[a], rhs.shape[b], self.out[o], *window) // pairs if pairs else macs
         return macs
 
     # ---- spatial dims ------------------------------------------------------------------------------------------
 
-    def _as_result(self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create) -> Shape | None:
+    def _as_result(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """`PartitionConvolutionTiledOutput`: the input split as the result is, with halos; the kernel whole."""
         attrs = self.attrs
-        if out[attrs["out"][1]]:
+        if goal.out[attrs["out"][1]]:
             return None
         if attrs["feature_groups"] > 1 and (lhs.tiling[attrs["lhs"][1]] or rhs.tiling[attrs["rhs"][0]]):
             return None
         if attrs["batch_groups"] > 1 and (lhs.tiling[attrs["lhs"][0]] or rhs.tiling[attrs["rhs"][0]]):
             return None
-        want: list[Dim] = [()] * len(lhs.tiling)
-        for mine, into in zip(attrs["lhs"], attrs["out"], strict=True):
-            want[mine] = out[into]
-        asked = tuple(want)
+        asked = carried(goal.out, zip(attrs["out"], attrs["lhs"], strict=True), len(lhs.tiling))
         found: list[tuple[int, Exchange | None]] = []
         windows = []
         for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
@@ -141,20 +131,18 @@ class ConvolutionPartitioner(DotPartitioner):
             if asked[a] and not window.trivial:
                 windows.append((a, window))
                 found.append((a, exchange(window, self.subaxes.ways(asked[a]))))
-        lhs = self._moved(lhs, asked, outer)
-        rhs = self._moved(rhs, _whole(rhs.tiling), outer)
+        lhs = self._moved(lhs, asked, goal.outer)
+        rhs = self._moved(rhs, _whole(rhs.tiling), goal.outer)
         done = exchange_all(self.subaxes.shard(lhs.shape, asked), found)
         if done is None:
             # Gathered along those dims; every device then pads and slices what it has.
             slid = {a for a, _ in windows}
-            self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), outer)
+            self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), goal.outer)
         else:
-            self._halos(lhs, done[1], ("window", outer, asked, tuple(windows)))
-        return self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, out))
+            self._halos(lhs, done[1], ("window", goal.outer, asked, tuple(windows)))
+        return self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, goal.out))
 
-    def _both_split(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _both_split(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`: partial results of aligned parts, summed.
 
         This is what a weight gradient becomes whose images are split in space.
@@ -163,10 +151,7 @@ class ConvolutionPartitioner(DotPartitioner):
         pairs = list(zip(attrs["lhs"], (attrs["rhs"][0], attrs["rhs"][1], *attrs["rhs"][2:]), strict=True))
         pull = math.prod(lhs.shape) * lhs.width < math.prod(rhs.shape) * rhs.width
         follow, lead = (lhs, rhs) if pull else (rhs, lhs)
-        want: list[Dim] = [()] * len(follow.tiling)
-        for a, b in pairs:
-            want[a if pull else b] = lead.tiling[b if pull else a]
-        asked = tuple(want)
+        asked = carried(lead.tiling, ((b, a) if pull else (a, b) for a, b in pairs), len(follow.tiling))
         lhs_tiling = asked if pull else lhs.tiling
         rhs_tiling = rhs.tiling if pull else asked
         if lhs_tiling[attrs["lhs"][0]] or rhs_tiling[attrs["rhs"][0]]:
@@ -184,14 +169,14 @@ class ConvolutionPartitioner(DotPartitioner):
         done = exchange_all(self.subaxes.shard(lhs.shape, lhs_tiling), found)
         if done is None:
             return None
-        lhs = self._moved(lhs, lhs_tiling, outer)
-        rhs = self._moved(rhs, rhs_tiling, outer)
-        self._halos(lhs, done[1], ("kernel", outer, lhs_tiling, rhs.shape, rhs_tiling))
-        made = self._make_local(lhs, rhs, create, self.out)
-        # XLA sums over all devices of the group, those that hold the same part among them.
-        self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(devices)
-        self._sum((devices,), made, out, outer)
-        return self._sliced(shape, out)
+        lhs = self._moved(lhs, lhs_tiling, goal.outer)
+        rhs = self._moved(rhs, rhs_tiling, goal.outer)
+        self._halos(lhs, done[1], ("kernel", goal.outer, lhs_tiling, rhs.shape, rhs_tiling))
+        made = self._make_local(lhs, rhs, goal.create, self.out)
+        # XLA sums over all goal.devices of the group, those that hold the same part among them.
+        self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(goal.devices)
+        self._sum((goal.devices,), made, goal.out, goal.outer)
+        return self.subaxes.shard(goal.shape, goal.out)
 
     def _kernel_halos(self, i: int, size: int, taps: int, count: int, shards: int) -> Exchange | None:
         """Halos of the input where each shard has a part of the taps, and every position of the result."""
@@ -223,64 +208,55 @@ class ConvolutionPartitioner(DotPartitioner):
             (attrs["rhs"][0], attrs["rhs"][1]),
             (attrs["out"][1], attrs["out"][0]),
         )
-        found: list[Dim] = [()] * len(tiling)
         mine = (*sides[place], *(attrs["lhs"], attrs["rhs"], attrs["out"])[place][2:])
         theirs = (*sides[other], *(attrs["lhs"], attrs["rhs"], attrs["out"])[other][2:])
-        for a, b in zip(mine, theirs, strict=True):
-            found[b] = tiling[a]
-        return tuple(found)
+        return carried(tiling, zip(mine, theirs, strict=True), len(tiling))
 
-    def _grouped(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _grouped(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """Groups over all devices: `PartitionConvolutionWithFeatureGroupCount` and `…BatchGroupCount`."""
-        count = self.subaxes.ways(devices)
+        count = self.subaxes.ways(goal.devices)
         if self.groups % count:
             return None
         a, b, _ = self._group_dims()
         if self.attrs["batch_groups"] > 1 and not lhs.shape[a] == rhs.shape[b] == self.groups:
             return None
         if self.subaxes.ways(lhs.tiling[a]) == count:
-            rhs = self._moved(rhs, self._aligned_by_groups(0, lhs.tiling, 1), outer)
+            rhs = self._moved(rhs, self._aligned_by_groups(0, lhs.tiling, 1), goal.outer)
         elif self.subaxes.ways(rhs.tiling[b]) == count:
-            lhs = self._moved(lhs, self._aligned_by_groups(1, rhs.tiling, 0), outer)
+            lhs = self._moved(lhs, self._aligned_by_groups(1, rhs.tiling, 0), goal.outer)
         else:
             return None
         made_as = self._aligned_by_groups(0, lhs.tiling, 2)
-        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
-        return self._reshard_result(shape, made_as, out, outer, made)
+        made = self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, made_as))
+        return self._reshard_result(goal, made_as, made)
 
-    def _within_groups(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, devices: Dim, outer: Dim, create: Create, strict: bool
-    ) -> Shape | None:
+    def _within_groups(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
         """Groups over some of the devices, as if they were a batch dim; the rest within each part."""
         a, b, o = self._group_dims()
         ways = self.subaxes.ways
-        if ways(out[o]) == 1 or ways(out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
+        if ways(goal.out[o]) == 1 or ways(goal.out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
             return None
         if lhs.shape[a] != rhs.shape[b] and (not any(lhs.tiling) or self.groups % ways(lhs.tiling[a])):
             return None
         before = self.dims
         contract = before.contract if self.attrs["batch_groups"] > 1 else ()
         self.dims = Dims((*before.batch, (a, b, o)), contract, (), (), before.spatial)
-        made = self._group_batch(lhs, rhs, shape, out, devices, outer, create, strict)
+        made = self._group_batch(lhs, rhs, goal, strict)
         self.dims = before
         return made
 
-    def _group_axes_only(
-        self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, outer: Dim, create: Create
-    ) -> Shape | None:
+    def _group_axes_only(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
         """`PartitionConvOnBatchOrFeatureGroupedDims`: split along the groups alone, gathered along all else."""
         a, b, o = self._group_dims()
-        ways = [self.subaxes.ways(tiling[dim]) for tiling, dim in ((lhs.tiling, a), (rhs.tiling, b), (out, o))]
+        ways = [self.subaxes.ways(tiling[dim]) for tiling, dim in ((lhs.tiling, a), (rhs.tiling, b), (goal.out, o))]
         if max(ways) == 1 or self.groups % max(ways):
             return None
-        axes = (lhs.tiling[a], rhs.tiling[b], out[o])[ways.index(max(ways))]
-        lhs = self._moved(lhs, _only(lhs.tiling, a, axes), outer)
-        rhs = self._moved(rhs, _only(rhs.tiling, b, axes), outer)
-        made_as = _only(out, o, axes)
-        made = self._make_local(lhs, rhs, create, self.subaxes.shard(self.out, made_as))
-        return self._reshard_result(shape, made_as, out, outer, made)
+        axes = (lhs.tiling[a], rhs.tiling[b], goal.out[o])[ways.index(max(ways))]
+        lhs = self._moved(lhs, _only(lhs.tiling, a, axes), goal.outer)
+        rhs = self._moved(rhs, _only(rhs.tiling, b, axes), goal.outer)
+        made_as = _only(goal.out, o, axes)
+        made = self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, made_as))
+        return self._reshard_result(goal, made_as, made)
 
     # ---- leaves ------------------------------------------------------------------------------------------------
 
@@ -295,13 +271,7 @@ class ConvolutionPartitioner(DotPartitioner):
     def leaf(self, left: Shape, right: Shape) -> Shape:
         """The local convolution; returns its result's shape."""
         d = self.whole
-        out = [1] * len(self.out)
-        for a, b, o in d.batch:
-            out[o] = min(left[a], right[b])
-        for a, o in d.left:
-            out[o] = left[a]
-        for b, o in d.right:
-            out[o] = right[b]
+        out = self.kept(d, left, right, len(self.out))
         for o, extent in self.sliding.items():
             out[o] = extent
         if self.attrs["batch_groups"] > 1:
@@ -310,21 +280,6 @@ class ConvolutionPartitioner(DotPartitioner):
         taps = math.prod(right[b] for _, b, _, _ in d.spatial)
         self.result.macs += math.prod(out) * math.prod(right[b] for _, b in d.contract) * taps
         return tuple(out)
-
-
-@lru_cache(maxsize=4096)
-def on_elements(size: int, taps: int, count: int, stride: int, low: int, base: int, dilation: int) -> Fraction:
-    """Of all taps of one window dim at all positions, how many lie on an element of the input.
-
-    Args:
-        size, count: extents of the input and of the result.
-        stride, low, base, dilation: of the window, its padding below, the input's dilation and the kernel's.
-    """
-    found = 0
-    for tap in range(taps):
-        at = range(tap * dilation - low, tap * dilation - low + count * stride, stride)
-        found += sum(0 <= place < size * base and place % base == 0 for place in at)
-    return Fraction(found, taps * count) if taps * count else Fraction(1)
 
 
 def _whole(tiling: Tiling) -> Tiling:

@@ -7,25 +7,22 @@ calls run as their rules say, on all targets.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import DimFactors, Op
 from autoshard.graph.rules.table import rule_for
 
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.emission import Emission
-    from autoshard.cost.partitioner.partition import Partitioner
 
-
-def top_k(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> Emission:
+def top_k(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Rows are independent."""
-    return owner.moved(op, reads, ((*result[:-1], ()),), owner.share(op, result))
+    return context.moved(op, reads, ((*results[0][:-1], ()),), context.share(op, results[0]))
 
 
-def batch_norm(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
+def batch_norm(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Tensors are split as the first result, vectors along features; two vectors of sums are reduced."""
     feature = op.attrs["feature_dim"]
     run_as = results[0]
@@ -36,16 +33,16 @@ def batch_norm(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: t
         kind = op.results[number]
         made = (run_as[feature],)
         if axes:
-            size = math.prod(owner.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
-            own.append(("all-reduce", owner.resharder.names(axes), size))
+            size = math.prod(context.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
+            own.append(("all-reduce", context.resharder.names(axes), size))
         if made != result:
-            own.extend(owner.resharder.reshard(kind.shape, kind.dtype, made, result))
-    return owner.moved(op, reads, wanted, owner.share(op, run_as), own)
+            own.extend(context.resharder.reshard(kind.shape, kind.dtype, made, result))
+    return context.moved(op, reads, wanted, context.share(op, run_as), own)
 
 
-def custom_call(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: tuple[Tiling, ...]) -> Emission:
+def custom_call(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """On parts of what its rule lets be split, as the first result is, or whole; terms of sums are reduced."""
-    rule = rule_for(op, owner.graph)
+    rule = rule_for(op, context.graph)
     split: dict[int, tuple[int, ...]] = {}
     if rule is not None:
         tensors = zip((*results, *reads), (*rule.results, *rule.operands), strict=True)
@@ -70,9 +67,9 @@ def custom_call(owner: Partitioner, op: Op, reads: tuple[Tiling, ...], results: 
     for number, result in enumerate(results):
         kind = op.results[number]
         made = ((),) * len(result) if rule is None else tiling(rule.results[number])
-        size = math.prod(owner.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
-        own.extend(owner.sums(summed, size, owner.cuts.cut(kind.shape, made, result)))
+        size = math.prod(context.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
+        own.extend(context.sums(summed, size, context.cuts.cut(kind.shape, made, result)))
         if made != result:
-            own.extend(owner.resharder.reshard(kind.shape, kind.dtype, made, result))
-    share = 1.0 / math.prod(owner.subaxes.ways(axes) for axes in split.values())
-    return owner.moved(op, reads, wanted_reads, share, own)
+            own.extend(context.resharder.reshard(kind.shape, kind.dtype, made, result))
+    share = 1.0 / math.prod(context.subaxes.ways(axes) for axes in split.values())
+    return context.moved(op, reads, wanted_reads, share, own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from autoshard.cost.partitioner.emission import MoveKey
+from autoshard.cost.partitioner.partitioned import MoveKey
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.ops import Graph
 

@@ -12,20 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops.scatter import is_summed
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
-from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.tiling import Tiling, carried
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Op
 from autoshard.graph.rules.index import REDUCERS
 from autoshard.mesh import Mesh
-
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.emission import Emission
-    from autoshard.cost.partitioner.partition import Partitioner
 
 Dim = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -38,6 +35,39 @@ class _Array:
     shape: Shape
     tiling: Tiling
     dtype: str
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A gather or scatter within a group of devices.
+
+    Attributes:
+        window: of a gather its result, of a scatter its updates.
+        devices, outer: the subaxes within the group, and those that tell the groups apart.
+    """
+
+    operand: _Array
+    indices: _Array
+    window: _Array
+    devices: Dim
+    outer: Dim
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to group the devices.
+
+    Attributes:
+        operand, indices, window: how they are split for it.
+        group: the subaxes that tell the groups apart.
+        sums: those over which parts are summed, per dim.
+    """
+
+    operand: Tiling
+    indices: Tiling
+    window: Tiling
+    group: Dim
+    sums: tuple[Dim, ...] = ()
 
 
 @dataclass
@@ -77,20 +107,25 @@ class _Outcome:
         return memory, sent
 
 
+def indexed(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
+    """The emission of a gather or scatter whose operands are found under `reads`."""
+    return IndexPartitioner(context, op, reads, results[0]).emit()
+
+
 class IndexPartitioner:
     """Plans one gather or scatter; `emit` is the entry."""
 
-    def __init__(self, owner: Partitioner, op: Op, reads: tuple[Tiling, ...], result: Tiling) -> None:
+    def __init__(self, context: Context, op: Op, reads: Tilings, result: Tiling) -> None:
         """For one op, whose operands are found under `reads` and whose result is wanted under `result`."""
-        self.owner = owner
-        self.subaxes = owner.subaxes
-        self.resharder = owner.resharder
+        self.context = context
+        self.subaxes = context.subaxes
+        self.resharder = context.resharder
         self.op = op
         self.reads = reads
         self.result = result
         self.is_gather = op.kind == "gather"
-        types = [owner.graph.type_of(value) for value in op.operands]
-        if owner.target == "tpu" and dtype_bytes(types[1].dtype) == 8:
+        types = [context.graph.type_of(value) for value in op.operands]
+        if context.compiler.narrows_integers and dtype_bytes(types[1].dtype) == 8:
             types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
@@ -100,8 +135,6 @@ class IndexPartitioner:
 
     def emit(self) -> Emission:
         """The emission of the op."""
-        from autoshard.cost.partitioner.emission import Emission
-
         operand = _Array(0, self.types[0].shape, self.reads[0], self.types[0].dtype)
         indices = _Array(1, self.types[1].shape, self.reads[1], self.types[1].dtype)
         result = self.op.results[0]
@@ -109,7 +142,7 @@ class IndexPartitioner:
             window = _Array(2, result.shape, self.result, result.dtype)
         else:
             window = _Array(2, self.types[2].shape, self.reads[2], self.types[2].dtype)
-        outcome = self._partition(operand, indices, window, self.devices, (), recursive=True)
+        outcome = self._partition(_Case(operand, indices, window, self.devices, ()), recursive=True)
         if not self.is_gather:
             self._given(outcome, operand, self.final, self.result, ())
         whole = math.prod(window.shape)
@@ -120,51 +153,38 @@ class IndexPartitioner:
 
     # ---- the ways ----------------------------------------------------------------------------------------------
 
-    def _partition(
-        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
-    ) -> _Outcome:
+    def _partition(self, case: _Case, recursive: bool) -> _Outcome:
         if recursive:
-            found = self._by_batch(operand, indices, window, devices, outer, True)
-            if found is not None:
-                return found
-            ranked = []
-            for number, way in enumerate((self._by_window, self._by_trivial, self._by_index)):
-                found = way(operand, indices, window, devices, outer, False)
-                if found is not None:
-                    ranked.append(((found.cost(self.subaxes.mesh), number), way))
-            for _, way in sorted(ranked, key=lambda item: item[0]):
-                found = way(operand, indices, window, devices, outer, True)
-                if found is not None:
-                    return found
+            way = self._by_batch(case)
+            if way is not None:
+                return self._grouped(case, way, True)
+            found = [self._by_window(case), self._by_trivial(case), self._by_index(case)]
+            ways = [way for way in found if way is not None]
+            if ways:
+                cheapest = min(ways, key=lambda way: self._grouped(case, way, False).cost(self.subaxes.mesh))
+                return self._grouped(case, cheapest, True)
         outcome = _Outcome([], [])
-        operand = self._moved(outcome, operand, self._nothing(operand), outer)
-        indices = self._moved(outcome, indices, self._nothing(indices), outer)
+        operand, indices, window = case.operand, case.indices, case.window
+        operand = self._moved(outcome, operand, self._nothing(operand), case.outer)
+        indices = self._moved(outcome, indices, self._nothing(indices), case.outer)
         self.final: Tiling = operand.tiling
         if not self.is_gather:
-            window = self._moved(outcome, window, self._nothing(window), outer)
+            window = self._moved(outcome, window, self._nothing(window), case.outer)
         outcome.memory = sum(math.prod(each.shape) * dtype_bytes(each.dtype) for each in (operand, indices, window))
         outcome.local = math.prod(window.shape)
         return outcome
 
-    def _by_batch(
-        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
-    ) -> _Outcome | None:
+    def _by_batch(self, case: _Case) -> _Way | None:
         """Dims that operand, indices and window share."""
-        aligned = self._aligned(operand, indices, devices)
+        aligned = self._aligned(case.operand, case.indices, case.devices)
         if aligned is None:
             return None
         operand_as, indices_as = aligned
-        carried: list[Dim] = [()] * len(window.tiling)
-        for i, w in (*self.index, *((i, w) for _, i, w in self.batch)):
-            carried[w] = indices_as[i]
-        through: list[Dim] = [()] * len(window.tiling)
-        for a, w in self.passthrough:
-            through[w] = operand_as[a]
-        window_as = self.subaxes.merge(tuple(carried), tuple(through), 1) or tuple(carried)
+        rank = len(case.window.tiling)
+        looked_up = carried(indices_as, (*self.index, *((i, w) for _, i, w in self.batch)), rank)
+        window_as = self.subaxes.merge(looked_up, carried(operand_as, self.passthrough, rank), 1) or looked_up
         group = tuple(axis for _, i, _ in self.batch for axis in indices_as[i])
-        return self._grouped(
-            operand, indices, window, operand_as, indices_as, window_as, group, devices, outer, recursive, ()
-        )
+        return _Way(operand_as, indices_as, window_as, group)
 
     def _aligned(self, operand: _Array, indices: _Array, devices: Dim) -> tuple[Tiling, Tiling] | None:
         """Operand and indices with their shared dims split alike (`GatherScatterOperandsShardedAcrossParallelDims`).
@@ -203,162 +223,104 @@ class IndexPartitioner:
         group = tuple(axis for dim in like_dims for axis in like[dim])
         return self._cleared(tuple(wanted), set(dims), group, devices)
 
-    def _by_window(
-        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
-    ) -> _Outcome | None:
+    def _by_window(self, case: _Case) -> _Way | None:
         """Dims of the operand that the window has whole."""
-        group = tuple(axis for a, _ in self.passthrough for axis in operand.tiling[a])
+        group = tuple(axis for a, _ in self.passthrough for axis in case.operand.tiling[a])
         if not group:
             return None
-        asked: list[Dim] = [()] * len(window.tiling)
-        for a, w in self.passthrough:
-            asked[w] = operand.tiling[a]
-        carried = self.subaxes.merge(window.tiling, tuple(asked), 1) or tuple(asked)
-        return self._grouped(
-            operand,
-            indices,
-            window,
-            operand.tiling,
-            self._off(indices.tiling, group, self._index_order(), devices),
-            carried,
+        through = carried(case.operand.tiling, self.passthrough, len(case.window.tiling))
+        through = self.subaxes.merge(case.window.tiling, through, 1) or through
+        return _Way(
+            case.operand.tiling,
+            self._off(case.indices.tiling, group, self._index_order(), case.devices),
+            through,
             group,
-            devices,
-            outer,
-            recursive,
             (),
         )
 
-    def _by_trivial(
-        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
-    ) -> _Outcome | None:
+    def _by_trivial(self, case: _Case) -> _Way | None:
         """Indexed dims of the operand: each device takes the indices that fall on its part."""
-        per_dim = tuple(operand.tiling[dim] for dim in self.trivial if operand.tiling[dim])
+        per_dim = tuple(case.operand.tiling[dim] for dim in self.trivial if case.operand.tiling[dim])
         group = tuple(axis for axes in per_dim for axis in axes)
         if not group:
             return None
-        wanted_indices = self._off(indices.tiling, group, self._index_order(), devices)
-        wanted_window = self._off(window.tiling, group, self._window_order(window), devices)
+        wanted_indices = self._off(case.indices.tiling, group, self._index_order(), case.devices)
+        wanted_window = self._off(case.window.tiling, group, self._window_order(case.window), case.devices)
         if any(wanted_indices) and not any(wanted_window):
-            asked: list[Dim] = [()] * len(window.tiling)
-            for i, w in self.index:
-                asked[w] = indices.tiling[i]
-            wanted_window = self._off(tuple(asked), group, self._window_order(window), devices)
+            asked = carried(case.indices.tiling, self.index, len(case.window.tiling))
+            wanted_window = self._off(asked, group, self._window_order(case.window), case.devices)
         elif any(wanted_window) and not any(wanted_indices):
-            asked = [()] * len(indices.tiling)
-            for i, w in self.index:
-                asked[i] = window.tiling[w]
-            wanted_indices = self._off(tuple(asked), group, self._index_order(), devices)
+            asked = carried(case.window.tiling, self._of_window(), len(case.indices.tiling))
+            wanted_indices = self._off(asked, group, self._index_order(), case.devices)
         sums = per_dim if self.is_gather else ()
-        return self._grouped(
-            operand,
-            indices,
-            window,
-            operand.tiling,
-            wanted_indices,
-            wanted_window,
-            group,
-            devices,
-            outer,
-            recursive,
-            sums,
-        )
+        return _Way(case.operand.tiling, wanted_indices, wanted_window, group, sums)
 
-    def _by_index(
-        self, operand: _Array, indices: _Array, window: _Array, devices: Dim, outer: Dim, recursive: bool
-    ) -> _Outcome | None:
+    def _by_index(self, case: _Case) -> _Way | None:
         """Dims of the indices: a scatter then sums what the groups made, if its region has an identity."""
         if not self.is_gather and self.op.attrs["reducer"] not in REDUCERS:
             return None
-        asked: list[Dim] = [()] * len(indices.tiling)
-        for i, w in self.index:
-            asked[i] = window.tiling[w]
-        before = self.subaxes.tiles(indices.tiling)
-        better = self.subaxes.merge(tuple(asked), indices.tiling, before + 1) or indices.tiling
+        asked = carried(case.window.tiling, self._of_window(), len(case.indices.tiling))
+        before = self.subaxes.tiles(case.indices.tiling)
+        better = self.subaxes.merge(asked, case.indices.tiling, before + 1) or case.indices.tiling
         per_dim = tuple(better[i] for i, _ in self.index if better[i])
         group = tuple(axis for axes in per_dim for axis in axes)
         if not group:
             return None
-        carried: list[Dim] = [()] * len(window.tiling)
-        for i, w in self.index:
-            carried[w] = better[i]
-        through = self.subaxes.merge(window.tiling, tuple(carried), 1) or tuple(carried)
+        looked_up = carried(better, self.index, len(case.window.tiling))
+        through = self.subaxes.merge(case.window.tiling, looked_up, 1) or looked_up
         order = (*self.trivial, *(a for a, _ in self.passthrough))
-        return self._grouped(
-            operand,
-            indices,
-            window,
-            self._off(operand.tiling, group, order, devices),
+        return _Way(
+            self._off(case.operand.tiling, group, order, case.devices),
             better,
             through,
             group,
-            devices,
-            outer,
-            recursive,
             () if self.is_gather else per_dim,
         )
 
-    def _grouped(
-        self,
-        operand: _Array,
-        indices: _Array,
-        window: _Array,
-        operand_as: Tiling,
-        indices_as: Tiling,
-        window_as: Tiling,
-        group: Dim,
-        devices: Dim,
-        outer: Dim,
-        recursive: bool,
-        sums: tuple[Dim, ...],
-    ) -> _Outcome:
+    def _grouped(self, case: _Case, way: _Way, recursive: bool) -> _Outcome:
         """One way: reshard, partition within the groups, sum, and give the result its sharding."""
         outcome = _Outcome([], [])
-        operand = self._moved(outcome, operand, operand_as, outer)
-        indices = self._moved(outcome, indices, indices_as, outer)
+        window, outer, group = case.window, case.outer, way.group
+        operand = self._moved(outcome, case.operand, way.operand, outer)
+        indices = self._moved(outcome, case.indices, way.indices, outer)
         if self.is_gather:
-            inside = _Array(2, window.shape, window_as, window.dtype)
+            inside = replace(window, tiling=way.window)
         else:
-            inside = self._moved(outcome, window, window_as, outer)
-        left = tuple(axis for axis in devices if axis not in group)
+            inside = self._moved(outcome, window, way.window, outer)
+        left = tuple(axis for axis in case.devices if axis not in group)
         held = self._within(operand, group)
-        inner = self._partition(
-            held,
-            self._within(indices, group),
-            self._within(inside, group),
-            left,
-            outer + group,
-            recursive,
-        )
+        parts = (held, self._within(indices, group), self._within(inside, group))
+        inner = self._partition(_Case(*parts, left, outer + group), recursive)
         outcome.moves += inner.moves
         outcome.own += inner.own
         outcome.memory = inner.memory
         outcome.local = inner.local
         target = window if self.is_gather else operand
-        made_as = window_as if self.is_gather else operand_as
+        made_as = way.window if self.is_gather else way.operand
         size = self._bytes(target.shape, made_as, target.dtype)
         outcome.summed = inner.summed
         if not self.is_gather:  # what the groups made is as they hold the operand
             self._given(outcome, held, self.final, held.tiling, outer + group)
-        if sums:
-            outcome.own.extend(self.owner.sums(sums[::-1], size, None))
-            together = self.owner.target != "cpu"
-            last = tuple(axis for dim in sums[::-1] for axis in dim) if together else sums[0]
-            outcome.summed = last, len(sums) == 1
+        if way.sums:
+            outcome.own.extend(self.context.sums(way.sums[::-1], size, None))
+            together = self.context.compiler.sums_dims_at_once
+            last = tuple(axis for dim in way.sums[::-1] for axis in dim) if together else way.sums[0]
+            outcome.summed = last, len(way.sums) == 1
         if self.is_gather:
             self._given(outcome, window, made_as, window.tiling, outer)
-        self.final = operand_as
+        self.final = way.operand
         return outcome
 
     def _given(self, outcome: _Outcome, array: _Array, before: Tiling, after: Tiling, outer: Dim) -> None:
         """Reshard what was made; a sum that is sliced at once is a reduce-scatter."""
         if before == after:
             return
-        cut = self.owner.cuts.cut(array.shape, before, after, outer)
+        cut = self.context.cuts.cut(array.shape, before, after, outer)
         if outcome.summed is not None:
             axes, ordered = outcome.summed
             size, gathers = outcome.own[-1][2], self.is_gather
-            scattered = self.owner.scattered(
-                axes, size, cut, ordered, gathers, gathers and is_summed(self.owner, self.op)
+            scattered = self.context.scattered(
+                axes, size, cut, ordered, gathers, gathers and is_summed(self.context, self.op)
             )
             outcome.own[-1:] = scattered or (outcome.own[-1],)
         steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
@@ -427,6 +389,10 @@ class IndexPartitioner:
                     moved.append(match)
             result.append(tuple(moved))
         return tuple(result)
+
+    def _of_window(self) -> list[tuple[int, int]]:
+        """(dim of the window, dim of the indices) of those that the window has."""
+        return [(w, i) for i, w in self.index]
 
     def _index_order(self) -> list[int]:
         vector = self.op.attrs["index_vector_dim"]

@@ -12,14 +12,10 @@ slides over its input asks for, so those never count.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.ops import Op, Value
-
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.partition import Partitioner
 
 Dim = tuple[int, ...]
 
@@ -27,25 +23,25 @@ AGGRESSIVE = 3
 """The level of propagation at which readers are asked."""
 
 
-def source_of(owner: Partitioner, op: Op, place: int) -> tuple[Value, Dim, int]:
+def source_of(context: Context, op: Op, place: int) -> tuple[Value, Dim, int]:
     """What a convolution reads as operand `place`: the value, which of its dims each dim is, and the op that reads it.
 
     Annotated values are read as they are, and so is what is reversed along a dim that is split. While a plan is sought,
     shardings are not known yet: every transpose and reversal is taken to be folded in.
     """
     value, reader = op.operands[place], op.id
-    dims = tuple(range(len(owner.graph.type_of(value).shape)))
-    if owner.target != "tpu" or op.kind != "convolution":
+    dims = tuple(range(len(context.graph.type_of(value).shape)))
+    if not context.compiler.folds_into_convolutions or op.kind != "convolution":
         return value, dims, reader
-    while owner.shardings.copy_read(reader, value) is None:
-        maker = owner.graph.ops[value.op]
+    while context.shardings.copy_read(reader, value) is None:
+        maker = context.graph.ops[value.op]
         if maker.kind not in ("transpose", "reverse"):
             break
         before = maker.operands[0]
         order = tuple(maker.attrs["permutation"]) if maker.kind == "transpose" else tuple(range(len(dims)))
-        split = owner.shardings.made.get(value)
+        split = context.shardings.made.get(value)
         if split is not None:
-            found = owner.shardings.read(maker.id, before)
+            found = context.shardings.read(maker.id, before)
             if split != tuple(found[dim] for dim in order):
                 break
             if maker.kind == "reverse" and any(split[dim] for dim in maker.attrs["dims"]):
@@ -62,19 +58,19 @@ def turned(tiling: Tiling, dims: Dim) -> Tiling:
 class Gathering:
     """Which contractions ask for a value in a sharding that the partitioner knows."""
 
-    def __init__(self, owner: Partitioner) -> None:
-        """For the program that `owner` partitions."""
-        self.owner = owner
+    def __init__(self, context: Context) -> None:
+        """For the program that `context` partitions."""
+        self.context = context
         self.readers: dict[Value, list[tuple[Op, int]]] = {}
-        for op in owner.graph.ops:
+        for op in context.graph.ops:
             if op.kind in CONTRACTIONS and not self.slides(op):
                 for place in range(len(op.operands)):
-                    self.readers.setdefault(source_of(owner, op, place)[0], []).append((op, place))
+                    self.readers.setdefault(source_of(context, op, place)[0], []).append((op, place))
         self.asking: dict[Value, dict[Tiling | None, set[int]]] = {}  # value -> sharding -> ops that ask for it
 
     def slides(self, op: Op) -> bool:
         """Whether a kernel of more than one tap slides over an input."""
-        return op.kind == "convolution" and bool(self.owner.transfers.contraction(op).spatial)
+        return op.kind == "convolution" and bool(self.context.transfers.contraction(op).spatial)
 
     def alone(self, op: Op) -> tuple[bool, ...]:
         """Per operand whether it may go round the ring, because it is gathered for no other contraction."""
@@ -87,7 +83,7 @@ class Gathering:
 
         `check_users_sharding` (xla/service/spmd/dot_handler.cc).
         """
-        value, _, reads = source_of(self.owner, op, place)
+        value, _, reads = source_of(self.context, op, place)
         if all(reader.id == op.id for reader, _ in self.readers[value]):
             return False
         asked = self._asked(op, place)
@@ -100,14 +96,14 @@ class Gathering:
         known = self.asking[value]
         if known.get(None, set()) - {op.id}:
             return True
-        return bool(known[asked] - {op.id}) and asked != self.owner.shardings.read(reads, value)
+        return bool(known[asked] - {op.id}) and asked != self.context.shardings.read(reads, value)
 
     def _asked(self, op: Op, place: int) -> Tiling | None:
         """The sharding that a contraction asks of the value that it reads; None while a plan is sought."""
-        shardings = self.owner.shardings
+        shardings = self.context.shardings
         made = shardings.made.get(Value(op.id))
         if made is None or any(value not in shardings.made for value in op.operands):
             return None
         reads = [shardings.read(op.id, value) for value in op.operands]
-        asked = self.owner.transfers.backward(op, place, made, reads, AGGRESSIVE)
-        return None if asked is None else turned(asked, source_of(self.owner, op, place)[1])
+        asked = self.context.transfers.backward(op, place, made, reads, AGGRESSIVE)
+        return None if asked is None else turned(asked, source_of(self.context, op, place)[1])

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
 
+from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Value
 
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.partition import Partitioner
 
-
-def before_convert(owner: Partitioner, value: Value, copy: int | None, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def before_convert(context: Context, value: Value, copy: int | None, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """`CollectiveQuantizer`, on GPU: what is converted to a wider type is gathered or exchanged before it is.
 
     So are copies of it that are split as it is. What follows an all-to-all is behind the transpose that this ends
     with, and stays.
     """
-    op = owner.graph.ops[value.op]
-    if owner.target != "gpu" or op.kind != "convert":
+    op = context.graph.ops[value.op]
+    if not context.compiler.gathers_before_widening or op.kind != "convert":
         return steps
     while copy is not None:
-        if owner.shardings.copied[copy] != owner.shardings.made[value]:
+        if context.shardings.copied[copy] != context.shardings.made[value]:
             return steps
-        copy = owner.shardings.copies[copy].source
-    narrow, wide = (dtype_bytes(kind.dtype) for kind in (owner.graph.type_of(op.operands[0]), op.results[0]))
+        copy = context.shardings.copies[copy].source
+    narrow, wide = (dtype_bytes(kind.dtype) for kind in (context.graph.type_of(op.operands[0]), op.results[0]))
     if narrow >= wide:
         return steps
     gathers = len([*itertools.takewhile(lambda step: step[0] == "all-gather", steps)])
@@ -37,19 +34,21 @@ def before_convert(owner: Partitioner, value: Value, copy: int | None, steps: tu
 
 
 def before_broadcast(
-    owner: Partitioner, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
+    context: Context, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
 ) -> tuple[Step, ...]:
     """`AllGatherBroadcastReorder`, on GPU and TPU: what is broadcast is gathered before it is.
 
     Along a dim that the broadcast makes, a GPU gathers nothing at all; a TPU as many copies of a vector as there are
     parts, and what is broadcast where that has more dims (measured, libtpu 0.0.51).
     """
-    op = owner.graph.ops[value.op]
-    while op.kind == "broadcast_in_dim" and op.results[0] == owner.graph.type_of(op.operands[0]):
-        op = owner.graph.ops[op.operands[0].op]
-    if owner.target == "cpu" or op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
+    if not context.compiler.gathers_before_broadcasts:
         return steps
-    small, large = owner.graph.type_of(op.operands[0]).shape, op.results[0].shape
+    op = context.graph.ops[value.op]
+    while op.kind == "broadcast_in_dim" and op.results[0] == context.graph.type_of(op.operands[0]):
+        op = context.graph.ops[op.operands[0].op]
+    if op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
+        return steps
+    small, large = context.graph.type_of(op.operands[0]).shape, op.results[0].shape
     carried = {to for size, to in zip(small, op.attrs["dims"], strict=True) if size == large[to]}
     gathered = {dim for dim, (before, after) in enumerate(zip(source, target, strict=True)) if before != after}
     if gathered <= carried:
@@ -57,9 +56,9 @@ def before_broadcast(
         return tuple((kind, axes, size // factor) for kind, axes, size in steps)
     if gathered & carried:
         return steps
-    if owner.target == "gpu":
+    if context.compiler.gathers_no_repeats:
         return ()
     if len(small) > 1:
         return steps
-    parts = math.prod(owner.subaxes.ways(source[dim]) // owner.subaxes.ways(target[dim]) for dim in gathered)
+    parts = math.prod(context.subaxes.ways(source[dim]) // context.subaxes.ways(target[dim]) for dim in gathered)
     return tuple((kind, axes, size * math.prod(small) * parts // math.prod(large)) for kind, axes, size in steps)

@@ -8,59 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops.scatter import MOVES
+from autoshard.cost.partitioner.partitioned import Emission
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.ops import Op, Value
-
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.emission import Emission
-    from autoshard.cost.partitioner.partition import Partitioner
-
 
 _PASSING = MOVES | {"reverse"}
 """Kinds behind which the products are looked for: of a kernel, a convolution's gradient reads the reverse."""
 
 
-def rounds(owner: Partitioner, value: Value, at: int | None) -> bool:
+def rounds(context: Context, value: Value, at: int | None) -> bool:
     """Whether a TPU moves a value of f32, or its copy number `at`, in bf16."""
-    if owner.target != "tpu" or owner.graph.type_of(value).dtype != "f32":
+    if not context.compiler.rounds_for_products or context.graph.type_of(value).dtype != "f32":
         return False
-    return only_contracted(owner, value, at)
+    return only_contracted(context, value, at)
 
 
-def multiplies_matrices(owner: Partitioner, op: Op) -> bool:
+def multiplies_matrices(context: Context, op: Op) -> bool:
     """Whether an op is a contraction of which both operands have dims of their own.
 
     A TPU's compiler makes the others sums of elementwise products, in f32 (`AlgebraicSimplifier::HandleDot`), and some
     part of a kernel with a softmax, which reads f32.
     """
-    if op.id in owner.read_unrounded:
+    if op.id in context.read_unrounded:
         return False
     if op.kind != "dot_general":
         return op.kind in CONTRACTIONS
-    dims = owner.transfers.contraction(op)
-    lhs, rhs = (owner.graph.type_of(value).shape for value in op.operands[:2])
+    dims = context.transfers.contraction(op)
+    lhs, rhs = (context.graph.type_of(value).shape for value in op.operands[:2])
     return any(lhs[pair[0]] > 1 for pair in dims.left) and any(rhs[pair[0]] > 1 for pair in dims.right)
 
 
-def only_contracted(owner: Partitioner, value: Value, at: int | None, depth: int = 8) -> bool:
+def only_contracted(context: Context, value: Value, at: int | None, depth: int = 8) -> bool:
     """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
     further = [
-        only_contracted(owner, value, number, depth)
-        for number in owner.copies_of.get(value, ())
-        if owner.shardings.copies[number].source == at
+        only_contracted(context, value, number, depth)
+        for number in context.copies_of.get(value, ())
+        if context.shardings.copies[number].source == at
     ]
     if not all(further):
         return False
-    if value in owner.graph.returned and owner.shardings.copy_read(None, value) == at:
+    if value in context.graph.returned and context.shardings.copy_read(None, value) == at:
         return False
-    readers = [op for op in owner.graph.readers(value) if owner.shardings.copy_read(op.id, value) == at]
+    readers = [op for op in context.graph.readers(value) if context.shardings.copy_read(op.id, value) == at]
     return bool(readers or further) and all(
-        multiplies_matrices(owner, op)
-        or (op.kind in _PASSING and depth > 0 and only_contracted(owner, Value(op.id), None, depth - 1))
+        multiplies_matrices(context, op)
+        or (op.kind in _PASSING and depth > 0 and only_contracted(context, Value(op.id), None, depth - 1))
         for op in readers
     )
 

@@ -10,26 +10,18 @@ compiler merges none; there `verify` counts an all-reduce of which every device 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.partitioner import tpu as tiles_tpu
-from autoshard.cost.partitioner.ops.looped import Ring
-from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
-from autoshard.cost.partitioner.reshard.steps import Cut, first_cut
-from autoshard.cost.partitioner.tiling import Subaxes, Tiling
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.partitioned import OpRun, Ring
+from autoshard.cost.partitioner.reshard.steps import Cut
+from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.groups import ELEMENTWISE, unscaled
 from autoshard.graph.ops import Op, Value
 from autoshard.mesh import AxisGroup
-
-if TYPE_CHECKING:
-    from autoshard.cost.machine.collectives import Collective
-    from autoshard.cost.partitioner.partition import OpRun, Partitioner
 
 Dim = tuple[int, ...]
 
@@ -37,92 +29,31 @@ MOVES = frozenset({"reshape", "transpose", "convert"})
 """Kinds through which the reader of a sum is looked for."""
 
 
-class Cuts:
-    """The slices that reshards begin with, over one mesh."""
-
-    def __init__(self, subaxes: Subaxes, target: Target) -> None:
-        """For `target`'s partitioner."""
-        self.subaxes = subaxes
-        self.target = target
-
-    def cut(self, shape: Sequence[int], source: Tiling, target: Tiling, outer: Dim = ()) -> Cut | None:
-        """The slice that every device takes before anything is communicated; None where it takes none.
-
-        `outer` are the subaxes that group the devices: the reshard is within each group.
-        """
-        if source == target:
-            return None
-        sizes = tuple(self.subaxes.sizes)
-        return _cut(tuple(shape), source, target, sizes, outer, self.target)
-
-    def scatters(self, axes: Iterable[int], cut: Cut | None, ordered: bool = False) -> bool:
-        """Whether an all-reduce over `axes` of which each device goes on with its part of `cut` is a reduce-scatter.
-
-        `ordered`: the devices of a group are in the order of `axes`, not in that of the mesh.
-        """
-        if cut is None:
-            return False
-        sizes = self.subaxes.sizes
-        mine = tuple(axes) if ordered else tuple(sorted(axes))
-        rest = [axis for axis in range(len(sizes)) if axis not in mine]
-        ways = math.prod(sizes[axis] for axis in mine)
-        grid = np.arange(math.prod(sizes)).reshape(sizes).transpose([*rest, *mine])
-        parts = cut.places[grid.reshape(-1, ways)]
-        if self.target == "cpu":
-            return all(len({tuple(part) for part in group}) == ways for group in parts.tolist())
-        split = [dim for dim, factor in enumerate(cut.factors) if factor > 1]
-        if self.target == "gpu" and any(cut.shape[dim] % cut.factors[dim] for dim in split):
-            return False
-        return (
-            len(split) == 1 and cut.factors[split[0]] == ways and bool((parts[:, :, split[0]] == np.arange(ways)).all())
-        )
-
-
-@lru_cache(maxsize=1 << 14)
-def _cut(
-    shape: tuple[int, ...], source: Tiling, target: Tiling, sizes: tuple[int, ...], outer: Dim, kind: Target
-) -> Cut | None:
-    inner = [axis for axis in range(len(sizes)) if axis not in outer]
-    number = {axis: place for place, axis in enumerate(inner)}
-    within = [sizes[axis] for axis in inner]
-    before, after = (
-        tiles_of([[number[axis] for axis in dim] for dim in tiling], within) for tiling in (source, target)
-    )
-    found = first_cut(shape, before, after, kind)
-    if found is None or not outer:
-        return found
-    # The same cut within every group.
-    grid = np.arange(math.prod(sizes)).reshape(sizes).transpose([*outer, *inner]).reshape(-1, len(found.places))
-    places = np.empty((math.prod(sizes), found.places.shape[1]), dtype=found.places.dtype)
-    places[grid] = found.places
-    return replace(found, places=places)
-
-
-def _slices_sooner(owner: Partitioner, op: Op) -> bool:
+def _slices_sooner(context: Context, op: Op) -> bool:
     """Whether a TPU's compiler moves a slice of the result before the op: its other operands are broadcasts.
 
     Its pad-slice mover (libtpu 0.0.51) does so with the sum of a product and a bias.
     """
-    if owner.target != "tpu" or op.kind not in ELEMENTWISE:
+    if not context.compiler.slices_sooner or op.kind not in ELEMENTWISE:
         return False
-    made_by = [owner.graph.ops[value.op].kind for value in op.operands]
+    made_by = [context.graph.ops[value.op].kind for value in op.operands]
     return sum(kind != "broadcast_in_dim" for kind in made_by) == 1
 
 
-def _moves(owner: Partitioner, op: Op) -> bool:
+def _moves(context: Context, op: Op) -> bool:
     """Whether a sum's reader is looked for behind an op."""
-    return op.kind in MOVES or len(unscaled(owner.graph, Value(op.id))) > 1 or _slices_sooner(owner, op)
+    return op.kind in MOVES or len(unscaled(context.graph, Value(op.id))) > 1 or _slices_sooner(context, op)
 
 
-def _read_by(owner: Partitioner, value: Value) -> Iterator[tuple[Op, int]]:
+def _read_by(context: Context, value: Value) -> Iterator[tuple[Op, int]]:
     """The ops that read a value, and at which place."""
-    for op in owner.graph.readers(value):
+    for op in context.graph.readers(value):
         for place, read in enumerate(op.operands):
             if read == value:
                 yield op, place
 
 
-def _cut_behind(owner: Partitioner, op: Op, read: Tiling) -> Cut | None:
+def _cut_behind(context: Context, op: Op, read: Tiling) -> Cut | None:
     """The slice that every device takes of what a reshape of a sum makes: of a dim that the sum has merged.
 
     A GPU's compiler looks behind no reshape of the dim that is cut. A TPU's scatters such a sum where a transpose
@@ -130,13 +61,15 @@ def _cut_behind(owner: Partitioner, op: Op, read: Tiling) -> Cut | None:
     first).
     """
     into = op.results[0].shape
-    made = owner.shardings.made[Value(op.id)]
-    forth = owner.subaxes.reshape(owner.graph.type_of(op.operands[0]).shape, into, read)
-    cut = None if owner.target == "gpu" else owner.cuts.cut(into, forth, made)
-    if cut is None or owner.target == "cpu":
+    made = context.shardings.made[Value(op.id)]
+    forth = context.subaxes.reshape(context.graph.type_of(op.operands[0]).shape, into, read)
+    cut = context.cuts.cut(into, forth, made)
+    if cut is None or not context.compiler.scatters_sums:
         return cut
-    turned = {tuple(reader.attrs.get("permutation", ())) for reader in owner.graph.readers(Value(op.id))}
-    if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in owner.graph.returned:
+    if not context.compiler.scatters_behind_reshapes:
+        return None
+    turned = {tuple(reader.attrs.get("permutation", ())) for reader in context.graph.readers(Value(op.id))}
+    if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in context.graph.returned:
         return None
     seen = replace(
         cut,
@@ -147,85 +80,86 @@ def _cut_behind(owner: Partitioner, op: Op, read: Tiling) -> Cut | None:
     return seen if seen.factors[0] > 1 else None
 
 
-def is_summed(owner: Partitioner, op: Op) -> bool:
+def is_summed(context: Context, op: Op) -> bool:
     """Whether a sum reads what an op makes, or a copy of it."""
-    return any(reader.kind == "reduce" for reader in owner.graph.readers(Value(op.id)))
+    return any(reader.kind == "reduce" for reader in context.graph.readers(Value(op.id)))
 
 
-def scatter_later(owner: Partitioner, runs: list[OpRun]) -> None:
-    """An all-reduce whose every reader goes on with a slice is a reduce-scatter too."""
+def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
+    """An all-reduce whose every reader goes on with a slice is a reduce-scatter too; `runs` are changed."""
     sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
     copies: dict[tuple[Value, int | None], list[int]] = {}
-    for number, copy in enumerate(owner.shardings.copies):
+    for number, copy in enumerate(context.shardings.copies):
         copies.setdefault((copy.value, copy.source), []).append(number)
 
     def cuts(value: Value, at: int | None = None, depth: int = 8) -> list[Cut | None]:
         """What each reader of the value, or of its copy number `at`, first takes of it."""
-        made = owner.shardings.made[value] if at is None else owner.shardings.copied[at]
-        shape = owner.graph.type_of(value).shape
+        made = context.shardings.made[value] if at is None else context.shardings.copied[at]
+        shape = context.graph.type_of(value).shape
         found: list[Cut | None] = []
         for number in copies.get((value, at), ()):
-            target = owner.shardings.copied[number]
-            again = made == target and not owner.shardings.copies[number].result and depth
-            found.extend(cuts(value, number, depth - 1) if again else [owner.cuts.cut(shape, made, target)])
-        returned = any(owner.shardings.copies[n].result for n in copies.get((value, at), ()))
-        if value in owner.graph.returned and owner.shardings.pins.get(value) == at and not returned:
+            target = context.shardings.copied[number]
+            again = made == target and not context.shardings.copies[number].result and depth
+            found.extend(cuts(value, number, depth - 1) if again else [context.cuts.cut(shape, made, target)])
+        returned = any(context.shardings.copies[n].result for n in copies.get((value, at), ()))
+        if value in context.graph.returned and context.shardings.pins.get(value) == at and not returned:
             found.append(None)
-        for op, place in _read_by(owner, value):
-            if owner.shardings.copy_read(op.id, value) != at:
+        for op, place in _read_by(context, value):
+            if context.shardings.copy_read(op.id, value) != at:
                 continue
-            move = next((move for move in owner.emissions[op.id].moves if move[0] == place), None)
+            move = next((move for move in context.emissions[op.id].moves if move[0] == place), None)
             if move is not None:
                 outer, source, end = move[1]
                 # A halo exchange has no source; what goes round a ring goes as it is.
                 if source is None or isinstance(outer, Ring):
                     found.append(None)
                 else:
-                    found.append(owner.cuts.cut(shape, source, end, outer))
-            elif op.kind == "reshape" and (cut := _cut_behind(owner, op, made)) is not None:
+                    found.append(context.cuts.cut(shape, source, end, outer))
+            elif op.kind == "reshape" and (cut := _cut_behind(context, op, made)) is not None:
                 found.append(cut)
-            elif depth and _moves(owner, op) and made == runs[op.id].reads[place]:
+            elif depth and _moves(context, op) and made == runs[op.id].reads[place]:
                 found.extend(cuts(Value(op.id), None, depth - 1))
             else:
                 found.append(None)
         return found
 
     summed = {one.axes for run in runs for one in run.collectives if one.kind in ("all-reduce", "reduce-scatter")}
-    for op in owner.graph.ops:
+    for op in context.graph.ops:
         if not sums[op.id] or len(op.results) != 1:
             continue
         *first, last = runs[op.id].collectives
-        order = owner.order.get(op.id, ())
+        order = context.order.get(op.id, ())
         whole = (name for name in last.axes if isinstance(name, str))
-        axes = order or tuple(axis for name in whole for axis in owner.subaxes.of_axis.get(name, ()))
-        taken = cuts(Value(op.id)) if axes and owner.scatters_over(last.axes) else []
-        if not taken or not all(owner.cuts.scatters(axes, cut, bool(order)) for cut in taken):
-            if owner.target == "gpu" and len(taken) == 1 and taken[0] is not None:
-                runs[op.id] = replace(runs[op.id], collectives=(*first, *_split(owner, taken[0], last, summed)))
+        axes = order or tuple(axis for name in whole for axis in context.subaxes.of_axis.get(name, ()))
+        taken = cuts(Value(op.id)) if axes and context.scatters_over(last.axes) else []
+        if not taken or not all(context.cuts.scatters(axes, cut, bool(order)) for cut in taken):
+            if context.compiler.splits_all_reduces and len(taken) == 1 and taken[0] is not None:
+                runs[op.id] = replace(runs[op.id], collectives=(*first, *_split(context, taken[0], last, summed)))
             continue
-        if owner.target != "cpu" and any(cut != taken[0] for cut in taken):
+        if context.compiler.scatters_sums and any(cut != taken[0] for cut in taken):
             continue
         row_major = tiles_tpu.lies_row_major(op.kind, op.results[0].shape)
-        in_sums = op.kind == "gather" and is_summed(owner, op)
-        steps = owner.scattered(axes, last.bytes, taken[0], bool(order), row_major, in_sums)
+        in_sums = op.kind == "gather" and is_summed(context, op)
+        steps = context.scattered(axes, last.bytes, taken[0], bool(order), row_major, in_sums)
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
+    return runs
 
 
-def _split(owner: Partitioner, cut: Cut, whole: Collective, summed: set[AxisGroup]) -> tuple[Collective, ...]:
+def _split(context: Context, cut: Cut, whole: Collective, summed: set[AxisGroup]) -> tuple[Collective, ...]:
     """`AllReduceSplitter`, on GPU: a sum over all devices of which groups of neighbours take parts is two sums.
 
     A reduce-scatter within each group, then an all-reduce of the parts between them; only where the program sums over
     either of these already (xla/service/gpu/transforms, all_reduce_splitter.cc).
     """
-    sizes = owner.subaxes.sizes
+    sizes = context.subaxes.sizes
     split = [factor for factor in cut.factors if factor > 1]
-    if whole.axes != owner.resharder.names(tuple(range(len(sizes)))) or len(split) != 1:
+    if whole.axes != context.resharder.names(tuple(range(len(sizes)))) or len(split) != 1:
         return (whole,)
     inner = [axis for axis in range(len(sizes)) if math.prod(sizes[axis:]) <= split[0]]
     outer = [axis for axis in range(len(sizes)) if axis not in inner]
-    within, between = owner.resharder.names(tuple(inner)), owner.resharder.names(tuple(outer))
-    if not inner or not outer or not owner.cuts.scatters(inner, cut) or not summed & {within, between}:
+    within, between = context.resharder.names(tuple(inner)), context.resharder.names(tuple(outer))
+    if not inner or not outer or not context.cuts.scatters(inner, cut) or not summed & {within, between}:
         return (whole,)
     return (
         replace(whole, kind="reduce-scatter", axes=within),

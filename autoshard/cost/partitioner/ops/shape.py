@@ -9,79 +9,80 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops.halo import Exchange, Window, exchange, exchange_all, halos
+from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Op
 from autoshard.program import TensorType
 
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.emission import Emission
-    from autoshard.cost.partitioner.partition import Partitioner
-
 Shape = tuple[int, ...]
 Dim = tuple[int, ...]
 
 
-def reshape(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emission:
+def reshape(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Through the operand sharding that the result's becomes, or the result sharding that the operand's becomes."""
-    kind = owner.graph.type_of(op.operands[0])
+    (source,), (result,) = reads, results
+    kind = context.graph.type_of(op.operands[0])
     shape, into = kind.shape, op.results[0].shape
-    subaxes = owner.subaxes
-    share = owner.share(op, result)
+    subaxes = context.subaxes
+    share = context.share(op, result)
     if not any(result):
-        return owner.moved(op, (source,), (owner.nothing(shape),), share)
+        return context.moved(op, reads, (context.nothing(shape),), share)
     back = subaxes.reshape(into, shape, result)
     if subaxes.tiles(back) == subaxes.tiles(result):
-        return owner.moved(op, (source,), (back,), share)
+        return context.moved(op, reads, (back,), share)
     forth = subaxes.reshape(shape, into, source)
     if any(forth):
         again = subaxes.reshape(into, shape, forth)
         if subaxes.tiles(again) == subaxes.tiles(forth):
-            own = owner.resharder.reshard(into, kind.dtype, forth, result)
+            own = context.resharder.reshard(into, kind.dtype, forth, result)
             if subaxes.tiles(forth) == subaxes.tiles(source):
-                return owner.moved(op, (source,), (again,), share, own)
+                return context.moved(op, reads, (again,), share, own)
     # Dims that carry over stay split, the others are gathered; the result is sliced from there.
     kept = subaxes.reshape(into, shape, forth)
-    own = owner.resharder.reshard(into, kind.dtype, forth, result)
-    return owner.moved(op, (source,), (kept,), share, own)
+    own = context.resharder.reshard(into, kind.dtype, forth, result)
+    return context.moved(op, reads, (kept,), share, own)
 
 
-def slice_(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emission:
+def slice_(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Under the operand's sharding if it has more tiles, else under the result's; then resharded to the result's."""
+    (source,), (result,) = reads, results
     attrs = op.attrs
-    shape = owner.graph.type_of(op.operands[0]).shape
+    shape = context.graph.type_of(op.operands[0]).shape
     windows = tuple(
         Window(size, count, start, stride)
         for size, count, start, stride in zip(shape, op.results[0].shape, attrs["start"], attrs["stride"], strict=True)
     )
-    run_as = source if owner.subaxes.tiles(source) > owner.subaxes.tiles(result) else result
-    return _windowed(owner, op, source, result, run_as, windows, resharded=True)
+    run_as = source if context.subaxes.tiles(source) > context.subaxes.tiles(result) else result
+    return _windowed(context, op, source, result, run_as, windows, resharded=True)
 
 
-def pad(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
+def pad(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Under the result's sharding; dims with interior padding are gathered where they are split."""
+    (result,) = results
     attrs = op.attrs
-    shape = owner.graph.type_of(op.operands[0]).shape
+    shape = context.graph.type_of(op.operands[0]).shape
     if any(interior and axes for interior, axes in zip(attrs["interior"], result, strict=True)):
         whole = tuple(() if interior else axes for interior, axes in zip(attrs["interior"], result, strict=True))
-        return owner.moved(op, tuple(reads), (whole, *reads[1:]), owner.share(op, result))
+        return context.moved(op, reads, (whole, *reads[1:]), context.share(op, result))
     windows = tuple(
         Window(size, count, -low) for size, count, low in zip(shape, op.results[0].shape, attrs["low"], strict=True)
     )
-    return _windowed(owner, op, reads[0], result, result, windows)
+    return _windowed(context, op, reads[0], result, result, windows)
 
 
-def reduce_window(owner: Partitioner, op: Op, reads: Sequence[Tiling], results: Sequence[Tiling]) -> Emission:
+def reduce_window(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Under the result's sharding, as a window over the operand; a replicated result is computed whole everywhere."""
     attrs = op.attrs
-    shape, result = owner.graph.type_of(op.operands[0]).shape, results[0]
+    shape, result = context.graph.type_of(op.operands[0]).shape, results[0]
     if len(results) > 1 or not any(result):
-        whole = tuple(owner.nothing(owner.graph.type_of(value).shape) for value in op.operands)
-        return owner.moved(op, tuple(reads), whole, 1.0)
+        whole = tuple(context.nothing(context.graph.type_of(value).shape) for value in op.operands)
+        return context.moved(op, reads, whole, 1.0)
     windows = tuple(
         Window(size, count, -low, stride, taps, dilation, base)
         for size, count, (low, _), stride, taps, dilation, base in zip(
@@ -95,28 +96,29 @@ def reduce_window(owner: Partitioner, op: Op, reads: Sequence[Tiling], results: 
             strict=True,
         )
     )
-    return _windowed(owner, op, reads[0], result, result, windows)
+    return _windowed(context, op, reads[0], result, result, windows)
 
 
-def select_and_scatter(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
+def select_and_scatter(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Operand and source under the result's sharding; halos of both along split dims that windows cover."""
+    (result,) = results
     attrs = op.attrs
-    shapes = [owner.graph.type_of(value).shape for value in op.operands]
-    wanted = (result, result, owner.nothing(shapes[2]))
+    shapes = [context.graph.type_of(value).shape for value in op.operands]
+    wanted = (result, result, context.nothing(shapes[2]))
     own: list[Step] = []
-    local = [list(owner.subaxes.shard(shape, result)) for shape in shapes[:2]]
+    local = [list(context.subaxes.shard(shape, result)) for shape in shapes[:2]]
     for dim, axes in enumerate(result):
         if not axes:
             continue
-        data, source = _scattered(shapes[0][dim], shapes[1][dim], owner.subaxes.ways(axes), attrs, dim)
+        data, source = _scattered(shapes[0][dim], shapes[1][dim], context.subaxes.ways(axes), attrs, dim)
         for place, found in ((1, source), (0, data)):
             done = exchange_all(local[place], [(dim, found)])
             if done is None:
-                whole = tuple(owner.nothing(shape) for shape in shapes)
-                return owner.moved(op, tuple(reads), whole, 1.0)
+                whole = tuple(context.nothing(shape) for shape in shapes)
+                return context.moved(op, reads, whole, 1.0)
             local[place] = list(done[0])
-            own.extend(owner.permutes(done[1], result, op.results[0].dtype))
-    return owner.moved(op, tuple(reads), wanted, owner.share(op, result), own)
+            own.extend(context.permutes(done[1], result, op.results[0].dtype))
+    return context.moved(op, reads, wanted, context.share(op, result), own)
 
 
 def _scattered(
@@ -147,7 +149,7 @@ def _scattered(
 
 
 def _windowed(
-    owner: Partitioner,
+    context: Context,
     op: Op,
     source: Tiling,
     result: Tiling,
@@ -161,8 +163,8 @@ def _windowed(
     An operand that is whole along those dims is padded and sliced where it is, unless it is `resharded` in any case:
     `HandleSlice` does that first, and then exchanges.
     """
-    kind = owner.graph.type_of(op.operands[0])
-    subaxes = owner.subaxes
+    kind = context.graph.type_of(op.operands[0])
+    subaxes = context.subaxes
     own: list[Step] = []
     busy = [dim for dim, window in enumerate(windows) if run_as[dim] and not window.trivial]
     whole = tuple(() if dim in busy else axes for dim, axes in enumerate(run_as))
@@ -173,24 +175,25 @@ def _windowed(
         found = [(dim, exchange(windows[dim], subaxes.ways(run_as[dim]))) for dim in busy]
         done = exchange_all(subaxes.shard(kind.shape, run_as), found)
         if done is None:
-            own = list(owner.resharder.reshard(kind.shape, kind.dtype, run_as, whole))
+            own = list(context.resharder.reshard(kind.shape, kind.dtype, run_as, whole))
         else:
-            own = owner.permutes(done[1], run_as, kind.dtype)
-    own.extend(owner.resharder.reshard(op.results[0].shape, kind.dtype, run_as, result))
-    reads = tuple(owner.nothing(owner.graph.type_of(value).shape) for value in op.operands[1:])
-    return owner.moved(op, (source, *reads), (target, *reads), owner.share(op, run_as), own)
+            own = context.permutes(done[1], run_as, kind.dtype)
+    own.extend(context.resharder.reshard(op.results[0].shape, kind.dtype, run_as, result))
+    reads = tuple(context.nothing(context.graph.type_of(value).shape) for value in op.operands[1:])
+    return context.moved(op, (source, *reads), (target, *reads), context.share(op, run_as), own)
 
 
-def concatenate(owner: Partitioner, op: Op, reads: Sequence[Tiling], result: Tiling) -> Emission:
+def concatenate(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """See `concatenated`."""
-    kinds = [owner.graph.type_of(value) for value in op.operands]
-    wanted, own = concatenated(owner, kinds, op.results[0].shape, reads, result, op.attrs["dim"])
+    (result,) = results
+    kinds = [context.graph.type_of(value) for value in op.operands]
+    wanted, own = concatenated(context, kinds, op.results[0].shape, reads, result, op.attrs["dim"])
     run_as = wanted[0] if wanted else result
-    return owner.moved(op, tuple(reads), tuple(wanted), owner.share(op, run_as), own)
+    return context.moved(op, reads, tuple(wanted), context.share(op, run_as), own)
 
 
 def concatenated(
-    owner: Partitioner, kinds: Sequence[TensorType], into: Shape, reads: Sequence[Tiling], result: Tiling, dim: int
+    context: Context, kinds: Sequence[TensorType], into: Shape, reads: Sequence[Tiling], result: Tiling, dim: int
 ) -> tuple[list[Tiling], list[Step]]:
     """How the operands of a concatenation are read, and what follows.
 
@@ -198,27 +201,27 @@ def concatenated(
     operands of one row to a device, a TPU's compiler sends each row to where it belongs (libtpu 0.0.51, v5e 2x4: exact
     over two and eight devices, over four of eight it sends 6 rows rather than 4).
     """
-    ways = owner.subaxes.ways(result[dim])
+    ways = context.subaxes.ways(result[dim])
     single = len(kinds) == 2 and all(kind.shape[dim] == ways for kind in kinds)
-    if owner.target == "tpu" and ways > 1 and single and all(read == result for read in reads):
-        row = math.prod(owner.subaxes.shard(kinds[0].shape, result)) * dtype_bytes(kinds[0].dtype)
+    if context.compiler.exchanges_rows and ways > 1 and single and all(read == result for read in reads):
+        row = math.prod(context.subaxes.shard(kinds[0].shape, result)) * dtype_bytes(kinds[0].dtype)
         # Each device keeps two rows of one operand; the first (last) of all keeps one that it has.
-        step: Step = ("collective-permute", owner.subaxes.axes(result[dim]), row)
+        step: Step = ("collective-permute", context.subaxes.axes(result[dim]), row)
         return [result, result], [step] * (2 if ways == 2 else 4)
-    run_as = moved_off(owner, into, result, dim)
-    return [run_as] * len(kinds), list(owner.resharder.reshard(into, kinds[0].dtype, run_as, result))
+    run_as = moved_off(context, into, result, dim)
+    return [run_as] * len(kinds), list(context.resharder.reshard(into, kinds[0].dtype, run_as, result))
 
 
-def sort(owner: Partitioner, op: Op, reads: Sequence[Tiling], results: Sequence[Tiling]) -> Emission:
+def sort(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """As a concatenation, with the sorted dim (`HandleSort`); every operand and result is split alike."""
-    run_as = moved_off(owner, op.results[0].shape, results[0], op.attrs["dim"])
+    run_as = moved_off(context, op.results[0].shape, results[0], op.attrs["dim"])
     own: list[Step] = []
     for kind, result in zip(op.results, results, strict=True):
-        own.extend(owner.resharder.reshard(kind.shape, kind.dtype, run_as, result))
-    return owner.moved(op, tuple(reads), (run_as,) * len(reads), owner.share(op, run_as), own)
+        own.extend(context.resharder.reshard(kind.shape, kind.dtype, run_as, result))
+    return context.moved(op, reads, (run_as,) * len(reads), context.share(op, run_as), own)
 
 
-def moved_off(owner: Partitioner, shape: Shape, tiling: Tiling, dim: int) -> Tiling:
+def moved_off(context: Context, shape: Shape, tiling: Tiling, dim: int) -> Tiling:
     """`tiling` with `dim` whole: its axes go to the first dim that they divide evenly, else they are dropped."""
     axes = tiling[dim]
     if not axes:
@@ -226,18 +229,18 @@ def moved_off(owner: Partitioner, shape: Shape, tiling: Tiling, dim: int) -> Til
     result = list(tiling)
     result[dim] = ()
     for other, size in enumerate(shape):
-        if other != dim and size % owner.subaxes.ways((*tiling[other], *axes)) == 0:
+        if other != dim and size % context.subaxes.ways((*tiling[other], *axes)) == 0:
             result[other] = (*tiling[other], *axes)
             break
     return tuple(result)
 
 
-def reverse(owner: Partitioner, op: Op, source: Tiling, result: Tiling) -> Emission:
+def reverse(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Shards trade places along reversed dims that are split."""
-    kind = op.results[0]
+    kind, (result,) = op.results[0], results
     own: list[Step] = []
     turned = tuple(axis for dim in op.attrs["dims"] for axis in result[dim])
     if turned:
-        size = math.prod(owner.subaxes.shard(kind.shape, result)) * dtype_bytes(kind.dtype)
-        own.append(("collective-permute", owner.subaxes.axes(turned), size))
-    return owner.moved(op, (source,), (result,), owner.share(op, result), own)
+        size = math.prod(context.subaxes.shard(kind.shape, result)) * dtype_bytes(kind.dtype)
+        own.append(("collective-permute", context.subaxes.axes(turned), size))
+    return context.moved(op, reads, results, context.share(op, result), own)

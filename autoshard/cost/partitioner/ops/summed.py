@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops.chained import is_annotated
 from autoshard.cost.partitioner.ops.contraction import is_transposed
+from autoshard.cost.partitioner.partitioned import OpRun
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.graph.groups import unscaled
 from autoshard.graph.ops import Graph, Op, Value
-
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.partition import OpRun, Partitioner
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,15 @@ class _Term:
     whole: tuple[Value, ...]
 
 
-def sum_once(owner: Partitioner, runs: list[OpRun]) -> None:
+def sum_once(runs: list[OpRun], context: Context) -> list[OpRun]:
     """A sum of two reduced values that it alone reads is reduced once; `runs` are changed."""
-    _Summing(owner, runs).run()
+    _Summing(context, runs).run()
+    return runs
 
 
 class _Summing:
-    def __init__(self, owner: Partitioner, runs: list[OpRun]) -> None:
-        self.owner, self.graph, self.runs = owner, owner.graph, runs
+    def __init__(self, context: Context, runs: list[OpRun]) -> None:
+        self.context, self.graph, self.runs = context, context.graph, runs
         self.whole: set[int] = set()  # sums of terms of which parts are read
 
     def run(self) -> None:
@@ -60,16 +59,16 @@ class _Summing:
     def _kind(self, term: _Term) -> tuple[object, ...]:
         """What terms that are reduced together have in common."""
         what = tuple((one.kind, one.axes, one.bytes) for one in term.reduction)
-        return what, self.owner.order.get(term.maker), not term.whole
+        return what, self.context.order.get(term.maker), not term.whole
 
     def _join(self, op: Op, terms: Sequence[_Term]) -> None:
         first = terms[0]
-        if first.maker in self.owner.order:
-            self.owner.order[op.id] = self.owner.order[first.maker]
+        if first.maker in self.context.order:
+            self.context.order[op.id] = self.context.order[first.maker]
         if first.whole:
             self.whole.add(op.id)
         for term in terms:
-            self.owner.unsummed.update(term.whole)
+            self.context.unsummed.update(term.whole)
             before = self.runs[term.maker]
             self.runs[term.maker] = replace(before, collectives=before.collectives[: -len(term.reduction)])
         made = tuple(replace(one, op=op.id) for one in first.reduction)
@@ -83,11 +82,11 @@ class _Summing:
         last = _reduction(self.runs[maker.id].collectives)
         if not last:
             return None
-        if any(self.graph.uses(each) != 1 or each in self.graph.returned for each in way):
+        if any(self.graph.uses(each) != 1 or each in self.context.graph.returned for each in way):
             return None
-        if maker.kind == "scatter" and not is_annotated(self.owner, maker):  # it scatters onto the other term
+        if maker.kind == "scatter" and not is_annotated(self.context, maker):  # it scatters onto the other term
             return None
-        made = {each: self.owner.shardings.made[each] for each in way}
+        made = {each: self.context.shardings.made[each] for each in way}
         moved = any(dim != old and old for each in way for dim, old in zip(way[each], made[each], strict=True))
         if moved and last[0].kind == "all-reduce":
             return None
@@ -104,11 +103,11 @@ class _Summing:
         way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
         *_, value = way
         turn = self.graph.ops[value.op]
-        if self.owner.target == "gpu" and _widens(self.graph, turn):
+        if self.context.compiler.sums_widened_terms and _widens(self.graph, turn):
             way |= dict.fromkeys(unscaled(self.graph, turn.operands[0]), split)
             *_, value = way
             turn = self.graph.ops[value.op]
-        if turn.kind == "transpose" and is_transposed(self.owner, self.graph.ops[turn.operands[0].op]):
+        if turn.kind == "transpose" and is_transposed(self.context, self.graph.ops[turn.operands[0].op]):
             way[turn.operands[0]] = split[::-1]
         return way
 

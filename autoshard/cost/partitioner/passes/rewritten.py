@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autoshard.cost.machine.targets import CAPABILITIES, Capabilities, Target
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
@@ -35,18 +36,19 @@ _MOVES = frozenset({"reshape", "transpose"})
 _SPREADS = ELEMENTWISE | {"broadcast_in_dim", "reshape"}
 
 
-def rewritten(graph: Graph, annotations: Annotations, target: str) -> tuple[Graph, dict[Value, Value]]:
+def rewritten(graph: Graph, annotations: Annotations, target: Target) -> tuple[Graph, dict[Value, Value]]:
     """The graph as it is rewritten, and what is not made any more -> what it would be a reshape of.
 
     Ops keep their numbers: where an operand needs a reshape of its own it takes the product's, and the product that of
     the reshape behind it.
     """
-    return (graph, {}) if target == "cpu" else _Rewriting(graph, annotations, target).run()
+    compiler = CAPABILITIES[target]
+    return _Rewriting(graph, annotations, compiler).run() if compiler.simplifies_first else (graph, {})
 
 
 class _Rewriting:
-    def __init__(self, graph: Graph, annotations: Annotations, target: str) -> None:
-        self.graph, self.target = graph, target
+    def __init__(self, graph: Graph, annotations: Annotations, compiler: Capabilities) -> None:
+        self.graph, self.compiler = graph, compiler
         self.copied = annotations.copies
         self.pinned = {*annotations.pins, *(value for value, _ in annotations.copies)}
         self.uniform = _uniform(graph)
@@ -59,11 +61,11 @@ class _Rewriting:
         for op in self.graph.ops:
             if op.kind == "reduce" and len(op.results) == 1:
                 self._reduced(op)
-            elif op.kind == "compare" and self.target == "tpu":
+            elif op.kind == "compare" and self.compiler.compares_unclipped:
                 self._compared(op)
             elif (
                 op.kind == "dot_general"
-                and self.target == "tpu"
+                and self.compiler.folds_transposes
                 and not op.attrs["lhs_batch"]
                 and "outer" not in op.attrs
             ):

@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 
+from autoshard.cost.machine.targets import Target
+from autoshard.cost.passes import Passes
 from autoshard.dtypes import is_float
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
@@ -123,24 +126,18 @@ def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None
     return None
 
 
-def simplified(graph: Graph, target: str) -> Graph:
-    """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
+def _rewrite(make: Callable[[Graph], Graph | None]) -> Callable[[Graph], Graph]:
+    """`make`, once per graph; where it has nothing to change and returns None, the graph itself."""
+    known = per_graph(make)
 
-    For all a broadcast that only adds dims of one element is a reshape (MLIR's canonicalization), through which
-    shardings pass. For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is
-    written at a known place (the gradient of a slice) is that part, padded; a product that sums nothing is broadcasts
-    of its operands, multiplied, and is marked `outer`. On GPUs squares are products, so that no sharding passes from
-    one to another through the exponent that they share. The CPU's compiler does so after partitioning.
-    """
-    graph = _with_reshapes(graph) or graph
-    if target == "cpu":
-        return graph
-    graph = _with_pads(graph) or graph
-    graph = _with_outer_products(graph) or graph
-    return _with_squares(graph) or graph if target == "gpu" else graph
+    @wraps(make)
+    def found(graph: Graph) -> Graph:
+        return known(graph) or graph
+
+    return found
 
 
-@per_graph
+@_rewrite
 def _with_reshapes(graph: Graph) -> Graph | None:
     """`graph` with reshapes for broadcasts that repeat nothing and move nothing; None where it has none."""
     broadcasts = (op for op in graph.ops if op.kind == "broadcast_in_dim")
@@ -153,14 +150,14 @@ def _adds_dims(op: Op, graph: Graph) -> bool:
     return same_size and shape != op.results[0].shape and list(op.attrs["dims"]) == sorted(op.attrs["dims"])
 
 
-@per_graph
+@_rewrite
 def _with_pads(graph: Graph) -> Graph | None:
     """`graph` with pads for updates of splat constants; None where it has no such update."""
     splat = fold(graph).splat
     return _with_ops(graph, [pad for op in graph.ops if (pad := _pad(op, graph, splat)) is not None])
 
 
-@per_graph
+@_rewrite
 def _with_outer_products(graph: Graph) -> Graph | None:
     """`graph` with its outer products marked; None where it has none."""
     products = [op for op in graph.ops if op.kind == "dot_general" and _sums_nothing(op, graph)]
@@ -172,12 +169,31 @@ def _sums_nothing(op: Op, graph: Graph) -> bool:
     return all(shape[dim] == 1 for dim in op.attrs["lhs_contract"])
 
 
-@per_graph
+@_rewrite
 def _with_squares(graph: Graph) -> Graph | None:
     """`graph` with products for second powers; None where it has none."""
     splat = fold(graph).splat
     powers = (op for op in graph.ops if op.kind == "power" and splat.get(op.operands[1]) == 2)
     return _with_ops(graph, [replace(op, kind="multiply", operands=(op.operands[0],) * 2) for op in powers])
+
+
+SIMPLIFIED_BY: Mapping[Target, Passes[Graph]] = {
+    "cpu": Passes((_with_reshapes,)),
+    "gpu": Passes((_with_reshapes, _with_pads, _with_outer_products, _with_squares)),
+    "tpu": Passes((_with_reshapes, _with_pads, _with_outer_products)),
+}
+
+
+def simplified(graph: Graph, target: Target) -> Graph:
+    """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
+
+    For all a broadcast that only adds dims of one element is a reshape (MLIR's canonicalization), through which
+    shardings pass. For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is
+    written at a known place (the gradient of a slice) is that part, padded; a product that sums nothing is broadcasts
+    of its operands, multiplied, and is marked `outer`. On GPUs squares are products, so that no sharding passes from
+    one to another through the exponent that they share. The CPU's compiler does so after partitioning.
+    """
+    return SIMPLIFIED_BY[target](graph)
 
 
 def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.cost.machine.collectives import CollectiveKind
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.reshard.device_tiles import Tiles, tiles, tiles_of
 from autoshard.cost.partitioner.reshard.steps import CrashError, Emitted, axis_group, reshard_tiles
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
@@ -30,6 +30,7 @@ class Resharder:
         """For tilings over `subaxes`, as `target`'s partitioner moves between them."""
         self.subaxes = subaxes
         self.target: Target = target
+        self.compiler = CAPABILITIES[target]
         self._known: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
         self._shares: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
         self._names: dict[tuple[int, ...], AxisGroup] = {}
@@ -60,7 +61,7 @@ class Resharder:
             known = self._known[key] = self._steps(shape, source, target, outer)
         item = dtype_bytes(dtype)
         steps = tuple((kind, axes, elements * item) for kind, axes, elements in known)
-        return steps if self.target != "tpu" else tuple(self._gathered(shape, item, step) for step in steps)
+        return tuple(self._gathered(shape, item, step) for step in steps) if self.compiler.gathers_as_sums else steps
 
     def _gathered(self, shape: Shape, item: int, step: Step) -> Step:
         kind, axes, size = step

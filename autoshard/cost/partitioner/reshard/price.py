@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.machine.collectives import Collective, coefficients
-from autoshard.cost.machine.device import Device, Target
+from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
 from autoshard.cost.partitioner.reshard.step_tables import CRASH, Step, step_table
 from autoshard.cost.partitioner.reshard.steps import CrashError, axis_group, reshard_tiles

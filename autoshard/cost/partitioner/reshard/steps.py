@@ -27,7 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 from autoshard.cost.machine.collectives import CollectiveKind
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.reshard.device_tiles import (
     Devices,
     Shape,
@@ -174,7 +174,7 @@ def _up(size: int, ways: int) -> int:
 
 class _Partitioner:
     def __init__(self, target: Target) -> None:
-        self.merges = target == "tpu"
+        self.merges = CAPABILITIES[target].gathers_dims_at_once
 
     def reshard(self, part: Part, target: Tiles, full: bool = True) -> Part:
         """`part` as `target`; unchanged where that takes gathering everything and `full` forbids it."""

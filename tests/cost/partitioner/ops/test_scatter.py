@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost.partitioner.ops.scatter import Cuts
+from autoshard.cost.partitioner.cuts import Cuts
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.cost.partitioner.tiling import Subaxes

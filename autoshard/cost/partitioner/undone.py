@@ -7,30 +7,27 @@ them): a value that its op makes in parts, that an annotation wants whole, and o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from autoshard.cost.machine.device import Target
+from autoshard.cost.machine.targets import CAPABILITIES, Target
+from autoshard.cost.partitioner.context import Context
+from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.graph.ops import Graph, Value
 
-if TYPE_CHECKING:
-    from autoshard.cost.partitioner.partition import Partitioner
-
 
 def undone(graph: Graph, shardings: Shardings, target: Target) -> Shardings:
     """`shardings`, with values and copies that are gathered only to be cut again left in their parts."""
-    from autoshard.cost.partitioner.partition import Partitioner
-
-    if target == "cpu":
+    if not CAPABILITIES[target].undoes_gathers:
         return shardings
     copied = _detours(graph, shardings)
     shardings = replace(shardings, made=dict(shardings.made), copied=tuple(copied))
-    owner = Partitioner(graph, shardings, target)
-    for value, numbers in owner.copies_of.items():
+    context = Partitioner(graph, shardings, target)
+    for value, numbers in context.copies_of.items():
         wanted = shardings.made[value]
-        parts = {shardings.read(op.id, value) for op in owner.graph.readers(value)}
-        if len(parts) != 1 or parts == {wanted} or value in owner.graph.returned or not _gathers(owner, value, *parts):
+        parts = {shardings.read(op.id, value) for op in context.graph.readers(value)}
+        returned = value in context.graph.returned
+        if len(parts) != 1 or parts == {wanted} or returned or not _gathers(context, value, *parts):
             continue
         (shardings.made[value],) = parts
         for number in numbers:
@@ -55,11 +52,11 @@ def _detours(graph: Graph, shardings: Shardings) -> list[Tiling]:
     return copied
 
 
-def _gathers(owner: Partitioner, value: Value, parts: Tiling) -> bool:
+def _gathers(context: Context, value: Value, parts: Tiling) -> bool:
     """Whether the op of a value, run on these parts, needs nothing, and gathers what it makes for its annotation."""
-    op = owner.graph.ops[value.op]
-    if op.kind == "argument" or op.id in owner.free or len(op.results) != 1:
+    op = context.graph.ops[value.op]
+    if op.kind == "argument" or op.id in context.free or len(op.results) != 1:
         return False
-    cut = owner.emission(op, parts)
-    whole = owner.emission(op, owner.shardings.made[value])
+    cut = context.emission(op, parts)
+    whole = context.emission(op, context.shardings.made[value])
     return not cut.own and cut.moves == whole.moves and [step[0] for step in whole.own] == ["all-gather"]

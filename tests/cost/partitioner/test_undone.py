@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cost.partitioner.ops.undone import undone
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
+from autoshard.cost.partitioner.undone import undone
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
