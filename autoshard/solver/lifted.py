@@ -9,14 +9,10 @@ that are not quite alike share a class, a few sweeps of the whole network put th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from autoshard.solver.dual import Dual
 from autoshard.solver.kernels import F, I, compiled
-
-if TYPE_CHECKING:
-    from autoshard.solver.dual import Dual
 
 ROUNDS = 6
 """Edges that classes look along; see `fold.ROUNDS`. Reduced networks have shorter ways from layer to layer."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.verify.collectives import CompiledCollective
+from autoshard.verify.compiled_collective import CompiledCollective
 
 Key = tuple[str, tuple[str, ...]]
 """(kind, mesh axes in mesh order)."""
