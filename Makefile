@@ -17,7 +17,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs examples notebooks test test-latest lock lint format clean
+.PHONY: help install core demo docs examples notebooks golden test test-latest lock lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -60,6 +60,9 @@ docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an err
 
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+golden: $(STAMP) ## the golden plans anew, and what changed: tests/golden/*.json.gz
+	$(BIN)/python -m tests.golden
 
 test-latest: ## both test runs in environments of their own, with the newest of everything that is not pinned
 	$(MAKE) VENV=.venv-latest LOCK= CORE_LOCK= test
