@@ -17,7 +17,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs examples notebooks golden test test-latest lock lint format clean
+.PHONY: help install core demo docs graph examples notebooks golden test test-latest lock lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -58,6 +58,9 @@ notebooks: $(STAMP) ## run the notebooks at small size; `python notebooks/build.
 docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(OUT)/docs
 
+graph: $(STAMP) ## draw which package imports which, for the documentation
+	$(BIN)/python docs/import_graph.py
+
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -94,10 +97,11 @@ core: $(CORE_STAMP) ## plan without torch_xla, on current torch, and run the tes
 	$(CORE)/bin/python examples/without_torch_xla.py
 	$(CORE)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, mypy, who may import whom, dead code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: $(STAMP) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .

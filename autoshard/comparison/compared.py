@@ -18,7 +18,8 @@ from autoshard.planning.decision import Progress
 from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.written import written_plan
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted, describe_mesh
-from autoshard.show.report import columns, duration, size
+from autoshard.show.plots import plot_comparison
+from autoshard.show.report import bytes_by_kind, columns, duration, size
 from autoshard.stablehlo.reader import build_graph
 
 if TYPE_CHECKING:
@@ -173,17 +174,7 @@ class Comparison:
     def plot(self, *, compiled: bool = False) -> Any:
         """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
         `notebooks`); of the compiled programs, if asked for."""
-        from autoshard.show.plots import plot_comparison
-
         return plot_comparison(self, compiled=compiled)
-
-
-def bytes_by_kind(figures: Predicted) -> dict[str, int]:
-    """Kind of collective -> bytes per device and step, over all axes."""
-    found: dict[str, int] = {}
-    for each in figures.collectives:
-        found[each.kind] = found.get(each.kind, 0) + each.bytes
-    return found
 
 
 def compare(

@@ -10,8 +10,6 @@ from autoshard.errors import CaptureError
 from autoshard.program import Program
 
 FRONTENDS = ("auto", "torch_xla", "torchax")
-PYTORCH = frozenset({"torch_xla", "torchax"})
-"""Frontends whose programs are sequences of aten ops; of one program both give the same, see docs/capture.md."""
 
 
 def choose(frontend: str = "auto") -> str:

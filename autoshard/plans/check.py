@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from autoshard.frontends.choose import PYTORCH
 from autoshard.plans.value import ROLES, OpSignature, Plan, format_type, signature
+from autoshard.program import PYTORCH
 
 if TYPE_CHECKING:
     from autoshard.program import Program

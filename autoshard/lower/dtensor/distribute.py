@@ -31,7 +31,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from autoshard.errors import LoweringError
-from autoshard.frontends.choose import PYTORCH
 from autoshard.frontends.tracing.optimizer import put
 from autoshard.lower.begin import create_state
 from autoshard.lower.dtensor.errors import say_where
@@ -41,6 +40,7 @@ from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.lower.torch_xla import place
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plans.value import Plan, TensorPlan
+from autoshard.program import PYTORCH
 
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 """DTensor's rules for the backward passes of these take their weights whole (torch 2.9: `native_layer_norm_backward`
