@@ -185,7 +185,7 @@ def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:
     """`graph` with other ops of their numbers; None where there are none."""
     if not changed:
         return None
-    edges = nx.DiGraph(graph.nx)
+    edges: nx.DiGraph[int] = nx.DiGraph(graph.nx)
     for op in changed:
         edges.remove_edges_from(list(edges.in_edges(op.id)))
         edges.add_node(op.id, op=op)
