@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autoshard.plan import SolverInfo
+from autoshard.plans.value import SolverInfo
 from tests import plans
 from tests.golden import record
 from tests.golden.programs import GOLDEN

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import autoshard
-from autoshard.capture.program import Program
-from autoshard.capture.sources import Source
-from autoshard.capture.stablehlo_file import read_program
+from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
-from autoshard.meshes import candidate_meshes
+from autoshard.planning.meshes import candidate_meshes
+from autoshard.program import Program
+from autoshard.sources import Source
 from benchmarks import models
 
 NO_TIME_LIMIT = 3600.0
