@@ -10,6 +10,7 @@ from tests.golden import record
 from tests.golden.programs import GOLDEN
 
 SHOWN = 40
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from autoshard.planning.meshes import candidate_meshes
-
 import autoshard
 from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
+from autoshard.planning.meshes import candidate_meshes
 from autoshard.program import Program
 from autoshard.sources import Source
 from benchmarks import models
