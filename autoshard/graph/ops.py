@@ -55,7 +55,7 @@ class Graph:
     """
 
     program: Program
-    nx: nx.DiGraph
+    nx: nx.DiGraph[int]
     ops: tuple[Op, ...]
     arguments: tuple[int, ...]
     outputs: tuple[Value, ...]
@@ -66,9 +66,9 @@ class Graph:
         return self.ops[value.op].results[value.result]
 
 
-def flow(ops: Iterable[Op]) -> nx.DiGraph:
+def flow(ops: Iterable[Op]) -> nx.DiGraph[int]:
     """`Graph.nx` of ops."""
-    found = nx.DiGraph()
+    found: nx.DiGraph[int] = nx.DiGraph()
     for op in ops:
         found.add_node(op.id, op=op)
         values: dict[int, list[Value]] = {}
