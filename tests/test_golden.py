@@ -5,9 +5,9 @@ import json
 import pytest
 
 from autoshard.plans.value import SolverInfo
-from tests import plans
 from tests.golden import record
 from tests.golden.programs import GOLDEN
+from tests.plans import made as plans
 
 SHOWN = 40
 pytestmark = pytest.mark.slow
