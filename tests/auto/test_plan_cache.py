@@ -36,7 +36,7 @@ def planned(monkeypatch):
         calls.append(options)
         return plan_program(*arguments, **options)
 
-    monkeypatch.setattr(api, "plan_program", counted)
+    monkeypatch.setattr("autoshard.auto.plan_cache.plan_program", counted)
     return calls
 
 
