@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+# How many times as many cases as in `make test` properties are tried on.
+EXAMPLES ?= 20
 OUT ?= out
 # Exact versions of everything, as constraints; empty for the newest that pyproject.toml allows.
 LOCK ?= requirements/xla.txt
@@ -17,7 +19,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs examples notebooks golden test test-latest lock lint format clean
+.PHONY: help install core demo docs graph examples notebooks golden check hypothesis test test-latest lock lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -58,7 +60,16 @@ notebooks: $(STAMP) ## run the notebooks at small size; `python notebooks/build.
 docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(OUT)/docs
 
-test: $(STAMP) ## the tests
+graph: $(STAMP) ## draw which package imports which, for the documentation
+	$(BIN)/python docs/import_graph.py
+
+check: lint ## before every commit: lint, and the tests that compile nothing, in five minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not compiles and not slow'
+
+hypothesis: $(STAMP) ## properties on new random cases
+	AUTOSHARD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis
+
+test: $(STAMP) ## all tests, the same cases every time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 golden: $(STAMP) ## the golden plans anew, and what changed: tests/golden/*.json.gz
@@ -94,10 +105,12 @@ core: $(CORE_STAMP) ## plan without torch_xla, on current torch, and run the tes
 	$(CORE)/bin/python examples/without_torch_xla.py
 	$(CORE)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, mypy, who may import whom, dead code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/vulture
 
 format: $(STAMP) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,9 @@ from autoshard.dtypes import is_float
 ArgumentRole = Literal["parameter", "buffer", "input", "optimizer_state", "scalar"]
 OutputRole = Literal["loss", "output", "parameter", "buffer", "optimizer_state"]
 
+PYTORCH = frozenset({"torch_xla", "torchax"})
+"""Frontends whose programs are sequences of aten ops; of one program both give the same, see docs/capture.md."""
+
 
 PYTORCH = frozenset({"torch_xla", "torchax"})
 """Frontends whose programs are sequences of aten ops; of one program both give the same, see docs/capture.md."""

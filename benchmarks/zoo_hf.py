@@ -155,7 +155,6 @@ WAV = {
     "classifier_proj_size": 32,
     "num_feat_extract_layers": 3,
 }
-STAGES = {"hidden_sizes": [16, 32, 64], "depths": [1, 1, 1]}
 
 _TEXT: dict[str, dict[str, Any]] = {
     # dense causal language models

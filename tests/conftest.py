@@ -1,6 +1,7 @@
 """What all tests share: one thread each, the CPU as the only device, and repeatable hypothesis runs."""
 
 import os
+import sys
 
 # Before torch, torch_xla or jax is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,14 +19,34 @@ from hypothesis import HealthCheck, settings
 from autoshard.cli import commands as cli
 from autoshard.errors import AutoshardError
 
+MORE = int(os.environ.get("AUTOSHARD_EXAMPLES", "1"))
+"""How many times as many cases properties are tried on; others each time, where more than once (`make hypothesis`)."""
 settings.register_profile(
-    "repeatable", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "tests", deadline=None, derandomize=MORE == 1, max_examples=50 * MORE, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("search", deadline=None, max_examples=1000)  # HYPOTHESIS_PROFILE=search looks for new cases
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+settings.load_profile("tests")
 
 NO_TORCH_XLA = find_spec("torch_xla") is None
 of_torch_xla = pytest.mark.skipif(NO_TORCH_XLA, reason="about torch_xla itself, which is not installed")
+
+
+COMPILES = {"compile_module", "compile_for", "compare_compiled", "verify_plan", "run_equal", "subprocess", "verify"}
+"""What compiles for a target, or starts a process: the tests of a module that names one are marked, with what it takes
+from other modules of tests."""
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what `make check` leaves out."""
+    for item in items:
+        if _compiles(item.module):
+            item.add_marker(pytest.mark.compiles)
+
+
+@cache
+def _compiles(module) -> bool:
+    helpers = {getattr(each, "__module__", getattr(each, "__name__", None)) for each in vars(module).values()}
+    helpers = {name for name in helpers - {module.__name__} if str(name).startswith("tests.")}
+    return not COMPILES.isdisjoint(vars(module)) or any(_compiles(sys.modules[name]) for name in helpers)
 
 
 @pytest.hookimpl(wrapper=True)

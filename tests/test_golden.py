@@ -10,6 +10,7 @@ from tests.golden.programs import GOLDEN
 from tests.plans import made as plans
 
 SHOWN = 40
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

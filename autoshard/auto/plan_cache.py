@@ -20,9 +20,11 @@ from typing import Any
 from autoshard import files, kept
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
+from autoshard.planning.api import plan_program
 from autoshard.plans import json_format as plan_json
 from autoshard.plans.value import Plan, PlanError
 from autoshard.program import Program
+from autoshard.stablehlo.reader import mlir_context, parse_module
 from autoshard.version import __version__
 
 _SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
@@ -35,7 +37,6 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
     Raises:
         As `plan_program`; a cache that cannot be written is not one of the reasons (it is warned of).
     """
-    from autoshard.planning.api import plan_program
 
     said = {name: value for name, value in options.items() if name not in ("progress", "dump_problem")}
     try:
@@ -97,7 +98,6 @@ def _source_digest() -> str:
 
 def _module_digest(module: bytes) -> str:
     """Of a StableHLO module without its locations and the numbers in its names, which count up in a process."""
-    from autoshard.stablehlo.reader import mlir_context, parse_module
 
     with mlir_context():
         text = parse_module(module).operation.get_asm(enable_debug_info=False)

@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import AutoShardingError
 from autoshard.mesh import Mesh
+from autoshard.planning.meshes import candidate_meshes
+from autoshard.plans.value import Plan
+from autoshard.quantities import parse_bytes
 
 if TYPE_CHECKING:
     from autoshard.auto.watch import Watch
-    from autoshard.plans.value import Plan
 
 _OPTIONS = ("mesh", "axes", "device", "memory", "hints", "time_limit", "fold", "seed", "annotations", "cache")
 _ENVIRONMENT = {
@@ -122,8 +124,6 @@ def _options(spmd_config: Mapping[str, Any] | None) -> dict[str, Any]:
         if os.environ.get(variable):
             given.setdefault(name, os.environ[variable])
     if isinstance(given.get("memory"), str):
-        from autoshard.quantities import parse_bytes
-
         given["memory"] = None if given["memory"].lower() == "none" else parse_bytes(given["memory"])
     if "time_limit" in given:
         given["time_limit"] = float(given["time_limit"])
@@ -144,8 +144,6 @@ def _kind() -> str:
 def _meshes(options: Mapping[str, Any]) -> list[Mesh]:
     """The meshes to plan for."""
     import torch_xla.runtime as xr
-
-    from autoshard.planning.meshes import candidate_meshes
 
     mesh, axes, device = (options.get(name) for name in ("mesh", "axes", "device"))
     if isinstance(mesh, str):

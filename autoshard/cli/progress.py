@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 
@@ -31,7 +30,7 @@ class Stages:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the last stage and take the display away."""
         self._end()
         if self._status is not None:

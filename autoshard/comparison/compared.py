@@ -23,7 +23,8 @@ from autoshard.planning.written import written_plan
 from autoshard.plans.json_format import predicted_to
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted
 from autoshard.program import Program
-from autoshard.show.report import duration, mesh_text, size
+from autoshard.show.plots import plot_comparison
+from autoshard.show.report import bytes_by_kind, duration, mesh_text, size
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
 from autoshard.text import columns
@@ -176,17 +177,7 @@ class Comparison:
     def plot(self, *, compiled: bool = False) -> Any:
         """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
         `notebooks`); of the compiled programs, if asked for."""
-        from autoshard.show.plots import plot_comparison
-
         return plot_comparison(self, compiled=compiled)
-
-
-def bytes_by_kind(figures: Predicted) -> dict[str, int]:
-    """Kind of collective -> bytes per device and step, over all axes."""
-    found: dict[str, int] = {}
-    for each in figures.collectives:
-        found[each.kind] = found.get(each.kind, 0) + each.bytes
-    return found
 
 
 def compare(

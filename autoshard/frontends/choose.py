@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.errors import CaptureError
-
-if TYPE_CHECKING:
-    from autoshard.program import Program
+from autoshard.program import Program
 
 FRONTENDS = ("auto", "torch_xla", "torchax")
 

@@ -65,9 +65,9 @@ class Graph:
         return self.ops[value.op].results[value.result]
 
     @cached_property
-    def nx(self) -> DiGraph:
+    def nx(self) -> DiGraph[int]:
         """Over op ids: node attribute `op` is the Op, edge attribute `values` the results that flow along it."""
-        found = DiGraph()
+        found: DiGraph[int] = DiGraph()
         found.add_nodes_from((op.id, {"op": op}) for op in self.ops)
         for op in self.ops:
             values: dict[int, list[Value]] = {}
@@ -79,8 +79,8 @@ class Graph:
     @cached_property
     def _readers(self) -> Mapping[Value, tuple[Op, ...]]:
         found: dict[Value, list[Op]] = {}
-        for _, reader, values in self.nx.edges(data="values"):
-            for value in values:
+        for _, reader, data in self.nx.edges(data=True):
+            for value in data["values"]:
                 found.setdefault(value, []).append(self.ops[reader])
         return {value: tuple(ops) for value, ops in found.items()}
 

@@ -27,16 +27,18 @@ import numpy as np
 
 from autoshard.dtypes import is_float, is_whole, numpy_dtype
 from autoshard.errors import LoweringError
+from autoshard.graph.ops import Graph
 from autoshard.lower.arrays import to_numpy, to_torch
 from autoshard.lower.devices import device_ids
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.value import ROLES, ActivationKey, Plan
+from autoshard.program import Argument, Program
 from autoshard.stablehlo.annotate import annotate, check_steps
+from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from autoshard.strategies.guard import check_compiles, warn_of_wrong_sums
 
 if TYPE_CHECKING:
-    from autoshard.graph.ops import Graph
     from autoshard.lower.host_scalars import HostScalars
-    from autoshard.program import Argument, Program
 
 Partitioner = Literal["shardy", "gspmd"]
 Precision = Literal["default", "highest"]
@@ -199,9 +201,6 @@ class JaxStep:
     ) -> None:
         """Annotate the program's module and make it callable; nothing is compiled yet."""
         import jax
-
-        from autoshard.stablehlo.reader import build_graph
-        from autoshard.strategies.guard import check_compiles, warn_of_wrong_sums
 
         if partitioner not in ("shardy", "gspmd"):
             raise ValueError(f"partitioner {partitioner!r}: jax has shardy and gspmd")
@@ -468,8 +467,6 @@ def _exported_call(module: bytes, program: Program, devices: int, precision: Pre
     from jax._src import core
     from jax._src.lib import _jax
     from jax._src.lib.mlir.dialects import hlo
-
-    from autoshard.stablehlo.reader import mlir_context, parse_module
 
     with mlir_context():
         parsed = parse_module(module)

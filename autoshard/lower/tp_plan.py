@@ -13,14 +13,11 @@ some of these layers are split, a slice would meet a whole tensor: there every l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.lower.module_values import module_values, starred
 from autoshard.mesh import Spec, format_spec
-from autoshard.plans.value import PlanMismatchError
-
-if TYPE_CHECKING:
-    from autoshard.plans.value import Plan
+from autoshard.plans.value import Plan, PlanMismatchError
 
 _WHOLE = "replicate"
 _GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}

@@ -8,14 +8,13 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autoshard import files
-from autoshard.comparison.compared import Comparison, bytes_by_kind
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.value import Plan, Predicted
 from autoshard.show.drawing import holders, tiles
-from autoshard.show.report import layout, shortest_first, size
+from autoshard.show.report import bytes_by_kind, layout, shortest_first, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +38,42 @@ _BESIDE = 6
 """Names of plans that have room beside one another."""
 _FAR = 6
 """A limit more than this many times the highest bar is not drawn."""
+
+
+class Row(Protocol):
+    """What is drawn of one plan in an `autoshard.Comparison`."""
+
+    @property
+    def name(self) -> str:
+        """What it is called there."""
+
+    @property
+    def predicted(self) -> Predicted:
+        """What the cost model says."""
+
+    @property
+    def compiled(self) -> Predicted | None:
+        """The same figures of the compiled program, where it was compiled."""
+
+
+class Comparison(Protocol):
+    """What is drawn of an `autoshard.Comparison`."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """That all plans are for."""
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a device has; None is no limit."""
+
+    @property
+    def target(self) -> str:
+        """What the plans were compiled for."""
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The plans."""
 
 
 def check_format(path: Path) -> None:

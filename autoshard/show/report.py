@@ -276,6 +276,14 @@ def _collective(total: CollectiveTotal) -> tuple[str, ...]:
     return (total.kind, "over " + ", ".join(map(str, total.axes)), f"x{total.count}", f"{size(total.bytes)} per device")
 
 
+def bytes_by_kind(figures: Predicted) -> dict[str, int]:
+    """Kind of collective -> bytes per device and step, over all axes."""
+    found: dict[str, int] = {}
+    for each in figures.collectives:
+        found[each.kind] = found.get(each.kind, 0) + each.bytes
+    return found
+
+
 def shortest_first(tried: Iterable[MeshTried]) -> list[MeshTried]:
     """Shortest step first, then those without a plan."""
     return sorted(tried, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)

@@ -136,7 +136,7 @@ class Dual:
             stop = np.array([s[1] for s, _ in items], np.int64)
             aoff = np.concatenate(([0], np.cumsum([a.size for _, a in items]))).astype(np.int64)
             amount = np.concatenate([a.ravel() for _, a in items]) / self.unit if items else np.empty(0)
-            return (ifirst, start, stop, aoff, amount), np.repeat(at, counts).astype(np.int64)
+            return self._kernels.Items(ifirst, start, stop, aoff, amount), np.repeat(at, counts).astype(np.int64)
 
         self.node_items, self._node_target = flat([net.node_terms[int(v)] for v in self.nodes], self.noff[:-1], {})
         self.edge_items, self._edge_target = flat(
@@ -144,17 +144,17 @@ class Dual:
         )
 
     # --- ascent ------------------------------------------------------------------------------------------------------
-    def _graph(self) -> tuple[Any, ...]:
+    def _graph(self) -> Any:
         return self.priced(self.multipliers)
 
-    def priced(self, multipliers: Array) -> tuple[Any, ...]:
+    def priced(self, multipliers: Array) -> Any:
         """The arrays of the graph (see `kernels.py`), with the usage of each memory row priced."""
         prefix: Array = np.concatenate(([0.0], np.cumsum(multipliers)))
         return self._shape(self._unary(prefix), self._pairwise(prefix))
 
-    def _shape(self, unary: Array, pairwise: Array) -> tuple[Any, ...]:
-        ends = (self.width, self.koff, self.kind, self.first, self.edge, self.side)
-        return self.noff, unary, self.low, self.high, self.eoff, pairwise, *ends
+    def _shape(self, unary: Array, pairwise: Array) -> Any:
+        ends = (self.width, self.koff, self.kind, self.first, self.edge, self.side, self.moff)
+        return self._kernels.Graph(self.noff, unary, self.low, self.high, self.eoff, pairwise, *ends)
 
     def _unary(self, prefix: Array) -> Array:
         values = self.unary.copy()
@@ -175,7 +175,7 @@ class Dual:
         paid = float(self.multipliers @ self.room)
         bound = -math.inf
         for backward in (False, True):
-            found = self._kernels.sweep(backward, graph, self.moff, self.message, self.x, self._share, self._picked)
+            found = self._kernels.sweep(backward, graph, self.message, self.x, self._share, self._picked)
             found += self.net.offset - paid
             bound = max(bound, found)
         if bound > self.bound:
@@ -249,11 +249,11 @@ class Dual:
         by_time = dict(zip(self.net.times.tolist(), (self._best[1] / self.unit).tolist(), strict=True))
         return np.array([by_time.get(t, 0.0) for t in times.tolist()])
 
-    def memory(self) -> tuple[Any, ...]:
+    def memory(self) -> Any:
         """Room per memory row for a local search, and the terms of nodes and edges."""
         # Local search decides on running sums, whose rounding must not admit an overflow.
         room = self.room * (1.0 - 1e-12) if self.net.slack else self.room + 0.25 / self.unit
-        return room, self.node_items, self.edge_items
+        return self._kernels.Memory(room, self.node_items, self.edge_items)
 
     def rounded(self, *, deadline: float = math.inf) -> list[int] | None:
         """The cheaper, once improved, of the choices rounded at the best bound and in the latest sweep, or None.
@@ -275,7 +275,7 @@ class Dual:
             return None
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
         for _ in range(PASSES):
-            moved = self._kernels.descend(x, *self.memory(), self._costs(), self.moff, smallest)
+            moved = self._kernels.descend(x, self.memory(), self._costs(), smallest)
             if not moved or time.perf_counter() > deadline:
                 break
         return self.named(x)
@@ -292,13 +292,13 @@ class Dual:
         left = min(2 * len(x) + 16, REPAIRS)
         while left > 0:
             steps = min(STEPS, left)
-            outcome = self._kernels.repair(x, banned, *self.memory(), self._costs(), steps)
+            outcome = self._kernels.repair(x, banned, self.memory(), self._costs(), steps)
             left -= steps
             if outcome != 0 or time.perf_counter() > deadline:
                 return bool(outcome > 0)
         return False
 
-    def _costs(self) -> tuple[Any, ...]:
+    def _costs(self) -> Any:
         return self._shape(self.unary, self.pairwise)
 
     def named(self, x: np.ndarray) -> list[int]:
@@ -348,6 +348,6 @@ class Dual:
         if poff[-1] > LARGEST_PAIRS:
             return None
         node_slack, pair_slack = np.zeros(int(self.noff[-1])), np.zeros(int(poff[-1]))
-        bound = self._kernels.slacks(self._graph(), self.moff, self.message, poff, node_slack, pair_slack)
+        bound = self._kernels.slacks(self._graph(), self.message, poff, node_slack, pair_slack)
         bound += self.net.offset - float(self.multipliers @ self.room)
         return classes, poff, node_slack, pair_slack, upper - bound

@@ -12,7 +12,7 @@ Memory item t (a term of a node or of an edge) adds `amount[aoff[t]:]`, by label
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -26,10 +26,50 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
     return made
 
 
+def inlined(function: Callable[..., T]) -> Callable[..., T]:
+    """The same, part of what calls it: for small functions in the hottest loops."""
+    made: Callable[..., T] = numba.njit(cache=True, nogil=True, forceinline=True)(function)
+    return made
+
+
 F = Any  # a float64 vector; numba infers the types
 I = Any  # noqa: E741 - an int64 vector
-Graph = Any
-"""(noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side)"""
+
+
+class Graph(NamedTuple):
+    """A network as arrays; see the module's docstring."""
+
+    noff: I
+    unary: F
+    low: I
+    high: I
+    eoff: I
+    pairwise: F
+    width: I
+    koff: I
+    kind: I
+    first: I
+    edge: I
+    side: I
+    moff: I
+
+
+class Items(NamedTuple):
+    """Memory items of all nodes, or of all edges; see the module's docstring."""
+
+    ifirst: I
+    start: I
+    stop: I
+    aoff: I
+    amount: F
+
+
+class Memory(NamedTuple):
+    """Bytes that each row has room for, and what nodes and edges use of it."""
+
+    room: F
+    node_items: Items
+    edge_items: Items
 
 
 @compiled
@@ -47,8 +87,76 @@ def _pair(e: int, a: int, b: int, width: I, koff: I, kind: I) -> int:
     return place
 
 
+@inlined
+def least(values: F, count: int) -> int:
+    """Where the first of the least of `count` values is."""
+    place = 0
+    for a in range(1, count):
+        if values[a] < values[place]:
+            place = a
+    return place
+
+
+@inlined
+def _received(i: int, backward: bool, graph: Graph, message: F, x: I, theta: F, taste: F) -> int:
+    """Costs of node i's labels with all messages, and with the rounded labels of earlier nodes; its later edges."""
+    eoff, pairwise, width, koff, kind, moff = (
+        graph.eoff,
+        graph.pairwise,
+        graph.width,
+        graph.koff,
+        graph.kind,
+        graph.moff,
+    )
+    k = graph.noff[i + 1] - graph.noff[i]
+    later = 0
+    for a in range(k):
+        theta[a] = graph.unary[graph.noff[i] + a]
+        taste[a] = theta[a]
+    for q in range(graph.first[i], graph.first[i + 1]):
+        e, s = graph.edge[q], graph.side[q]
+        m, c = moff[2 * e + s], koff[2 * e + s]
+        if (s == 0) != backward:
+            later += 1
+            for a in range(k):
+                t = message[m + kind[c + a]]
+                theta[a] += t
+                taste[a] += t
+            continue
+        for a in range(k):
+            theta[a] += message[m + kind[c + a]]
+        if s == 1:
+            base = eoff[e] + kind[koff[2 * e] + x[graph.low[e]]] * width[e]
+            for a in range(k):
+                taste[a] += pairwise[base + kind[c + a]]
+        else:
+            base = eoff[e] + kind[koff[2 * e + 1] + x[graph.high[e]]]
+            for a in range(k):
+                taste[a] += pairwise[base + kind[c + a] * width[e]]
+    return later
+
+
+@inlined
+def _passed_on(base: int, s: int, mine: int, other: int, pairwise: F, given: F, out: F) -> None:
+    """The least of `given` and a matrix, per class of the other end; this end is side s."""
+    if s == 0:
+        for b in range(other):
+            out[b] = np.inf
+        for a in range(mine):
+            t, row = given[a], base + a * other
+            for b in range(other):
+                out[b] = min(out[b], t + pairwise[row + b])
+    else:
+        for b in range(other):
+            row = base + b * mine
+            value = np.inf
+            for a in range(mine):
+                value = min(value, given[a] + pairwise[row + a])
+            out[b] = value
+
+
 @compiled
-def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I, share: F, picked: I) -> float:
+def sweep(backward: bool, graph: Graph, message: F, x: I, share: F, picked: I) -> float:
     """One pass of TRW-S (Kolmogorov, PAMI 2006) in the order of nodes or against it; returns a valid bound.
 
     Reparametrised, the cost is sum_i theta_i + sum_e theta_e with theta_i = unary + messages and
@@ -57,7 +165,7 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I, share: F, pic
     lie, `share` of each, and the pairs `picked[e]`, make a supergradient of it in the costs. `x` becomes the rounded
     choice.
     """
-    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
+    noff, eoff, pairwise, koff, kind, moff = graph.noff, graph.eoff, graph.pairwise, graph.koff, graph.kind, graph.moff
     n = len(noff) - 1
     bound = 0.0
     widest = _widest(noff)
@@ -66,45 +174,15 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I, share: F, pic
     share[:] = 0.0
     for step in range(n):
         i = n - 1 - step if backward else step
-        k = noff[i + 1] - noff[i]
-        later = 0
-        for a in range(k):
-            theta[a] = unary[noff[i] + a]
-            taste[a] = theta[a]
-        for q in range(first[i], first[i + 1]):
-            e, s = edge[q], side[q]
-            m, c = moff[2 * e + s], koff[2 * e + s]
-            if (s == 0) != backward:
-                later += 1
-                for a in range(k):
-                    t = message[m + kind[c + a]]
-                    theta[a] += t
-                    taste[a] += t
-                continue
-            for a in range(k):
-                theta[a] += message[m + kind[c + a]]
-            if s == 1:
-                base = eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e]
-                for a in range(k):
-                    taste[a] += pairwise[base + kind[c + a]]
-            else:
-                base = eoff[e] + kind[koff[2 * e + 1] + x[high[e]]]
-                for a in range(k):
-                    taste[a] += pairwise[base + kind[c + a] * width[e]]
-        best = lowest = 0
-        least = theta[0]
-        for a in range(1, k):
-            if taste[a] < taste[best]:
-                best = a
-            if theta[a] < least:
-                least = theta[a]
-                lowest = a
-        x[i] = best
-        gamma = 1.0 / max(1, later, first[i + 1] - first[i] - later)
-        bound += (1.0 - later * gamma) * least
-        share[noff[i] + lowest] += 1.0 - later * gamma
-        for q in range(first[i], first[i + 1]):
-            e, s = edge[q], side[q]
+        k, edges = noff[i + 1] - noff[i], graph.first[i + 1] - graph.first[i]
+        later = _received(i, backward, graph, message, x, theta, taste)
+        x[i] = least(taste, k)
+        cheapest = least(theta, k)
+        gamma = 1.0 / max(1, later, edges - later)
+        bound += (1.0 - later * gamma) * theta[cheapest]
+        share[noff[i] + cheapest] += 1.0 - later * gamma
+        for q in range(graph.first[i], graph.first[i + 1]):
+            e, s = graph.edge[q], graph.side[q]
             if (s == 0) == backward:
                 continue
             m, c, o = moff[2 * e + s], koff[2 * e + s], moff[2 * e + 1 - s]
@@ -117,40 +195,23 @@ def sweep(backward: bool, graph: Graph, moff: I, message: F, x: I, share: F, pic
                     holder[kind[c + a]] = a
             for a in range(mine):
                 given[a] -= message[m + a]
-            base = eoff[e]
-            if s == 0:
-                for b in range(other):
-                    out[b] = np.inf
-                for a in range(mine):
-                    t, row = given[a], base + a * other
-                    for b in range(other):
-                        out[b] = min(out[b], t + pairwise[row + b])
-            else:
-                for b in range(other):
-                    row = base + b * mine
-                    value = np.inf
-                    for a in range(mine):
-                        value = min(value, given[a] + pairwise[row + a])
-                    out[b] = value
-            b = 0
-            for d in range(1, other):
-                if out[d] < out[b]:
-                    b = d
-            least = out[b]
-            bound += least
-            at, row, a = (base + b, other, 0) if s == 0 else (base + b * mine, 1, 0)
+            _passed_on(eoff[e], s, mine, other, pairwise, given, out)
+            b = least(out, other)
+            lowest = out[b]
+            bound += lowest
+            at, row, a = (eoff[e] + b, other, 0) if s == 0 else (eoff[e] + b * mine, 1, 0)
             for d in range(1, mine):
                 if given[d] + pairwise[at + d * row] < given[a] + pairwise[at + a * row]:
                     a = d
             share[noff[i] + holder[a]] += gamma
-            picked[e] = at + a * row - base
+            picked[e] = at + a * row - eoff[e]
             for b in range(other):
-                message[o + b] = out[b] - least
+                message[o + b] = out[b] - lowest
     return bound
 
 
 @compiled
-def slacks(graph: Graph, moff: I, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
+def slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
     """By how much each label and pair of classes exceeds the bound at least, and the bound (of any messages).
 
     The reparametrisation of a backward `sweep`: after one, the bound is the one that it returned, which after another
@@ -158,12 +219,45 @@ def slacks(graph: Graph, moff: I, message: F, poff: I, node_slack: F, pair_slack
     `pair_slack` what lies on the pair, both its nodes and all their edges (edge e from `poff[e]` on, where `pairwise`
     may be shared).
     """
-    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
-    n = len(noff) - 1
+    bound = _own_slacks(graph, message, poff, node_slack, pair_slack)
+    noff, low, high, koff, kind = graph.noff, graph.low, graph.high, graph.koff, graph.kind
+    widest = _widest(noff)
+    row_least, column_least, row_node, column_node = (
+        np.empty(widest), np.empty(widest), np.empty(widest), np.empty(widest),
+    )  # fmt: skip
+    for e in range(len(low)):  # the least an edge adds to each label of its ends
+        _edge_least(e, graph, poff, pair_slack, row_least, column_least)
+        for a in range(noff[low[e] + 1] - noff[low[e]]):
+            node_slack[noff[low[e]] + a] += row_least[kind[koff[2 * e] + a]]
+        for b in range(noff[high[e] + 1] - noff[high[e]]):
+            node_slack[noff[high[e]] + b] += column_least[kind[koff[2 * e + 1] + b]]
+    for e in range(len(low)):  # at last: a pair has its own excess and that of its ends' other edges
+        other = graph.width[e]
+        mine = (poff[e + 1] - poff[e]) // other
+        _edge_least(e, graph, poff, pair_slack, row_least, column_least)
+        row_node[:mine], column_node[:other] = np.inf, np.inf
+        for a in range(noff[low[e] + 1] - noff[low[e]]):
+            t = kind[koff[2 * e] + a]
+            row_node[t] = min(row_node[t], node_slack[noff[low[e]] + a])
+        for b in range(noff[high[e] + 1] - noff[high[e]]):
+            t = kind[koff[2 * e + 1] + b]
+            column_node[t] = min(column_node[t], node_slack[noff[high[e]] + b])
+        for a in range(mine):
+            for b in range(other):
+                others = row_node[a] - row_least[a] + column_node[b] - column_least[b]
+                pair_slack[poff[e] + a * other + b] += others
+    return bound
+
+
+@compiled
+def _own_slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
+    """What nodes keep, and the share they give to edges to earlier nodes: each by its excess; the bound."""
+    noff, unary, eoff, pairwise, koff = graph.noff, graph.unary, graph.eoff, graph.pairwise, graph.koff
+    kind, first, edge, side, moff = graph.kind, graph.first, graph.edge, graph.side, graph.moff
     bound = 0.0
     node_slack[:] = 0.0
     given = np.empty(_widest(noff))
-    for i in range(n):  # first: what nodes keep, and the share they give to edges to earlier nodes
+    for i in range(len(noff) - 1):
         k = noff[i + 1] - noff[i]
         theta = unary[noff[i] : noff[i + 1]].copy()
         earlier = 0
@@ -174,11 +268,11 @@ def slacks(graph: Graph, moff: I, message: F, poff: I, node_slack: F, pair_slack
             if side[q] == 1:
                 earlier += 1
         gamma = 1.0 / max(1, earlier, first[i + 1] - first[i] - earlier)
-        least = theta.min()
+        cheapest = theta.min()
         keep = 1.0 - earlier * gamma
-        bound += keep * least
+        bound += keep * cheapest
         for a in range(k):
-            node_slack[noff[i] + a] += keep * (theta[a] - least)
+            node_slack[noff[i] + a] += keep * (theta[a] - cheapest)
         for q in range(first[i], first[i + 1]):
             if side[q] == 0:
                 continue
@@ -201,40 +295,20 @@ def slacks(graph: Graph, moff: I, message: F, poff: I, node_slack: F, pair_slack
             bound += lowest
             for p in range(poff[e], poff[e + 1]):
                 pair_slack[p] -= lowest
-    for e in range(len(low)):  # then: the least an edge adds to each label of its ends
-        other = width[e]
-        mine = (poff[e + 1] - poff[e]) // other
-        row_least, column_least = np.full(mine, np.inf), np.full(other, np.inf)
-        for a in range(mine):
-            for b in range(other):
-                value = pair_slack[poff[e] + a * other + b]
-                row_least[a] = min(row_least[a], value)
-                column_least[b] = min(column_least[b], value)
-        for a in range(noff[low[e] + 1] - noff[low[e]]):
-            node_slack[noff[low[e]] + a] += row_least[kind[koff[2 * e] + a]]
-        for b in range(noff[high[e] + 1] - noff[high[e]]):
-            node_slack[noff[high[e]] + b] += column_least[kind[koff[2 * e + 1] + b]]
-    for e in range(len(low)):  # at last: a pair has its own excess and that of its ends' other edges
-        other = width[e]
-        mine = (poff[e + 1] - poff[e]) // other
-        row_least, column_least = np.full(mine, np.inf), np.full(other, np.inf)
-        row_node, column_node = np.full(mine, np.inf), np.full(other, np.inf)
-        for a in range(noff[low[e] + 1] - noff[low[e]]):
-            t = kind[koff[2 * e] + a]
-            row_node[t] = min(row_node[t], node_slack[noff[low[e]] + a])
-        for b in range(noff[high[e] + 1] - noff[high[e]]):
-            t = kind[koff[2 * e + 1] + b]
-            column_node[t] = min(column_node[t], node_slack[noff[high[e]] + b])
-        for a in range(mine):
-            for b in range(other):
-                value = pair_slack[poff[e] + a * other + b]
-                row_least[a] = min(row_least[a], value)
-                column_least[b] = min(column_least[b], value)
-        for a in range(mine):
-            for b in range(other):
-                others = row_node[a] - row_least[a] + column_node[b] - column_least[b]
-                pair_slack[poff[e] + a * other + b] += others
     return bound
+
+
+@compiled
+def _edge_least(e: int, graph: Graph, poff: I, pair_slack: F, row_least: F, column_least: F) -> None:
+    """The least slack of edge e's pairs, per class of its lower end and of its higher one."""
+    other = graph.width[e]
+    mine = (poff[e + 1] - poff[e]) // other
+    row_least[:mine], column_least[:other] = np.inf, np.inf
+    for a in range(mine):
+        for b in range(other):
+            value = pair_slack[poff[e] + a * other + b]
+            row_least[a] = min(row_least[a], value)
+            column_least[b] = min(column_least[b], value)
 
 
 @compiled
@@ -248,7 +322,7 @@ def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F
 
 
 @compiled
-def usage_shared(share: F, picked: I, rows: int, noff: I, node_items: Any, edge_items: Any) -> F:
+def usage_shared(share: F, picked: I, rows: int, noff: I, node_items: Items, edge_items: Items) -> F:
     """Bytes per memory row of shares of labels and of the pairs `picked`: the supergradient of `sweep`'s bound."""
     change = np.zeros(rows + 1)
     ifirst, start, stop, aoff, amount = node_items
@@ -268,9 +342,9 @@ def usage_shared(share: F, picked: I, rows: int, noff: I, node_items: Any, edge_
 
 
 @compiled
-def usage_of(x: I, rows: int, graph: Graph, node_items: Any, edge_items: Any) -> F:
+def usage_of(x: I, rows: int, graph: Graph, node_items: Items, edge_items: Items) -> F:
     """Bytes per memory row under the choice `x`."""
-    noff, _, low, high, _, _, width, koff, kind, _, _, _ = graph
+    noff, low, high, width, koff, kind = graph.noff, graph.low, graph.high, graph.width, graph.koff, graph.kind
     change = np.zeros(rows + 1)
     ifirst, start, stop, aoff, amount = node_items
     for i in range(len(noff) - 1):
@@ -290,9 +364,10 @@ def usage_of(x: I, rows: int, graph: Graph, node_items: Any, edge_items: Any) ->
 
 
 @compiled
-def _shift(i: int, label: int, sign: float, x: I, used: F, graph: Graph, node_items: Any, edge_items: Any) -> None:
+def shift(i: int, label: int, sign: float, x: I, used: F, graph: Graph, node_items: Items, edge_items: Items) -> None:
     """Add `sign` times what node i (with label `label`) and its edges use to `used`."""
-    _, _, low, high, _, _, width, koff, kind, first, edge, _ = graph
+    low, high, width = graph.low, graph.high, graph.width
+    koff, kind, first, edge = graph.koff, graph.kind, graph.first, graph.edge
     ifirst, start, stop, aoff, amount = node_items
     for t in range(ifirst[i], ifirst[i + 1]):
         u = sign * amount[aoff[t] + label]
@@ -316,7 +391,15 @@ def _shift(i: int, label: int, sign: float, x: I, used: F, graph: Graph, node_it
 @compiled
 def _label_costs(i: int, skip: int, x: I, graph: Graph, out: F) -> None:
     """Cost of each label of node i given its neighbours, the edge `skip` left out."""
-    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, _ = graph
+    noff, unary, low, high, eoff = graph.noff, graph.unary, graph.low, graph.high, graph.eoff
+    pairwise, width, koff, kind, first, edge = (
+        graph.pairwise,
+        graph.width,
+        graph.koff,
+        graph.kind,
+        graph.first,
+        graph.edge,
+    )
     k = noff[i + 1] - noff[i]
     for a in range(k):
         out[a] = unary[noff[i] + a]
@@ -345,9 +428,12 @@ def _best_of_classes(costs: F, k: int, classes: int, base: int, kind: I, best: I
 
 
 @compiled
-def descend(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, moff: I, smallest: float) -> bool:
+def descend(x: I, memory: Memory, graph: Graph, smallest: float) -> bool:
     """One pass over a feasible choice in place: moves of one node, or else of the two nodes of an edge. Whether any."""
-    noff, _, low, high, eoff, pairwise, _, koff, kind, _, _, _ = graph
+    noff, low, high = graph.noff, graph.low, graph.high
+    eoff, pairwise, koff, kind = graph.eoff, graph.pairwise, graph.koff, graph.kind
+    moff = graph.moff
+    room, node_items, edge_items = memory
     widest = _widest(noff)
     mine, other = np.empty(widest), np.empty(widest)
     rows, columns = np.empty(widest, np.int64), np.empty(widest, np.int64)
@@ -364,14 +450,14 @@ def descend(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, moff:
                     a = b
             if not mine[a] < mine[old] - smallest:
                 break
-            _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
-            _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
+            shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+            shift(i, a, 1.0, x, used, graph, node_items, edge_items)
             if np.all(used <= room):
                 x[i] = a
                 moved = True
                 break
-            _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
-            _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
+            shift(i, a, -1.0, x, used, graph, node_items, edge_items)
+            shift(i, old, 1.0, x, used, graph, node_items, edge_items)
             mine[a] = np.inf
     if moved:
         return True
@@ -391,31 +477,33 @@ def descend(x: I, room: F, node_items: Any, edge_items: Any, graph: Graph, moff:
                 value = mine[a] + other[b] + pairwise[eoff[e] + c * cj + d]
                 if value < now - smallest and (a != x[i] or b != x[j]):
                     old, before = x[i], x[j]
-                    _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
-                    _shift(i, a, 1.0, x, used, graph, node_items, edge_items)
+                    shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+                    shift(i, a, 1.0, x, used, graph, node_items, edge_items)
                     x[i] = a
-                    _shift(j, before, -1.0, x, used, graph, node_items, edge_items)
-                    _shift(j, b, 1.0, x, used, graph, node_items, edge_items)
+                    shift(j, before, -1.0, x, used, graph, node_items, edge_items)
+                    shift(j, b, 1.0, x, used, graph, node_items, edge_items)
                     x[j] = b
                     if np.all(used <= room):
                         now = value
                         moved = True
                     else:
-                        _shift(j, b, -1.0, x, used, graph, node_items, edge_items)
-                        _shift(j, before, 1.0, x, used, graph, node_items, edge_items)
+                        shift(j, b, -1.0, x, used, graph, node_items, edge_items)
+                        shift(j, before, 1.0, x, used, graph, node_items, edge_items)
                         x[j] = before
-                        _shift(i, a, -1.0, x, used, graph, node_items, edge_items)
-                        _shift(i, old, 1.0, x, used, graph, node_items, edge_items)
+                        shift(i, a, -1.0, x, used, graph, node_items, edge_items)
+                        shift(i, old, 1.0, x, used, graph, node_items, edge_items)
                         x[i] = old
     return moved
 
 
 @compiled
-def repair(x: I, banned: Any, room: F, node_items: Any, edge_items: Any, graph: Graph, steps: int) -> int:
+def repair(x: I, banned: Any, memory: Memory, graph: Graph, steps: int) -> int:
     """Bring a choice within the room in place: again and again the move with the least cost per byte taken off the
     overflowing rows (never one that raises the overflow; `banned` nodes have no other). 1: done, 0: not yet, -1: no
     move is left."""
-    noff, _, low, high, _, _, width, koff, kind, first, edge, _ = graph
+    noff, low, high, width = graph.noff, graph.low, graph.high, graph.width
+    koff, kind, first, edge = graph.koff, graph.kind, graph.first, graph.edge
+    room, node_items, edge_items = memory
     mine = np.empty(_widest(noff))
     rows = len(room)
     used = usage_of(x, rows, graph, node_items, edge_items)
@@ -467,14 +555,14 @@ def repair(x: I, banned: Any, room: F, node_items: Any, edge_items: Any, graph: 
         if best_i < 0:
             return -1
         old_label = x[best_i]
-        _shift(best_i, old_label, -1.0, x, used, graph, node_items, edge_items)
-        _shift(best_i, best_a, 1.0, x, used, graph, node_items, edge_items)
+        shift(best_i, old_label, -1.0, x, used, graph, node_items, edge_items)
+        shift(best_i, best_a, 1.0, x, used, graph, node_items, edge_items)
         now = np.maximum(used - room, 0.0).sum()
         if now < overflow:
             x[best_i] = best_a
             overflow = now
         else:  # it only moves the overflow elsewhere
-            _shift(best_i, best_a, -1.0, x, used, graph, node_items, edge_items)
-            _shift(best_i, old_label, 1.0, x, used, graph, node_items, edge_items)
+            shift(best_i, best_a, -1.0, x, used, graph, node_items, edge_items)
+            shift(best_i, old_label, 1.0, x, used, graph, node_items, edge_items)
             banned[best_i] = True
     return 1 if np.all(used <= room) else 0

@@ -11,12 +11,12 @@ each local node's tables.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.solver.kernels import F, Graph, I, compiled
-from autoshard.solver.kernels_tree import random_below
+from autoshard.solver.kernels import F, Graph, I, Memory, compiled
+from autoshard.solver.kernels_tree import label_costs, random_below
 
 DIMS = 12
 """Nodes of a table at most."""
@@ -25,23 +25,77 @@ DRAWN = 8
 OPEN, GONE, HELD = 0, 1, 2
 
 
-def bench(nodes: int, edges: int, entries: int) -> tuple[Any, ...]:
-    """Room to work in: for regions of up to all `nodes`, whose tables have `entries` numbers at most."""
+class Bench(NamedTuple):
+    """Room to work in, and what searches remember.
+
+    Per node of the graph: `stamp`, the number of the region that it was in last, and `place_of`, its local node. Per
+    local node: its node in `members`, how many labels it has, whether it is open, `gone` or held; its tables; the
+    order in which nodes go; `estimate`, additions to minimise it out (negative: not known), and from `seen` whether it
+    was met; the `own_dims` nodes `own_scope` that its best label depends on, that label at `own_place` of `follow`; its
+    `new` label. Per table: see the module's docstring; `alive` until a node of it goes.
+    """
+
+    state: I
+    marks: I
+    stamp: I
+    members: I
+    place_of: I
+    size: I
+    now: I
+    head: I
+    order: I
+    seen: I
+    new: I
+    own_dims: I
+    own_place: I
+    estimate: F
+    scope: I
+    own_scope: I
+    dims: I
+    place: I
+    alive: Any
+    link: I
+    item: I
+    around: I
+    stride: I
+    at_label: I
+    filled: I
+    pool: F
+    follow: I
+
+
+class Rule(NamedTuple):
+    """What is taken: where `strict`, rows stay within the room for them (those above it do not rise); costs fall by
+    more than `smallest`. Tables have up to `largest` entries."""
+
+    strict: bool
+    smallest: float
+    largest: int
+
+
+TABLES, LINKS, USED, FOLLOWED, TICK = range(5)
+"""Of `Bench.filled`: how many tables and links there are, how much of `pool` and `follow` is used, how often nodes were
+looked around from."""
+
+
+def bench(nodes: int, edges: int, entries: int, seed: int = 0) -> Bench:
+    """For regions of up to all `nodes`, whose tables have `entries` numbers at most."""
     tables = edges + nodes
     lists = (edges * 2 + nodes * DIMS) if nodes else 1
-    per_node = [np.zeros(nodes, np.int64) for _ in range(7)]
-    stamp = np.full(nodes, -1, np.int64)
-    scope, own_scope = np.zeros((tables, DIMS), np.int64), np.zeros((nodes, DIMS), np.int64)
-    per_table = np.zeros(tables, np.int64), np.zeros(tables, np.int64), np.zeros(tables, np.bool_)
-    links = np.zeros(lists, np.int64), np.zeros(lists, np.int64)
-    pools = np.empty(entries), np.empty(entries, np.int32)
-    return stamp, *per_node, np.zeros(nodes), scope, own_scope, *per_table, *links, *pools
+    arrays: list[Any] = [np.array([2 * seed + 0x9E3779B97F4A7C15], np.uint64), np.zeros(1, np.int64)]
+    arrays += [np.full(nodes, -1, np.int64), *(np.zeros(nodes, np.int64) for _ in range(10)), np.zeros(nodes)]
+    arrays += [np.zeros((tables, DIMS), np.int64), np.zeros((nodes, DIMS), np.int64)]
+    arrays += [np.zeros(tables, np.int64), np.zeros(tables, np.int64), np.zeros(tables, np.bool_)]
+    arrays += [np.zeros(lists, np.int64), np.zeros(lists, np.int64), *(np.zeros(DIMS, np.int64) for _ in range(3))]
+    arrays += [np.zeros(5, np.int64), np.empty(entries), np.empty(entries, np.int32)]
+    return Bench(*arrays)
 
 
 @compiled
-def _ball(seed: int, most: int, state: I, graph: Graph, stamp: I, mark: int, members: I) -> int:
+def _ball(seed: int, most: int, mark: int, graph: Graph, bench: Bench) -> int:
     """The nodes nearest to `seed`, up to `most`, stamped with `mark`; how many."""
-    _, _, low, high, _, _, _, _, _, first, edge, side = graph
+    low, high, first, edge, side = graph.low, graph.high, graph.first, graph.edge, graph.side
+    stamp, members, state = bench.stamp, bench.members, bench.state
     members[0] = seed
     stamp[seed] = mark
     count, at = 1, 0
@@ -63,208 +117,209 @@ def _ball(seed: int, most: int, state: I, graph: Graph, stamp: I, mark: int, mem
 
 
 @compiled
-def _label_costs(v: int, mark: int, stamp: I, x: I, graph: Graph, out: F) -> None:
-    """Cost of each label of node v and of its edges to nodes outside the region."""
-    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
-    k = noff[v + 1] - noff[v]
-    for a in range(k):
-        out[a] = unary[noff[v] + a]
-    for q in range(first[v], first[v + 1]):
-        e = edge[q]
-        u = high[e] if side[q] == 0 else low[e]
-        if stamp[u] == mark:
-            continue
-        if side[q] == 0:
-            base, c = eoff[e] + kind[koff[2 * e + 1] + x[u]], koff[2 * e]
-            for a in range(k):
-                out[a] += pairwise[base + kind[c + a] * width[e]]
-        else:
-            base, c = eoff[e] + kind[koff[2 * e] + x[u]] * width[e], koff[2 * e + 1]
-            for a in range(k):
-                out[a] += pairwise[base + kind[c + a]]
-
-
-@compiled
-def _estimate(t: int, size: I, now: I, seen: I, tick: int, head: I, link: I, item: I, work: Any) -> float:
+def _estimate(t: int, bench: Bench) -> float:
     """Additions per table to minimise local node t out; infinite with too many neighbours."""
-    scope, dims, alive = work
+    size, seen, dims, scope = bench.size, bench.seen, bench.dims, bench.scope
     product, n = float(size[t]), 0
+    bench.filled[TICK] += 1
+    tick = bench.filled[TICK]
     seen[t] = tick
-    at = head[t]
+    at = bench.head[t]
     while at >= 0:
-        j = item[at]
-        if alive[j]:
+        j = bench.item[at]
+        if bench.alive[j]:
             for d in range(dims[j]):
                 u = scope[j, d]
-                if now[u] == OPEN and seen[u] != tick:
+                if bench.now[u] == OPEN and seen[u] != tick:
                     seen[u] = tick
                     product *= size[u]
                     n += 1
-        at = link[at]
+        at = bench.link[at]
     return product if n < DIMS else np.inf
 
 
 @compiled
-def _best_labels(count: int, mark: int, x: I, graph: Graph, state: I, limit: int, room: Any, new: I) -> None:
-    """The cheapest labels `new` (per local node) of the region, but for nodes that are held, all else fixed."""
-    stamp, members, place_of, size, now, head, order, seen, estimate = room[:9]
-    scope, own_scope, dims, place, alive, link, item, pool, follow = room[9:]
-    noff, _, _, high, _, _, _, _, _, first, edge, side = graph
-    entries = len(pool)
-    widest = 1
-    for t in range(count):
-        v = members[t]
-        place_of[v] = t
-        size[t] = noff[v + 1] - noff[v]
-        widest = max(widest, size[t])
-        head[t], now[t], seen[t] = -1, OPEN, -1
-        estimate[t] = -1.0
-    theta = np.empty((count, widest))
-    buffer = np.empty(limit + widest)
-    own_dims, own_place = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    around, stride, at_label = np.empty(DIMS, np.int64), np.empty(DIMS, np.int64), np.empty(DIMS, np.int64)
-    tables = links = used = followed = 0
-    for t in range(count):
-        v = members[t]
-        _label_costs(v, mark, stamp, x, graph, theta[t])
-        for q in range(first[v], first[v + 1]):
-            e = edge[q]
-            if side[q] != 0 or stamp[high[e]] != mark:
-                continue
-            s = place_of[high[e]]
-            scope[tables, 0], scope[tables, 1] = t, s
-            dims[tables], place[tables], alive[tables] = 2, -1 - e, True  # values of edges stay where they are
-            for w in (t, s):
-                link[links], item[links] = head[w], tables
-                head[w] = links
-                links += 1
-            tables += 1
-    work = scope, dims, alive
-    tick = ordered = 0
-    while ordered < count:
-        v = -1
-        for t in range(count):
-            if now[t] != OPEN:
-                continue
-            if estimate[t] < 0.0:
-                tick += 1
-                estimate[t] = _estimate(t, size, now, seen, tick, head, link, item, work)
-            if v < 0 or estimate[t] < estimate[v]:
-                v = t
-        made = estimate[v] / size[v]
-        full = used + made > entries or followed + made > entries
-        if estimate[v] > limit or full:
-            if not full:
-                for _ in range(DRAWN):
-                    t = random_below(state, count)
-                    while now[t] != OPEN:
-                        t = (t + 1) % count
-                    if estimate[t] > estimate[v] and size[t] > 1:
-                        v = t
-            now[v] = HELD
-            order[ordered] = v
-            ordered += 1
-            at = head[v]
-            while at >= 0:
-                j = item[at]
-                if alive[j]:
-                    for d in range(dims[j]):
-                        estimate[scope[j, d]] = -1.0
-                at = link[at]
-            new[v] = x[members[v]]
-            continue
-        tick += 1
-        seen[v] = tick
-        n, product, k = 0, 1, size[v]
-        at = head[v]
-        while at >= 0:
-            j = item[at]
-            if alive[j]:
-                for d in range(dims[j]):
-                    u = scope[j, d]
-                    if now[u] == OPEN and seen[u] != tick:
-                        seen[u] = tick
-                        around[n] = u
-                        n += 1
-                        product *= size[u]
-            at = link[at]
-        for p in range(product):
-            for a in range(k):
-                buffer[p * k + a] = theta[v, a]
-        at = head[v]
-        while at >= 0:
-            j = item[at]
-            at = link[at]
-            if not alive[j]:
-                continue
-            alive[j] = False
-            if place[j] < 0:
-                _add_edge(j, -1 - place[j], v, n, product, around, scope, size, now, members, x, graph, buffer)
-            else:
-                _add_table(
-                    j, v, n, product, around, stride, at_label, scope, dims, place, size, now, members, x, pool, buffer
-                )
-        own_dims[v], own_place[v] = n, followed
-        for d in range(n):
-            own_scope[v, d] = around[d]
-            estimate[around[d]] = -1.0
-        for p in range(product):
-            base, best = p * k, 0
-            for a in range(1, k):
-                if buffer[base + a] < buffer[base + best]:
-                    best = a
-            follow[followed + p] = best
-            if n == 1:
-                theta[around[0], p] += buffer[base + best]
-            elif n > 1:
-                pool[used + p] = buffer[base + best]
-        followed += product
-        if n > 1:
-            place[tables], dims[tables], alive[tables] = used, n, True
-            for d in range(n):
-                scope[tables, d] = around[d]
-                link[links], item[links] = head[around[d]], tables
-                head[around[d]] = links
-                links += 1
-            used += product
-            tables += 1
-        now[v] = GONE
-        order[ordered] = v
-        ordered += 1
-    for o in range(count - 1, -1, -1):
-        v = order[o]
-        if now[v] == GONE:
-            p = 0
-            for d in range(own_dims[v]):
-                p = p * size[own_scope[v, d]] + new[own_scope[v, d]]
-            new[v] = follow[own_place[v] + p]
+def _link(t: int, j: int, bench: Bench) -> None:
+    """Add table j to those of local node t."""
+    links = bench.filled[LINKS]
+    bench.link[links], bench.item[links] = bench.head[t], j
+    bench.head[t] = links
+    bench.filled[LINKS] += 1
 
 
 @compiled
-def _add_edge(
-    j: int,
-    e: int,
-    v: int,
-    n: int,
-    product: int,
-    around: I,
-    scope: I,
-    size: I,
-    now: I,
-    members: I,
-    x: I,
-    graph: Graph,
-    buffer: F,
-) -> None:
-    """Add the costs of edge e (table j) of local node v to `buffer`, over `around` and (fastest) v."""
-    _, _, _, _, eoff, pairwise, width, koff, kind, _, _, _ = graph
-    k = size[v]
-    lower = scope[j, 0] == v
-    u = scope[j, 1] if lower else scope[j, 0]
+def _begin(count: int, mark: int, x: I, graph: Graph, bench: Bench) -> Any:
+    """Nothing minimised out: costs of every local node's labels, and the region's edges as tables."""
+    bench.filled[:] = 0
+    widest = 1
+    for t in range(count):
+        v = bench.members[t]
+        bench.place_of[v] = t
+        bench.size[t] = graph.noff[v + 1] - graph.noff[v]
+        widest = max(widest, bench.size[t])
+        bench.head[t], bench.now[t], bench.seen[t] = -1, OPEN, -1
+        bench.own_dims[t], bench.estimate[t] = 0, -1.0
+    theta = np.empty((count, widest))
+    for t in range(count):
+        v = bench.members[t]
+        label_costs(v, mark, bench.stamp, x, graph, theta[t])
+        for q in range(graph.first[v], graph.first[v + 1]):
+            e = graph.edge[q]
+            if graph.side[q] != 0 or bench.stamp[graph.high[e]] != mark:
+                continue
+            s, j = bench.place_of[graph.high[e]], bench.filled[TABLES]
+            bench.scope[j, 0], bench.scope[j, 1] = t, s
+            bench.dims[j], bench.place[j], bench.alive[j] = 2, -1 - e, True  # values of edges stay where they are
+            _link(t, j, bench)
+            _link(s, j, bench)
+            bench.filled[TABLES] += 1
+    return theta
+
+
+@compiled
+def _next(count: int, largest: int, bench: Bench) -> int:
+    """The local node to minimise out now; -1 - v where instead node v is to be held."""
+    now, size, estimate = bench.now, bench.size, bench.estimate
+    entries = len(bench.pool)
+    v = -1
+    for t in range(count):
+        if now[t] != OPEN:
+            continue
+        if estimate[t] < 0.0:
+            estimate[t] = _estimate(t, bench)
+        if v < 0 or estimate[t] < estimate[v]:
+            v = t
+    made = estimate[v] / size[v]
+    if bench.filled[USED] + made > entries or bench.filled[FOLLOWED] + made > entries:
+        return -1 - v
+    if estimate[v] <= largest:
+        return v
+    for _ in range(DRAWN):
+        t = random_below(bench.state, count)
+        while now[t] != OPEN:
+            t = (t + 1) % count
+        if estimate[t] > estimate[v] and size[t] > 1:
+            v = t
+    return -1 - v
+
+
+@compiled
+def _hold(v: int, x: I, bench: Bench) -> None:
+    """Local node v keeps the label that it has."""
+    bench.now[v] = HELD
+    at = bench.head[v]
+    while at >= 0:
+        j = bench.item[at]
+        if bench.alive[j]:
+            for d in range(bench.dims[j]):
+                bench.estimate[bench.scope[j, d]] = -1.0
+        at = bench.link[at]
+    bench.new[v] = x[bench.members[v]]
+
+
+@compiled
+def _look_around(v: int, bench: Bench) -> Any:
+    """The open nodes `around` local node v: how many, and how many labels they have together."""
+    bench.filled[TICK] += 1
+    tick = bench.filled[TICK]
+    bench.seen[v] = tick
+    n, product = 0, 1
+    at = bench.head[v]
+    while at >= 0:
+        j = bench.item[at]
+        if bench.alive[j]:
+            for d in range(bench.dims[j]):
+                u = bench.scope[j, d]
+                if bench.now[u] == OPEN and bench.seen[u] != tick:
+                    bench.seen[u] = tick
+                    bench.around[n] = u
+                    n += 1
+                    product *= bench.size[u]
+        at = bench.link[at]
+    return n, product
+
+
+@compiled
+def _minimise_out(v: int, x: I, graph: Graph, bench: Bench, theta: Any, buffer: F) -> None:
+    """Replace the tables of local node v by their minimum over its labels, a table over the nodes around it."""
+    n, product = _look_around(v, bench)
+    k, around = bench.size[v], bench.around
+    for p in range(product):
+        for a in range(k):
+            buffer[p * k + a] = theta[v, a]
+    at = bench.head[v]
+    while at >= 0:
+        j = bench.item[at]
+        at = bench.link[at]
+        if not bench.alive[j]:
+            continue
+        bench.alive[j] = False
+        if bench.place[j] < 0:
+            _add_edge(j, v, n, product, x, graph, bench, buffer)
+        else:
+            _add_table(j, v, n, product, x, bench, buffer)
+    used, followed = bench.filled[USED], bench.filled[FOLLOWED]
+    bench.own_dims[v], bench.own_place[v] = n, followed
+    for d in range(n):
+        bench.own_scope[v, d] = around[d]
+        bench.estimate[around[d]] = -1.0
+    for p in range(product):
+        base, best = p * k, 0
+        for a in range(1, k):
+            if buffer[base + a] < buffer[base + best]:
+                best = a
+        bench.follow[followed + p] = best
+        if n == 1:
+            theta[around[0], p] += buffer[base + best]
+        elif n > 1:
+            bench.pool[used + p] = buffer[base + best]
+    bench.filled[FOLLOWED] += product
+    if n > 1:
+        j = bench.filled[TABLES]
+        bench.place[j], bench.dims[j], bench.alive[j] = used, n, True
+        for d in range(n):
+            bench.scope[j, d] = around[d]
+            _link(around[d], j, bench)
+        bench.filled[USED] += product
+        bench.filled[TABLES] += 1
+    bench.now[v] = GONE
+
+
+@compiled
+def _best_labels(count: int, mark: int, x: I, graph: Graph, bench: Bench, largest: int) -> None:
+    """The cheapest labels `new` of the region, but for nodes that are held, all else fixed."""
+    theta = _begin(count, mark, x, graph, bench)
+    buffer = np.empty(largest + theta.shape[1])
+    order, size, new = bench.order, bench.size, bench.new
+    for ordered in range(count):
+        v = _next(count, largest, bench)
+        if v < 0:
+            v = -1 - v
+            _hold(v, x, bench)
+        else:
+            _minimise_out(v, x, graph, bench, theta, buffer)
+        order[ordered] = v
+    for o in range(count - 1, -1, -1):
+        v = order[o]
+        if bench.now[v] == GONE:
+            p = 0
+            for d in range(bench.own_dims[v]):
+                p = p * size[bench.own_scope[v, d]] + new[bench.own_scope[v, d]]
+            new[v] = bench.follow[bench.own_place[v] + p]
+
+
+@compiled
+def _add_edge(j: int, v: int, n: int, product: int, x: I, graph: Graph, bench: Bench, buffer: F) -> None:
+    """Add table j of local node v, an edge's costs, to `buffer`, over the `n` nodes around it and (fastest) v."""
+    eoff, pairwise, width, koff, kind = graph.eoff, graph.pairwise, graph.width, graph.koff, graph.kind
+    size, around = bench.size, bench.around
+    e, k = -1 - bench.place[j], size[v]
+    lower = bench.scope[j, 0] == v
+    u = bench.scope[j, 1] if lower else bench.scope[j, 0]
     mine, other = (koff[2 * e], koff[2 * e + 1]) if lower else (koff[2 * e + 1], koff[2 * e])
     down, across = (width[e], 1) if lower else (1, width[e])
-    if now[u] == HELD:
-        base = eoff[e] + kind[other + x[members[u]]] * across
+    if bench.now[u] == HELD:
+        base = eoff[e] + kind[other + x[bench.members[u]]] * across
         for a in range(k):
             extra = pairwise[base + kind[mine + a] * down]
             for p in range(product):
@@ -283,35 +338,19 @@ def _add_edge(
 
 
 @compiled
-def _add_table(
-    j: int,
-    v: int,
-    n: int,
-    product: int,
-    around: I,
-    stride: I,
-    at_label: I,
-    scope: I,
-    dims: I,
-    place: I,
-    size: I,
-    now: I,
-    members: I,
-    x: I,
-    pool: F,
-    buffer: F,
-) -> None:
-    """Add table j to `buffer`, over `around` and (fastest) v."""
-    k = size[v]
-    base, step, own = place[j], 1, 0
+def _add_table(j: int, v: int, n: int, product: int, x: I, bench: Bench, buffer: F) -> None:
+    """Add table j to `buffer`, over the `n` nodes around v and (fastest) v."""
+    size, around, stride, at_label = bench.size, bench.around, bench.stride, bench.at_label
+    pool, k = bench.pool, bench.size[v]
+    base, step, own = bench.place[j], 1, 0
     for d in range(n):
         stride[d], at_label[d] = 0, 0
-    for d in range(dims[j] - 1, -1, -1):
-        u = scope[j, d]
+    for d in range(bench.dims[j] - 1, -1, -1):
+        u = bench.scope[j, d]
         if u == v:
             own = step
-        elif now[u] == HELD:
-            base += x[members[u]] * step
+        elif bench.now[u] == HELD:
+            base += x[bench.members[u]] * step
         else:
             for z in range(n):
                 if around[z] == u:
@@ -332,15 +371,16 @@ def _add_table(
 
 
 @compiled
-def _change(i: int, label: int, sign: float, x: I, change: F, graph: Graph, node_items: Any, edge_items: Any) -> None:
+def _change(i: int, label: int, sign: float, x: I, change: F, graph: Graph, memory: Memory) -> None:
     """Add `sign` times what node i (with `label`) and its edges use to `change`, the differences of rows."""
-    _, _, low, high, _, _, width, koff, kind, first, edge, _ = graph
-    ifirst, start, stop, aoff, amount = node_items
+    low, high, width, koff = graph.low, graph.high, graph.width, graph.koff
+    kind, first, edge = graph.kind, graph.first, graph.edge
+    ifirst, start, stop, aoff, amount = memory.node_items
     for t in range(ifirst[i], ifirst[i + 1]):
         u = sign * amount[aoff[t] + label]
         change[start[t]] += u
         change[stop[t]] -= u
-    ifirst, start, stop, aoff, amount = edge_items
+    ifirst, start, stop, aoff, amount = memory.edge_items
     for q in range(first[i], first[i + 1]):
         e = edge[q]
         if ifirst[e] == ifirst[e + 1]:
@@ -356,7 +396,9 @@ def _change(i: int, label: int, sign: float, x: I, change: F, graph: Graph, node
 @compiled
 def _edges_cost(i: int, x: I, graph: Graph) -> float:
     """What node i and its edges cost."""
-    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, _ = graph
+    noff, unary, low, high, eoff = graph.noff, graph.unary, graph.low, graph.high, graph.eoff
+    pairwise, width, koff, kind = graph.pairwise, graph.width, graph.koff, graph.kind
+    first, edge = graph.first, graph.edge
     cost: float = unary[noff[i] + x[i]]
     for q in range(first[i], first[i + 1]):
         e = edge[q]
@@ -365,18 +407,31 @@ def _edges_cost(i: int, x: I, graph: Graph) -> float:
 
 
 @compiled
-def _take(
-    count: int, mark: int, x: I, used: F, limit: F, strict: bool, smallest: float, graph: Graph, items: Any, room: Any,
-    new: I
-) -> float:  # fmt: skip
+def _connected(seed: int, mark: int, graph: Graph, bench: Bench, part: I, stack: I) -> int:
+    """The local nodes that change (`part` 0) and hang together with `seed`, in `stack`; how many. `part` becomes 1."""
+    stack[0] = seed
+    part[seed] = 1
+    size, at = 1, 0
+    while at < size:
+        v = bench.members[stack[at]]
+        at += 1
+        for q in range(graph.first[v], graph.first[v + 1]):
+            u = graph.high[graph.edge[q]] if graph.side[q] == 0 else graph.low[graph.edge[q]]
+            if bench.stamp[u] == mark and part[bench.place_of[u]] == 0:
+                part[bench.place_of[u]] = 1
+                stack[size] = bench.place_of[u]
+                size += 1
+    return size
+
+
+@compiled
+def _take(count: int, x: I, used: F, memory: Memory, graph: Graph, bench: Bench, rule: Rule) -> float:
     """Give the region its new labels, each connected part of the change by itself: what fits and helps.
 
     Parts do not touch, so that their costs add up; `used` follows. Returns by how much the costs fell.
     """
-    stamp, members, place_of, _, _, part, stack, _, _ = room[:9]
-    node_items, edge_items = items
-    _, _, low, high, _, _, _, _, _, first, edge, side = graph
-    rows = len(used)
+    members, part, stack, new = bench.members, bench.head, bench.order, bench.new
+    limit, rows = memory.room, len(used)
     for t in range(count):
         part[t] = 0 if new[t] != x[members[t]] else -1
     gained = 0.0
@@ -384,34 +439,23 @@ def _take(
     for seed in range(count):
         if part[seed] != 0:
             continue
-        stack[0] = seed
-        part[seed] = 1
-        size, at = 1, 0
-        while at < size:
-            v = members[stack[at]]
-            at += 1
-            for q in range(first[v], first[v + 1]):
-                u = high[edge[q]] if side[q] == 0 else low[edge[q]]
-                if stamp[u] == mark and part[place_of[u]] == 0:
-                    part[place_of[u]] = 1
-                    stack[size] = place_of[u]
-                    size += 1
+        size = _connected(seed, bench.marks[0], graph, bench, part, stack)
         change[:] = 0.0
         fall = 0.0
         for z in range(size):  # one after the other: each step counts its own edges before and after
             t = stack[z]
             v = members[t]
             fall += _edges_cost(v, x, graph)
-            _change(v, x[v], -1.0, x, change, graph, node_items, edge_items)
+            _change(v, x[v], -1.0, x, change, graph, memory)
             x[v], new[t] = new[t], x[v]
             fall -= _edges_cost(v, x, graph)
-            _change(v, x[v], 1.0, x, change, graph, node_items, edge_items)
-        fits = fall > smallest
+            _change(v, x[v], 1.0, x, change, graph, memory)
+        fits = fall > rule.smallest
         more = 0.0
         if fits:
             for r in range(rows):
                 more += change[r]
-                if strict and more > 0.0 and used[r] + more > limit[r]:
+                if rule.strict and more > 0.0 and used[r] + more > limit[r]:
                     fits = False
                     break
         if fits:
@@ -429,31 +473,18 @@ def _take(
 
 @compiled
 def move_regions(
-    x: I,
-    limit: F,
-    items: Any,
-    graph: Graph,
-    used: F,
-    strict: bool,
-    state: I,
-    marks: I,
-    trials: int,
-    most: int,
-    entries: int,
-    smallest: float,
-    room: Any,
-    new: I,
+    x: I, memory: Memory, graph: Graph, used: F, bench: Bench, trials: int, most: int, rule: Rule
 ) -> float:
     """Improve a choice in place: `trials` random regions of up to `most` nodes are given their best labels.
 
-    `graph` holds the costs to improve, which may contain prices of memory; `used` is the usage of `x` and follows it;
-    where `strict`, it stays within `limit` (rows above it do not rise). Returns by how much the costs fell.
+    `graph` holds the costs to improve, which may contain prices of memory; `used` is the usage of `x` and follows it.
+    Returns by how much the costs fell.
     """
-    n = len(graph[0]) - 1
+    n = len(graph.noff) - 1
     gained = 0.0
     for _ in range(trials):
-        marks[0] += 1
-        count = _ball(random_below(state, n), most, state, graph, room[0], marks[0], room[1])
-        _best_labels(count, marks[0], x, graph, state, entries, room, new)
-        gained += _take(count, marks[0], x, used, limit, strict, smallest, graph, items, room, new)
+        bench.marks[0] += 1
+        count = _ball(random_below(bench.state, n), most, bench.marks[0], graph, bench)
+        _best_labels(count, bench.marks[0], x, graph, bench, rule.largest)
+        gained += _take(count, x, used, memory, graph, bench, rule)
     return gained

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.solver.kernels import F, Graph, I, _shift, compiled
+from autoshard.solver.kernels import F, Graph, I, Memory, compiled, inlined, least, shift
 
 
 @compiled
@@ -21,13 +21,28 @@ def random_below(state: I, below: int) -> int:
     return drawn
 
 
-@compiled
-def _grow(seed: int, most: int, state: I, graph: Graph, stamp: I, mark: int, members: I, parent: I, by: I) -> int:
-    """Members of an induced tree around `seed`, parents before children, and how many.
+class Tree(NamedTuple):
+    """Members of an induced tree, parents before children.
 
-    A node joins when just one member is its neighbour; the edge to it is `by`.
+    `parent` is a place among them, `by` the edge to it, `new` their new labels; `stamp` of a node is the number of the
+    tree that it was in last.
     """
-    _, _, low, high, _, _, _, _, _, first, edge, side = graph
+
+    members: I
+    parent: I
+    by: I
+    new: I
+    stamp: I
+
+
+@compiled
+def _grow(seed: int, most: int, state: I, graph: Graph, mark: int, tree: Tree) -> int:
+    """Make `tree` number `mark`, around `seed`, of up to `most` members; how many it has.
+
+    A node joins when just one member is its neighbour.
+    """
+    low, high, first, edge, side = graph.low, graph.high, graph.first, graph.edge, graph.side
+    members, parent, by, _, stamp = tree
     members[0], parent[0], by[0] = seed, -1, -1
     stamp[seed] = mark
     count, at = 1, 0
@@ -56,12 +71,37 @@ def _grow(seed: int, most: int, state: I, graph: Graph, stamp: I, mark: int, mem
     return count
 
 
+@inlined
+def label_costs(v: int, mark: int, stamp: I, x: I, graph: Graph, out: F) -> None:
+    """Cost of each label of node v and of its edges to nodes that are not stamped with `mark`."""
+    noff, eoff, pairwise, width, koff, kind = (
+        graph.noff, graph.eoff, graph.pairwise, graph.width, graph.koff, graph.kind,
+    )  # fmt: skip
+    k = noff[v + 1] - noff[v]
+    for a in range(k):
+        out[a] = graph.unary[noff[v] + a]
+    for q in range(graph.first[v], graph.first[v + 1]):
+        e = graph.edge[q]
+        lower = graph.side[q] == 0
+        u = graph.high[e] if lower else graph.low[e]
+        if stamp[u] == mark:
+            continue
+        if lower:
+            base, c = eoff[e] + kind[koff[2 * e + 1] + x[u]], koff[2 * e]
+            for a in range(k):
+                out[a] += pairwise[base + kind[c + a] * width[e]]
+        else:
+            base, c = eoff[e] + kind[koff[2 * e] + x[u]] * width[e], koff[2 * e + 1]
+            for a in range(k):
+                out[a] += pairwise[base + kind[c + a]]
+
+
 @compiled
-def _best_labels(
-    count: int, members: I, parent: I, by: I, stamp: I, mark: int, x: I, graph: Graph, moff: I, new: I
-) -> Any:
+def _best_labels(count: int, mark: int, x: I, graph: Graph, tree: Tree) -> Any:
     """The cheapest labels `new` of a tree's members, all else fixed, by dynamic programming; (their cost, the old)."""
-    noff, unary, low, high, eoff, pairwise, width, koff, kind, first, edge, side = graph
+    noff, low, high, eoff, pairwise = graph.noff, graph.low, graph.high, graph.eoff, graph.pairwise
+    width, koff, kind, moff = graph.width, graph.koff, graph.kind, graph.moff
+    members, parent, by, new, stamp = tree
     widest = 1
     for t in range(count):
         widest = max(widest, noff[members[t] + 1] - noff[members[t]])
@@ -70,22 +110,8 @@ def _best_labels(
     given, holder = np.empty(widest), np.empty(widest, np.int64)
     old = 0.0
     for t in range(count):
-        i = members[t]
-        k = noff[i + 1] - noff[i]
-        for a in range(k):
-            theta[t, a] = unary[noff[i] + a]
-        for q in range(first[i], first[i + 1]):
-            e = edge[q]
-            if side[q] == 0:
-                if stamp[high[e]] != mark:
-                    base, c = eoff[e] + kind[koff[2 * e + 1] + x[high[e]]], koff[2 * e]
-                    for a in range(k):
-                        theta[t, a] += pairwise[base + kind[c + a] * width[e]]
-            elif stamp[low[e]] != mark:
-                base, c = eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e], koff[2 * e + 1]
-                for a in range(k):
-                    theta[t, a] += pairwise[base + kind[c + a]]
-        old += theta[t, x[i]]
+        label_costs(members[t], mark, stamp, x, graph, theta[t])
+        old += theta[t, x[members[t]]]
         if t > 0:
             e = by[t]
             old += pairwise[eoff[e] + kind[koff[2 * e] + x[low[e]]] * width[e] + kind[koff[2 * e + 1] + x[high[e]]]]
@@ -113,84 +139,65 @@ def _best_labels(
             follow[t, b] = holder[best]
         for a in range(noff[members[p] + 1] - noff[members[p]]):
             theta[p, a] += out[kind[d + a]]
-    root = 0
-    for a in range(1, noff[members[0] + 1] - noff[members[0]]):
-        if theta[0, a] < theta[0, root]:
-            root = a
-    new[0] = root
+    new[0] = least(theta[0], noff[members[0] + 1] - noff[members[0]])
     for t in range(1, count):
         e = by[t]
         d = koff[2 * e + 1] if low[e] == members[t] else koff[2 * e]
         new[t] = follow[t, kind[d + new[parent[t]]]]
-    return theta[0, root], old
+    return theta[0, new[0]], old
 
 
-@compiled
-def _swap(t: int, members: I, new: I, x: I, used: F, graph: Graph, node_items: Any, edge_items: Any) -> None:
+@inlined
+def _swap(t: int, tree: Tree, x: I, used: F, graph: Graph, memory: Memory) -> None:
     """Exchange the label of member `t` and its new one; `used` follows. Twice is as before."""
-    i = members[t]
+    i, new = tree.members[t], tree.new
     if new[t] != x[i]:
         old = x[i]
-        _shift(i, old, -1.0, x, used, graph, node_items, edge_items)
+        shift(i, old, -1.0, x, used, graph, memory.node_items, memory.edge_items)
         x[i] = new[t]
-        _shift(i, new[t], 1.0, x, used, graph, node_items, edge_items)
+        shift(i, new[t], 1.0, x, used, graph, memory.node_items, memory.edge_items)
         new[t] = old
 
 
-@compiled
-def _take(
-    count: int, members: I, new: I, x: I, used: F, room: F, graph: Graph, node_items: Any, edge_items: Any
-) -> bool:
+@inlined
+def _take(count: int, tree: Tree, x: I, used: F, graph: Graph, memory: Memory) -> bool:
     """Give the members their new labels if that fits (`used` follows), else leave all as it is."""
-    rows = len(room)
     for t in range(count):
-        _swap(t, members, new, x, used, graph, node_items, edge_items)
+        _swap(t, tree, x, used, graph, memory)
     fits = True
-    for r in range(rows):
-        if used[r] > room[r]:
+    for r in range(len(used)):
+        if used[r] > memory.room[r]:
             fits = False
             break
     if fits:
         return True
     for t in range(count - 1, -1, -1):
-        _swap(t, members, new, x, used, graph, node_items, edge_items)
+        _swap(t, tree, x, used, graph, memory)
     return False
 
 
 @compiled
-def move_trees(
-    x: I,
-    room: F,
-    node_items: Any,
-    edge_items: Any,
-    graph: Graph,
-    used: F,
-    moff: I,
-    state: I,
-    trials: int,
-    most: int,
-    smallest: float,
-) -> float:
+def move_trees(x: I, memory: Memory, graph: Graph, used: F, state: I, trials: int, most: int, smallest: float) -> float:
     """Improve a feasible choice in place: `trials` random trees of up to `most` nodes are given their best labels.
 
     A tree whose best labels do not fit is tried again at half its size. `graph` holds the costs to improve, which may
     contain prices of memory; `used` is the usage of `x` and follows it. Returns by how much the costs fell.
     """
-    n = len(graph[0]) - 1
-    stamp = np.full(n, -1, np.int64)
+    n = len(graph.noff) - 1
     members, parent = np.empty(most, np.int64), np.empty(most, np.int64)
     by, new = np.empty(most, np.int64), np.empty(most, np.int64)
+    tree = Tree(members, parent, by, new, np.full(n, -1, np.int64))
     gained, mark = 0.0, 0
     for _ in range(trials):
         seed = random_below(state, n)
         size = 1 + random_below(state, most)
         while size > 0:
-            count = _grow(seed, size, state, graph, stamp, mark, members, parent, by)
-            cost, old = _best_labels(count, members, parent, by, stamp, mark, x, graph, moff, new)
+            count = _grow(seed, size, state, graph, mark, tree)
+            cost, old = _best_labels(count, mark, x, graph, tree)
             mark += 1
             if not cost < old - smallest:
                 break
-            if _take(count, members, new, x, used, room, graph, node_items, edge_items):
+            if _take(count, tree, x, used, graph, memory):
                 gained += old - cost
                 break
             size = min(size, count) // 2

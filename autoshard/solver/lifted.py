@@ -9,14 +9,10 @@ that are not quite alike share a class, a few sweeps of the whole network put th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from autoshard.solver.kernels import F, I, compiled
-
-if TYPE_CHECKING:
-    from autoshard.solver.dual import Dual
+from autoshard.solver.dual import Dual
+from autoshard.solver.kernels import F, Graph, compiled
 
 ROUNDS = 6
 """Edges that classes look along; see `fold.ROUNDS`. Reduced networks have shorter ways from layer to layer."""
@@ -72,11 +68,10 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 @compiled
-def sweep(
-    backward: bool, noff: I, unary: F, eoff: I, pairwise: F, width: I, koff: I, kind: I, first: I, edge: I, side: I,
-    portion: F, moff: I, message: F,
-) -> None:  # fmt: skip
+def sweep(backward: bool, graph: Graph, portion: F, message: F) -> None:
     """`kernels.sweep` of a quotient: of entry q of a class, each member has `portion[q]` edges; no bound, no choice."""
+    noff, unary, eoff, pairwise, width = graph.noff, graph.unary, graph.eoff, graph.pairwise, graph.width
+    koff, kind, first, edge, side, moff = graph.koff, graph.kind, graph.first, graph.edge, graph.side, graph.moff
     n = len(noff) - 1
     widest = 1
     for i in range(n):
@@ -166,10 +161,13 @@ class _Quotient:
 
     def ascend(self) -> None:
         """Sweep."""
-        shape = (self.eoff, self.pairwise, self.width, self.koff, self.dual.kind, self.first, self.edge, self.side)
+        matrices = self.eoff, self.pairwise, self.width, self.koff, self.dual.kind
+        graph = Graph(
+            self.noff, self.unary, self.low, self.high, *matrices, self.first, self.edge, self.side, self.moff
+        )
         for _ in range(SWEEPS):
             for backward in (False, True):
-                sweep(backward, self.noff, self.unary, *shape, self.portion, self.moff, self.message)
+                sweep(backward, graph, self.portion, self.message)
 
     def give(self) -> None:
         """The messages of each edge's class, as its part of them."""

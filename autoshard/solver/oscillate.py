@@ -49,13 +49,10 @@ class Oscillation:
 
         self._dual, self._kernels = dual, kernels_region
         self._rng = np.random.default_rng(seed)
-        self._state = np.array([2 * seed + 0x9E3779B97F4A7C15], np.uint64)
-        self._marks = np.zeros(1, np.int64)
-        self._limit, *items = dual.memory()
-        self._items = tuple(items)
+        self._memory = dual.memory()
+        self._limit = self._memory.room
         count = len(dual.nodes)
-        self._bench = kernels_region.bench(count, len(dual.low), ENTRIES)
-        self._new = np.zeros(count, np.int64)
+        self._bench = kernels_region.bench(count, len(dual.low), ENTRIES, seed)
         self._plain = dual.priced(np.zeros(len(self._limit)))
         self._x = dual.x.copy()
         self._multipliers: Array = dual.best_multipliers.copy()
@@ -134,11 +131,11 @@ class Oscillation:
         size = min(len(x), REGIONS[self._turn % len(REGIONS)])
         self._turn += 1
         used = self._dual.usage(x)
+        rule = self._kernels.Rule(strict, self._smallest, LARGEST)
         gained, left = 0.0, max(1, int(COVER * len(x) / size))
         while left > 0:
             trials = min(CHUNK, left)
-            fixed = self._state, self._marks, trials, size, LARGEST, self._smallest, self._bench, self._new
-            gained += self._kernels.move_regions(x, self._limit, self._items, graph, used, strict, *fixed)
+            gained += self._kernels.move_regions(x, self._memory, graph, used, self._bench, trials, size, rule)
             left -= trials
             if time.perf_counter() > deadline:
                 break

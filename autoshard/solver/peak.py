@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.solver import ilp
+from autoshard.solver.dual import Dual
 from autoshard.solver.network import Network
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, LeastUsage, Problem
@@ -100,8 +101,6 @@ def _repaired(problem: Problem, net: Network, deadline: float) -> list[int] | No
     """A choice with a low peak, from local search; None if it violates a pair."""
     choice = [0] * len(net.cost)
     if net.alive:
-        from autoshard.solver.dual import Dual
-
         dual = Dual(net)
         dual.multipliers[:] = (
             1.0  # there are no costs: every row weighs the same, and the choice uses little everywhere

@@ -45,8 +45,8 @@ class TreeSearch:
         self._dual, self._kernels = dual, kernels_tree
         self._rng = np.random.default_rng(seed)
         self._state = np.array([2 * seed + 0x9E3779B97F4A7C15], np.uint64)
-        self._room, self._node_items, self._edge_items = dual.memory()
-        self._plain = dual.priced(np.zeros(len(self._room)))
+        self._memory = dual.memory()
+        self._plain = dual.priced(np.zeros(len(self._memory.room)))
         self._step = 0.0
         self.best: list[int] | None = None
 
@@ -90,11 +90,8 @@ class TreeSearch:
         gained, left = 0.0, max(LEAST_TREES, TREES_PER_NODE * len(x))
         used: Array = self._dual.usage(x)
         while left > 0:
-            room = self._room, self._node_items, self._edge_items
             trials = min(CHUNK, left)
-            gained += self._kernels.move_trees(
-                x, *room, graph, used, self._dual.moff, self._state, trials, TREE, self._step
-            )
+            gained += self._kernels.move_trees(x, self._memory, graph, used, self._state, trials, TREE, self._step)
             left -= trials
             if time.perf_counter() > deadline:
                 break

@@ -20,22 +20,21 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoshard.solver import ilp
+from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.objective import evaluate
+from autoshard.solver.oscillate import Oscillation
 from autoshard.solver.peak import explain, least_peak
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.reduce import reduce
+from autoshard.solver.search import TreeSearch
 from autoshard.solver.start import first_choices, least_sum
-
-if TYPE_CHECKING:
-    from autoshard.solver.dual import Dual
 
 GAP_TOLERANCE = 1e-9
 """OPTIMAL means objective - bound <= this fraction of the objective: the rounding of float64 sums over thousands of
@@ -307,7 +306,6 @@ class _Run:
 
     def _core(self, net: Network) -> None:
         """Bound, choices and fixing by the dual, then the integer program of what is left."""
-        from autoshard.solver.dual import Dual
         from autoshard.solver.lifted import hand_on
 
         multipliers: dict[int, float] = {}  # by the point of time of a memory row
@@ -370,7 +368,6 @@ class _Run:
 
     def _searched(self, net: Network, dual: Dual, choice: list[int], *, patience: int) -> list[int]:
         """The outcome of a search over trees from a feasible choice, offered."""
-        from autoshard.solver.search import TreeSearch
 
         self._searches += 1
         search = TreeSearch(dual, self.seed + self._searches)
@@ -388,7 +385,6 @@ class _Run:
         They exchange multipliers and costs after a number of sweeps and rounds, not of seconds: what comes out does
         not depend on which of them is faster.
         """
-        from autoshard.solver.oscillate import Oscillation
 
         search = Oscillation(dual, self.seed)
         if held is not None:

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from autoshard.stablehlo.context import mlir_context
+
 BYTECODE = b"ML\xefR"
 PORTABLE = BYTECODE + b"\rStableHLO_v"
 """How the bytecode of a portable artifact (VHLO) begins."""
@@ -110,8 +112,6 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most := (8 << 30) + 100 * len(content), most))
     from jaxlib._jax import mlir
     from jaxlib.mlir import ir
-
-    from autoshard.stablehlo.context import mlir_context
 
     with mlir_context():
         try:

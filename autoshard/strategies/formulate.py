@@ -41,6 +41,7 @@ from autoshard.strategies.space import (
     Specs,
     Strategies,
     Sum,
+    Variants,
     argument_specs,
     op_specs,
     plain,
@@ -295,11 +296,8 @@ class _Builder:
                     self.graph,
                     self.mesh,
                     rule_for,
-                    scatter=key.scatter,
-                    defer=key.defer,
-                    sums=key.sums,
-                    merged=self.device.compiler.sums_dims_at_once,
-                    priced=self.partitioner.alone,
+                    Variants(key.scatter, key.defer, key.sums, merged=self.device.compiler.sums_dims_at_once),
+                    self.partitioner.alone,
                 )
                 self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
             ways, costs = self._by_shape[key]

@@ -335,26 +335,34 @@ def sum_of_partials(group: Group, graph: Graph, deferrable: Container[Value]) ->
     return Sum(tuple(local[leaf] for leaf in leaves[best]), local[best])
 
 
+class Variants(NamedTuple):
+    """What a group's strategies may be beside all-reducing a sum where it is made.
+
+    Attributes:
+        scatter: its one output may be reduce-scattered.
+        defer: its one output may be left partial, for its reader to sum.
+        sums: it may take partial values and all-reduce their sum once.
+        merged: what is summed along several dims is all-reduced once (TPU, GPU), not once per dim (CPU).
+    """
+
+    scatter: bool
+    defer: bool = False
+    sums: Sum | None = None
+    merged: bool = True
+
+
 def strategies(
     group: Group,
     groups: Groups,
     graph: Graph,
     mesh: Mesh,
     rule_of: RuleOf,
-    *,
-    scatter: bool,
-    defer: bool = False,
-    sums: Sum | None = None,
-    merged: bool = True,
+    variants: Variants,
     priced: Priced | None = None,
 ) -> Strategies:
     """All strategies of a group.
 
     Args:
-        scatter: allow variants that reduce-scatter its one output.
-        defer: allow variants that leave its one output partial, for its reader to sum.
-        sums: allow variants that take partial values and all-reduce their sum once.
-        merged: what is summed along several dims is all-reduced once (TPU, GPU), not once per dim (CPU).
         priced: what the partitioner makes of an op under the shardings of its operands and results, None where that
             has wrong numbers; asked for ops that are groups of their own, where it need not be what the factors say.
     """
@@ -362,64 +370,41 @@ def strategies(
     local: dict[Value, int] = {value: index for index, value in enumerate((*group.inputs, *group.made(graph)))}
     outputs = [local[value] for value in group.outputs]
     item = [dtype_bytes(graph.type_of(value).dtype) for value in local]
+    made_by = [position for position, op in enumerate(group.ops) for _ in group.results(graph.ops[op])]
+    alone = graph.ops[group.ops[0]] if len(group.ops) == 1 else None
     rows: list[_Row] = []
     for assignment in assignments(shape, mesh):
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
         partial: tuple[str, ...] = ()  # in the order of the devices in the all-reduce's groups
-        value = len(group.inputs)
-        for position, op_id in enumerate(group.ops):
-            for _ in group.results(graph.ops[op_id]):
-                mentioned = {f for dim in shape.value_dims[value] for f in dim}
-                summed = shape.reduces[position] - mentioned  # batch_norm: the mean is partial, y is not
-                axes = mesh.in_order(a for f in summed for a in assignment[f])
-                if axes:
-                    size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
-                    whole = [assignment[f] for f in sorted(summed) if assignment[f]]
-                    for over in [axes] if merged else map(mesh.in_order, whole):
-                        collectives.append(Collective("all-reduce", over, size, op=position))
-                    if value in outputs:
-                        partial = whole[0] if len(whole) == 1 else axes
-                value += 1
-        if priced is not None and len(group.ops) == 1 and graph.ops[group.ops[0]].kind not in AS_FACTORS:
-            op = graph.ops[group.ops[0]]
-            reads = [specs[local[value]] if value in local else None for value in op.operands]
-            found = priced(op, reads, specs[len(group.inputs) :])
+        for value, position in enumerate(made_by, start=len(group.inputs)):
+            mentioned = {f for dim in shape.value_dims[value] for f in dim}
+            summed = shape.reduces[position] - mentioned  # batch_norm: the mean is partial, y is not
+            axes = mesh.in_order(a for f in summed for a in assignment[f])
+            if axes:
+                size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
+                whole = [assignment[f] for f in sorted(summed) if assignment[f]]
+                for over in [axes] if variants.merged else map(mesh.in_order, whole):
+                    collectives.append(Collective("all-reduce", over, size, op=position))
+                if value in outputs:
+                    partial = whole[0] if len(whole) == 1 else axes
+        if priced is not None and alone is not None and alone.kind not in AS_FACTORS:
+            reads = [specs[local[value]] if value in local else None for value in alone.operands]
+            found = priced(alone, reads, specs[len(group.inputs) :])
             if found is None:
                 continue
             if _totals(found) != _totals(collectives):
                 collectives, partial = [replace(each, op=0) for each in found], ()
-        inputs: list[Sharded] = [*specs[: len(group.inputs)]]
         pinned = [specs[index] for index in outputs]
-        rows.append(_Row(assignment, inputs, pinned, [*pinned], tuple(collectives)))
+        row = _Row(assignment, [*specs[: len(group.inputs)]], pinned, [*pinned], tuple(collectives))
+        rows.append(row)
         if len(outputs) == 1 and partial and len(collectives) == 1:
-            if scatter:
-                sizes = shape.value_shapes[outputs[0]]
-                for spec in scattered(pinned[0], sizes, partial, mesh):
-                    how = _scatter_kind_of(sizes, pinned[0], spec, partial, mesh)
-                    moved = replace(collectives[0], kind=how, axes=mesh.in_order(partial))
-                    rows.append(_Row(assignment, inputs, pinned, [spec], (moved,)))
-            if defer:
-                rows.append(_Row(assignment, inputs, pinned, [Partial(pinned[0], partial)], ()))
-        if sums is not None:
-            root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
-            for axes, before, after in _reductions(root, shape_of_root, mesh):
-                if sums.moved and (before != root or after == root):
-                    continue
-                kind: CollectiveKind = (
-                    "all-reduce" if before == after else _scatter_kind_of(shape_of_root, before, after, axes, mesh)
-                )
-                size = math.prod(mesh.shard_shape(shape_of_root, before)) * item[sums.root]
-                once = Collective(kind, mesh.in_order(axes), size, op=len(group.ops) - 1)
-                terms: list[Sharded] = [
-                    Partial(specs[i] if sums.moved else before, axes) if i in sums.leaves else spec
-                    for i, spec in enumerate(inputs)
-                ]
-                if after == root:
-                    rows.append(_Row(assignment, terms, pinned, [*pinned], (*collectives, once)))
-                elif scatter and outputs == [sums.root] and not collectives:
-                    rows.append(_Row(assignment, terms, pinned, [after], (once,)))
+            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, mesh, variants)
+        if variants.sums is not None:
+            alone_out = variants.scatter and outputs == [variants.sums.root] and not collectives
+            size = item[variants.sums.root]
+            rows += _summed_once(row, specs, shape, variants.sums, mesh, scattered=alone_out, item=size)
     ways = np.array(
         [[mesh.ways(a for f in own for a in row.assignment[f]) for own in shape.op_factors] for row in rows], float
     )
@@ -432,6 +417,45 @@ def strategies(
         flop_ways=ways,
         collectives=tuple(row.collectives for row in rows),
     )
+
+
+def _unsummed(row: _Row, shape: Sequence[int], partial: tuple[str, ...], mesh: Mesh, variants: Variants) -> list[_Row]:
+    """The strategies whose one output, partial over `partial`, is reduce-scattered, or summed by its reader."""
+    pinned, (collective,) = row.pinned[0], row.collectives
+    rows = []
+    if variants.scatter:
+        for spec in scattered(pinned, shape, partial, mesh):
+            how = _scatter_kind_of(shape, pinned, spec, partial, mesh)
+            moved = replace(collective, kind=how, axes=mesh.in_order(partial))
+            rows.append(row._replace(outputs=[spec], collectives=(moved,)))
+    if variants.defer:
+        rows.append(row._replace(outputs=[Partial(pinned, partial)], collectives=()))
+    return rows
+
+
+def _summed_once(
+    row: _Row, specs: Sequence[Spec], shape: GroupShape, sums: Sum, mesh: Mesh, *, scattered: bool, item: int
+) -> list[_Row]:
+    """The strategies that take partial values and reduce their sum once, whose elements have `item` bytes."""
+    root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
+    rows = []
+    for axes, before, after in _reductions(root, shape_of_root, mesh):
+        if sums.moved and (before != root or after == root):
+            continue
+        kind: CollectiveKind = (
+            "all-reduce" if before == after else _scatter_kind_of(shape_of_root, before, after, axes, mesh)
+        )
+        size = math.prod(mesh.shard_shape(shape_of_root, before)) * item
+        once = Collective(kind, mesh.in_order(axes), size, op=len(shape.op_factors) - 1)
+        terms: list[Sharded] = [
+            Partial(specs[i] if sums.moved else before, axes) if i in sums.leaves else spec
+            for i, spec in enumerate(row.inputs)
+        ]
+        if after == root:
+            rows.append(row._replace(inputs=terms, collectives=(*row.collectives, once)))
+        elif scattered:
+            rows.append(row._replace(inputs=terms, outputs=[after], collectives=(once,)))
+    return rows
 
 
 def _totals(collectives: Iterable[Collective]) -> Counter[tuple[str, AxisGroup]]:

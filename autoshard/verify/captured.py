@@ -23,13 +23,15 @@ from autoshard.frontends.tracing.inputs import key_name
 from autoshard.lower.arrays import to_numpy
 from autoshard.lower.host_scalars import HostScalars
 from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax
+from autoshard.mesh import Spec
+from autoshard.plans.value import Plan
+from autoshard.program import Program, TensorType
+from autoshard.stablehlo.annotate import annotate, check_steps
+from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
 
 if TYPE_CHECKING:
     import torch
 
-    from autoshard.mesh import Spec
-    from autoshard.plans.value import Plan
-    from autoshard.program import Program, TensorType
 
 Kind = Literal["parameter", "buffer", "optimizer_state"]
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
@@ -50,9 +52,6 @@ class CapturedStep:
     ) -> None:
         """Compile it."""
         import jax
-
-        from autoshard.stablehlo.annotate import annotate, check_steps
-        from autoshard.stablehlo.reader import build_graph
 
         check_steps(program)
         self.program, self._plan = program, plan
@@ -162,8 +161,6 @@ def _compiled(module: bytes, devices: list[Any], results: int) -> Any:
     """A module compiled for these CPU devices in little time; results without an annotation are whole on each."""
     from jax._src.lib import _jax
     from jax._src.lib import xla_client as xc
-
-    from autoshard.stablehlo.reader import mlir_context, parse_module
 
     options = xc.CompileOptions()
     build = options.executable_build_options

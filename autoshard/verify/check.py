@@ -5,28 +5,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.cost.machine.device import builtin_kinds, load_device
 from autoshard.cost.machine.layout import device_order, machine
+from autoshard.cost.predict import Prediction, predict
+from autoshard.frontends.choose import capture_of
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Graph
+from autoshard.mesh import Mesh
+from autoshard.plans.value import Plan
+from autoshard.program import Program
+from autoshard.sources import Source
+from autoshard.stablehlo.annotate import annotate, donated
+from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.guard import wrong_sums
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled, compile_module
 from autoshard.verify.fidelity import Fidelity, fidelity
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.judge import Judged, judged
+from autoshard.verify.run import RunReport, run_equal
 from autoshard.verify.schedule import overlapped_seconds
 from autoshard.verify.targets import Target, TargetError, on_target, parse_target
 from autoshard.verify.work import compiled_work
-
-if TYPE_CHECKING:
-    from autoshard.cost.predict import Prediction
-    from autoshard.graph.annotations import Annotations
-    from autoshard.graph.ops import Graph
-    from autoshard.mesh import Mesh
-    from autoshard.plans.value import Plan
-    from autoshard.program import Program
-    from autoshard.sources import Source
-    from autoshard.verify.run import RunReport
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,6 @@ def compare_compiled(
     module: bytes,
 ) -> tuple[VerifyReport, Compiled]:
     """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
-    from autoshard.cost.predict import predict
-    from autoshard.stablehlo.annotate import donated
-    from autoshard.strategies.guard import wrong_sums
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
@@ -176,7 +175,6 @@ def verify_plan(
         PlanMismatchError: the source is another program than the plan's.
         TargetError, CompileError: the target's compiler is missing, or refuses the program.
     """
-    from autoshard.program import Program
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
@@ -194,8 +192,6 @@ def verify_plan(
     say(f"compile for {chosen}")
     report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module)
     if run and not isinstance(source, Program):
-        from autoshard.verify.run import run_equal
-
         say("run")
         report = dataclasses.replace(report, run=run_equal(plan, source, program=graph.program))
     return report
@@ -203,19 +199,11 @@ def verify_plan(
 
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
-    from autoshard.planning import api
-    from autoshard.program import Program
-    from autoshard.stablehlo.annotate import annotate
-    from autoshard.stablehlo.reader import build_graph
 
     if not isinstance(source, Program):
         say("capture")
-        source = api.capture(
-            source.model,
-            source.inputs,
-            loss_fn=source.loss_fn,
-            optimizer=source.optimizer,
-            frontend=plan.program.frontend,
+        source = capture_of(plan.program.frontend)(
+            source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer
         )
     plan.check_program(source)
     graph = build_graph(source)
@@ -227,7 +215,6 @@ def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tup
     """The graph of a source's program, and its module as training under the plan would trace it."""
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.lower.torch_xla.mark_sharding import annotated_program
-    from autoshard.stablehlo.reader import build_graph
 
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.cost.machine.collectives import Collective
 from autoshard.mesh import AxisGroup
 from autoshard.text import columns
-from autoshard.verify.collectives import CompiledCollective
+from autoshard.verify.compiled_collective import CompiledCollective
 
 Key = tuple[str, AxisGroup]
 """Kind and axes."""

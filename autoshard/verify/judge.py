@@ -8,8 +8,9 @@ from typing import Any
 
 from autoshard.cost.machine.device import Device, load_device
 from autoshard.mesh import Mesh
-from autoshard.verify.collectives import CompiledCollective, compiled_collectives
+from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled
+from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.schedule import collective_seconds, kernel_seconds, overlapped_seconds
 from autoshard.verify.work import CompiledWork, compiled_work

@@ -35,15 +35,13 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard import files, workers
 from autoshard.errors import AutoshardError
 from autoshard.plans.value import OpSignature, Plan
-
-if TYPE_CHECKING:
-    from autoshard.program import Program
-    from autoshard.sources import Source
+from autoshard.program import Program
+from autoshard.sources import Source
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2

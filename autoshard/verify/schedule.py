@@ -8,7 +8,8 @@ from autoshard.cost.machine.collectives import CollectiveKind, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.mesh import Mesh
-from autoshard.verify.collectives import CompiledCollective, Reader
+from autoshard.verify.collectives import Reader
+from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.hlo_text import Module
 from autoshard.verify.targets import Family
 from autoshard.verify.work import Kernel, Work

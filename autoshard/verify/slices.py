@@ -14,15 +14,12 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import device_order
 from autoshard.mesh import AxisGroup, Mesh
+from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes, pair_axes
-
-if TYPE_CHECKING:
-    from autoshard.verify.collectives import CompiledCollective
 
 TRANSFERS = {
     "ALL_REDUCE": "all-reduce",

@@ -36,7 +36,7 @@ def planned(monkeypatch):
         calls.append(options)
         return plan_program(*arguments, **options)
 
-    monkeypatch.setattr(api, "plan_program", counted)
+    monkeypatch.setattr("autoshard.auto.plan_cache.plan_program", counted)
     return calls
 
 
@@ -132,15 +132,15 @@ def test_a_cache_that_cannot_be_written_is_no_error(program, monkeypatch, tmp_pa
 
 CHILD = """
 import sys
-from autoshard import api, files, plan_cache
+from autoshard.auto import plan_cache
 from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
 
-made = api.plan_program
+made = plan_cache.plan_program
 def counted(*arguments, **options):
     print("planned")
     return made(*arguments, **options)
-api.plan_program = counted
+plan_cache.plan_program = counted
 print(plan_cache.cached_plan(read_program(sys.argv[1]), Mesh((2, 2))).to_json().count("spec"))
 """
 

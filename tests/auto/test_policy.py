@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch_xla")
 
 import autoshard
-from autoshard import auto
+from autoshard.auto import policy as auto
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUAL = 1e-5

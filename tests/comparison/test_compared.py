@@ -158,7 +158,7 @@ def test_sweeps_and_shardings_are_drawn(compared):
 
 
 def test_bytes_are_summed_over_axes():
-    from autoshard.comparison.compared import bytes_by_kind
+    from autoshard.show.report import bytes_by_kind
 
     totals = tuple(CollectiveTotal("all-gather", (axis,), 1, 5) for axis in ("data", "model"))
     assert bytes_by_kind(Predicted(1.0, 1.0, 0.0, 1.0, 0.1, totals, 1)) == {"all-gather": 10}

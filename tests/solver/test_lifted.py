@@ -55,9 +55,8 @@ def test_what_is_fixed_is_measured_from_the_bound_of_the_sweep_itself(seed, swee
         dual.sweep()
     if dual.impossible:
         return
-    last = dual._kernels.sweep(
-        True, dual._graph(), dual.moff, dual.message, dual.x, np.zeros_like(dual.unary), dual._picked
-    )
+    share = np.zeros_like(dual.unary)
+    last = dual._kernels.sweep(True, dual._graph(), dual.message, dual.x, share, dual._picked)
     dual._best = (dual.message.copy(), dual.multipliers.copy(), dual.x.copy())
     upper = 2.0 * abs(last) + 1.0
     *_, allowed = dual._slacks(upper + net.offset - float(dual.multipliers @ dual.room))

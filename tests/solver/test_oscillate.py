@@ -34,10 +34,9 @@ def region_moved(net, start, *, entries, regions=1, most=None):
     search = Oscillation(dual)
     x = np.array([start[int(v)] for v in dual.nodes], np.int64)
     used = dual.usage(x)
-    fixed = search._marks, regions, most or len(x), entries, 0.0, search._bench, search._new
-    fell = search._kernels.move_regions(
-        x, search._limit, search._items, search._plain, used, False, search._state, *fixed
-    )
+    rule = search._kernels.Rule(strict=False, smallest=0.0, largest=entries)
+    fixed = search._memory, search._plain, used, search._bench
+    fell = search._kernels.move_regions(x, *fixed, regions, most or len(x), rule)
     assert used == pytest.approx(dual.usage(x), abs=1e-9)
     return dual.named(x), fell
 

@@ -16,6 +16,7 @@ from autoshard.strategies.space import (
     Partial,
     Strategies,
     Sum,
+    Variants,
     _scatter_kind_of,
     argument_specs,
     fits,
@@ -36,7 +37,7 @@ def array(*shape: int):
 
 def ways(graph: Graph, group: int = 0, mesh: Mesh = MESH, *, scatter: bool = True) -> Strategies:
     groups = fusion_groups(graph)
-    return strategies(groups.groups[group], groups, graph, mesh, rule_for, scatter=scatter)
+    return strategies(groups.groups[group], groups, graph, mesh, rule_for, Variants(scatter))
 
 
 def test_a_dot_has_batch_row_column_and_contracted_strategies():
@@ -137,11 +138,11 @@ def test_terms_of_a_sum_may_stay_partial_until_it_is_taken():
     terms = {value for group in products for value in group.outputs}
     found = sum_of_partials(total, graph, terms)
     assert found == Sum((0, 1), 2)
-    product = strategies(products[0], groups, graph, MESH, rule_for, scatter=False, defer=True)
+    product = strategies(products[0], groups, graph, MESH, rule_for, Variants(False, defer=True))
     left = [s for s in range(len(product)) if product.outputs[0][s] == Partial((("x",), ()), ("y",))]
     assert left
     assert all(product.collectives[s] == () for s in left)
-    summed = strategies(total, groups, graph, MESH, rule_for, scatter=False, sums=found)
+    summed = strategies(total, groups, graph, MESH, rule_for, Variants(False, sums=found))
     taken = [s for s in range(len(summed)) if summed.inputs[0][s] == Partial((("x",), ()), ("y",))]
     assert all(summed.inputs[1][s] == summed.inputs[0][s] for s in taken)
     found_kinds = {(*summed.outputs[0][s], *((c.kind, c.axes, c.bytes) for c in summed.collectives[s])) for s in taken}
@@ -171,7 +172,7 @@ def test_a_cpu_sums_along_two_dims_one_after_the_other():
     graph = graph_of(lambda x: jnp.sum(x, axis=(0, 1)), array(8, 16, 32))
     groups = fusion_groups(graph)
     for merged, kinds in ((True, [("x", "y")]), (False, [("x",), ("y",)])):
-        found = strategies(groups.groups[0], groups, graph, MESH, rule_for, scatter=False, merged=merged)
+        found = strategies(groups.groups[0], groups, graph, MESH, rule_for, Variants(False, merged=merged))
         (chosen,) = [s for s in range(len(found)) if found.inputs[0][s] == (("x",), ("y",), ())]
         assert [c.axes for c in found.collectives[chosen]] == kinds
 

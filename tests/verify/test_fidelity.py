@@ -7,7 +7,7 @@ from autoshard.cost.machine.collectives import Collective, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import load_device
 from autoshard.mesh import AxisPart, Mesh
-from autoshard.verify.collectives import CompiledCollective
+from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.fidelity import fidelity
 from autoshard.verify.judge import judged
 from autoshard.verify.schedule import collective_seconds, kernel_seconds

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from autoshard.cost.machine.measure_jax import JaxBackend
+from autoshard.cost.machine.measure_torch import TorchBackend
 from autoshard.workers import end_with_parent
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -179,13 +181,11 @@ def _torch_sees_cuda() -> bool:
 
 
 def _jax(platform: str | None, devices: int | None) -> Backend:
-    from autoshard.cost.machine.measure_jax import JaxBackend
 
     return JaxBackend(platform, devices)
 
 
 def _torch(platform: str | None) -> Backend:
-    from autoshard.cost.machine.measure_torch import TorchBackend
 
     return TorchBackend(platform)
 

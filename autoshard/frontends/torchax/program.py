@@ -47,6 +47,8 @@ from autoshard.frontends.tracing.trace import (
     trace_step,
 )
 from autoshard.program import Argument, Program, TensorType
+from autoshard.stablehlo.inline import inline_calls
+from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context
 
 FRONTEND = "torchax"
 
@@ -259,8 +261,6 @@ class _Module:
         """MLIR bytecode."""
         import io
 
-        from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context
-
         with mlir_context(), jax_types():
             module = _parsed(self._text())
             _inline(module)
@@ -449,8 +449,6 @@ def _parsed(text: str) -> Any:
 def _inline(module: Any) -> None:
     """Inline the ops' functions, each op under the label of the call that it came from."""
     from jaxlib.mlir import ir
-
-    from autoshard.stablehlo.inline import inline_calls
 
     def of(op: Any, caller: Any) -> Any:
         return caller if caller is not None else (op.location if op.name == "func.call" else None)

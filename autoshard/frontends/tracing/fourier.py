@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from autoshard.errors import CaptureError
+from autoshard.frontends.tracing import ops
 
 LONGEST = 4096
 """Numbers along a transformed dim; the matrix of roots has their square."""
@@ -89,7 +90,6 @@ def _roots(size: int, rows: int, columns: int, like: torch.Tensor) -> tuple[torc
 
 
 def _times(x: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
-    from autoshard.frontends.tracing import ops
 
     letters = "abcdefghijklm"[: x.dim()]
     out = letters.replace(letters[dim], "z")

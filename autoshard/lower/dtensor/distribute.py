@@ -34,7 +34,7 @@ from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import put
 from autoshard.lower.begin import create_state
 from autoshard.lower.dtensor.errors import say_where
-from autoshard.lower.dtensor.modules import Border, border_of, placed, reduced
+from autoshard.lower.dtensor.modules import Border, Placements, border_of, placed, placements, reduced
 from autoshard.lower.dtensor.rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.lower.torch_xla import place
@@ -42,16 +42,9 @@ from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plans.value import Plan, TensorPlan
 from autoshard.program import PYTORCH
 
-Placements = tuple[Placement, ...]
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 """DTensor's rules for the backward passes of these take their weights whole (torch 2.9: `native_layer_norm_backward`
 hands its kernel the shard that it is given)."""
-
-
-def placements(mesh: Mesh, spec: Spec) -> Placements:
-    """A spec in DTensor's words: per mesh axis which dim it splits. Axes on one dim split it in the mesh's order."""
-    dims = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
-    return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.axis_names)
 
 
 def in_order(mesh: Mesh, spec: Spec) -> bool:
@@ -258,7 +251,7 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
         inputs = self.lowered.values.inputs.get(self.path, ())
         outputs = self.lowered.values.outputs.get(self.path, ())
         if reads or inputs or outputs or special or isinstance(module, torch.nn.Embedding):
-            border_of(module)(self.lowered, inputs, outputs, reads).install(module)
+            border_of(module)(self.lowered.plan.mesh, device_mesh, inputs, outputs, reads).install(module)
         if self.path == "":
             _Root(self.lowered).install(module)
         return module

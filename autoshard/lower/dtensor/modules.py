@@ -6,20 +6,25 @@ Attention and recurrent modules, inside which DTensor has no rules, run with who
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from autoshard.frontends.tracing.trace import tensor_type
 from autoshard.lower.module_values import BorderValue
-
-if TYPE_CHECKING:
-    from autoshard.lower.dtensor.distribute import DTensorPlan
+from autoshard.mesh import Mesh, Spec
 
 Placements = tuple[Placement, ...]
+
+
+def placements(mesh: Mesh, spec: Spec) -> Placements:
+    """A spec in DTensor's words: per mesh axis which dim it splits. Axes on one dim split it in the mesh's order."""
+    dims = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+    return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.axis_names)
 
 
 class _Placed(torch.autograd.Function):  # type: ignore[misc]
@@ -50,13 +55,15 @@ class Border:
 
     def __init__(
         self,
-        lowered: DTensorPlan,
+        mesh: Mesh,
+        device_mesh: DeviceMesh,
         inputs: Sequence[BorderValue],
         outputs: Sequence[BorderValue],
         reads: Mapping[str, Placements],
     ) -> None:
-        """For a module of the lowered plan."""
-        self.lowered, self.inputs, self.outputs, self.reads = lowered, inputs, outputs, reads
+        """For a module of a plan on `mesh`, which `device_mesh` is."""
+        self.mesh, self.device_mesh = mesh, device_mesh
+        self.inputs, self.outputs, self.reads = inputs, outputs, reads
         self.kept: list[dict[str, Any]] = []
 
     def install(self, module: torch.nn.Module) -> None:
@@ -95,7 +102,7 @@ class Border:
                 return leaf
             kind = tensor_type(leaf)
             spec = wanted.get((kind.shape, kind.dtype))
-            return leaf if spec is None else placed(leaf, self.lowered.placements(spec))
+            return leaf if spec is None else placed(leaf, placements(self.mesh, spec))
 
         return tree_map(one, tree) if wanted else tree
 
@@ -111,7 +118,7 @@ class Attention(Border):
         args, kwargs = super().before(module, args, kwargs)
         query = kwargs["query"] if "query" in kwargs else args[0]
         batch = (0 if module.batch_first else 1) if query.ndim == 3 else None
-        kept: Placements = (Replicate(),) * self.lowered.device_mesh.ndim
+        kept: Placements = (Replicate(),) * self.device_mesh.ndim
         if isinstance(query, DTensor):
             kept = tuple(p if p == Shard(batch) else Replicate() for p in query.placements)
         whole = (Replicate(),) * len(kept)
@@ -148,7 +155,7 @@ class Recurrent(Border):
         batched = not packed and given.ndim == 3
         batch = _batch(module) if batched else None
         split = tuple(isinstance(given, DTensor) and p == Shard(batch) for p in getattr(given, "placements", ()))
-        split = split or (False,) * self.lowered.device_mesh.ndim
+        split = split or (False,) * self.device_mesh.ndim
         along = _along(split, batch)
 
         def local(leaf: Any, placements: Placements) -> Any:
@@ -189,7 +196,7 @@ class Recurrent(Border):
         if size is not None:
             shape = torch.Size(size if dim == batch else each for dim, each in enumerate(leaf.shape))
         stride = torch.empty(shape, device="meta").stride()
-        mesh, along = self.lowered.device_mesh, _along(split, batch)
+        mesh, along = self.device_mesh, _along(split, batch)
         return DTensor.from_local(leaf.contiguous(), mesh, along, run_check=False, shape=shape, stride=stride)
 
 

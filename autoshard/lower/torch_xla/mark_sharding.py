@@ -37,6 +37,8 @@ from autoshard.lower.torch_xla.follower import Follower
 from autoshard.lower.torch_xla.retrace import annotated_program
 from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.plans.value import Plan
+from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.guard import check_compiles, warn_of, warn_of_wrong_sums
 
 __all__ = ["annotate", "annotated_program", "apply", "input_shardings"]
 
@@ -83,8 +85,6 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
 
 def _check_compiles(plan: Plan) -> None:
     """Refuse a plan that no solver made and that the compiler aborts on, where its program is known."""
-    from autoshard.stablehlo.reader import build_graph
-    from autoshard.strategies.guard import check_compiles
 
     if plan.captured is not None and plan.solver is None:
         graph = build_graph(plan.captured)
@@ -92,8 +92,6 @@ def _check_compiles(plan: Plan) -> None:
 
 
 def _warn_of_wrong_sums(plan: Plan) -> None:
-    from autoshard.stablehlo.reader import build_graph
-    from autoshard.strategies.guard import warn_of, warn_of_wrong_sums
 
     program = plan.captured
     if program is None or not any("convolution" in op.name for op in program.ops):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 
 import autoshard
-from autoshard import auto
+from autoshard.auto import policy as auto
 from autoshard.errors import LoweringError
 from autoshard.planning import api
 from tests.lower.torch_xla import scenarios

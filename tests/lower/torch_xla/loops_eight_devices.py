@@ -19,7 +19,7 @@ import torch_xla
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
-from autoshard import auto
+from autoshard.auto import policy as auto
 from autoshard.errors import AutoShardingWarning
 from tests.lower.torch_xla import scenarios
 from tests.lower.torch_xla.annotations_traced import lacking
