@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import annotations
+from compiled import annotations, mesh_on
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from autoshard import api
 from autoshard.graph.ops import Graph
 from autoshard.lower.stablehlo import annotate
-from autoshard.mesh import Mesh
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
 from autoshard.written import captured_graph
@@ -257,7 +256,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def row(graph: Graph, target: str, plan: str) -> dict[str, Any]:
     """One plan, predicted and compiled."""
-    mesh = Mesh.parse(TARGETS[target], device="h100")
+    mesh = mesh_on(target, TARGETS[target])
     chosen = annotations(plan, graph, mesh)
     module = annotate(graph.program, graph, chosen, mesh)
     report, _ = compare_compiled(graph, chosen, mesh, parse_target(target, mesh.size), module)

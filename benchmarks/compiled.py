@@ -34,7 +34,7 @@ from autoshard.lower.stablehlo import annotate
 from autoshard.mesh import Mesh
 from autoshard.solver.random_plans import random_annotations
 from autoshard.verify.check import compare_compiled
-from autoshard.verify.targets import parse_target
+from autoshard.verify.targets import on_target, parse_target
 from autoshard.written import captured_graph
 
 RANDOM_PLANS = 5
@@ -66,8 +66,14 @@ def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
 
 def measured(graph: Graph, mesh_text: str, target_text: str, name: str) -> Row:
     """Compile one plan for one target; figures of the prediction and of the compiled program."""
-    mesh = Mesh.parse(mesh_text, device=target_text.partition(":")[0])
+    mesh = mesh_on(target_text, mesh_text)
     return measured_plan(graph, annotations(name, graph, mesh), mesh, target_text)
+
+
+def mesh_on(target_text: str, mesh_text: str) -> Mesh:
+    """A mesh as it lies on a target, topology included: what plans for that target are made on."""
+    mesh = Mesh.parse(mesh_text, device=target_text.partition(":")[0])
+    return on_target(mesh, parse_target(target_text, mesh.size))
 
 
 def measured_plan(graph: Graph, chosen: Annotations, mesh: Mesh, target_text: str) -> Row:

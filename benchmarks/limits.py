@@ -16,7 +16,7 @@ import time
 from functools import partial
 from typing import Any
 
-from compiled import measured_plan
+from compiled import measured_plan, mesh_on
 from models import MODELS, built, hf, program
 
 from autoshard.cost.device import load_device
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=1.1)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    mesh = Mesh.parse(options.mesh, device=options.target.partition(":")[0])
+    mesh = mesh_on(options.target, options.mesh)
     if options.table == "folded":
         print("model       folded  whole  folded (ms)   whole (ms)      more      gap CPU s folded, whole")
         for name in (options.models or "gpt2-12,vit-12,llama-8").split(","):

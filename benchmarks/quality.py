@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compiled import key, measured_plan, read, sources
+from compiled import key, measured_plan, mesh_on, read, sources
 from models import program
 from tabulate import tabulate
 
@@ -32,7 +32,6 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.rivals import or_by_hand
-from autoshard.verify.targets import on_target, parse_target
 from autoshard.written import captured_graph, predict_annotations
 
 MODELS = [
@@ -76,8 +75,7 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
     known = read(out)
     for target in targets:
         shape = TARGETS[target]
-        mesh = Mesh.parse(shape)
-        mesh = on_target(Mesh.parse(shape, device=target.partition(":")[0]), parse_target(target, mesh.size))
+        mesh = mesh_on(target, shape)
         for model in models:
             row: Row = {"model": model, "target": target, "mesh": shape}
             rows = {name: known.get(key(row | {"plan": name})) for name in wanted}
