@@ -17,7 +17,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs examples notebooks test test-latest lock lint format clean
+.PHONY: help install core demo docs examples notebooks tables test test-latest lock lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -57,6 +57,9 @@ notebooks: $(STAMP) ## run the notebooks at small size; `python notebooks/build.
 
 docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(OUT)/docs
+
+tables: $(STAMP) ## the tables and figures of README.md and docs/, from the rows in benchmarks/results/
+	$(BIN)/python benchmarks/tables.py
 
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -90,8 +90,7 @@ def limited(name: str, mesh: Mesh, target: str, slack: float, compiled: bool) ->
         return f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} none: {error}"
     real = ""
     if compiled:
-        report = measured_plan(graph, written, mesh, target)
-        real = f"{report['memory']['compiled_bytes'] / 1e6:9.1f}"
+        real = f"{measured_plan(graph, written, mesh, target)['compiled_memory'] / 1e6:9.1f}"
     return (
         f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} "
         f"{prediction.peak_memory_bytes / 1e6:9.1f} {real:>9s} {1e3 * most.step_time_s:10.3f} "

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from compiled import sources
 from models import MODELS, program
+from results import Row, made
 
 from autoshard import manual
 from autoshard.decision import plan_graph
@@ -23,8 +22,6 @@ from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.written import captured_graph, predict_annotations
-
-Row = dict[str, Any]
 
 
 def priced(graph: Graph, mesh: Mesh) -> Row:
@@ -68,10 +65,10 @@ def main() -> None:
         graph = None
         for device in options.devices.split(","):
             for mesh in options.meshes.split(","):
-                key = (model, device, mesh, sources())
+                key = (model, device, mesh, made()["sources"])
                 if key not in known:
                     graph = graph or captured_graph(program(model))
-                    row = {"model": model, "device": device, "mesh": mesh, "sources": sources()}
+                    row = {"model": model, "device": device, "mesh": mesh, "sources": made()["sources"]}
                     known[key] = row | priced(graph, Mesh.parse(mesh, device=device))
                     with options.out.open("a") as out:
                         out.write(json.dumps(known[key]) + "\n")
