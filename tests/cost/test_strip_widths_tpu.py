@@ -52,7 +52,7 @@ def test_strips_hold_the_padding_of_the_first_window(window: tuple[int, ...], po
 
 @pytest.mark.parametrize("size", [32, 64, 96])
 def test_the_compiler_cuts_strips_as_wide(size: int) -> None:
-    """Two images to a device, 8 strips each: what the convolution makes is (rows, images in strips, width, features)."""
+    """Two images to a device, 8 strips each; a result is (rows, images in strips, width, features)."""
     pytest.importorskip("libtpu")
     written = Written()
     images, kernel = written.argument((16, 64, size, size)), written.argument((64, 64, 3, 3))
