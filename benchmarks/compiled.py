@@ -35,6 +35,8 @@ from autoshard.verify.targets import on_target, parse_target
 from autoshard.written import captured_graph
 
 RANDOM_PLANS = 2
+TIME_LIMIT_S = 900.0
+"""Of wall time, for the solver: enough for its proof where other work shares the machine."""
 PLANS = ["auto", *manual.PLANS, *(f"random{seed}" for seed in range(RANDOM_PLANS))]
 TARGETS = ["cpu", "h100:8", "h100:2x4", "tpu-v5e:2x4", "tpu-v5p:2x2x2"]
 
@@ -42,7 +44,7 @@ TARGETS = ["cpu", "h100:8", "h100:2x4", "tpu-v5e:2x4", "tpu-v5p:2x2x2"]
 def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
     """The plan called `name`: `auto`, `least` (auto with only the annotations it needs), by hand, or `random<seed>`."""
     if name in ("auto", "least"):
-        chosen = plan_graph(graph, mesh).annotations
+        chosen = plan_graph(graph, mesh, time_limit=TIME_LIMIT_S).annotations
         return least(graph, chosen, mesh) if name == "least" else chosen
     if name.startswith("random"):
         return random_annotations(graph, mesh, int(name.removeprefix("random")))

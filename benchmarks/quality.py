@@ -19,7 +19,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from compiled import measured_plan, mesh_on
+from compiled import TIME_LIMIT_S, measured_plan, mesh_on
 from models import program
 from results import RESULTS, Row, add, current, key, read
 
@@ -40,8 +40,6 @@ TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8", "tpu-v5e:2x4": "2x4", "tpu-v5e:4x
 """Target -> the mesh that plans for it are made on."""
 SOLVER, PLAN = "solver", "plan()"
 """The automatic plans: the solver's alone, and what `plan()` returns."""
-TIME_LIMIT_S = 900.0
-"""Of wall time, for the solver: enough for its proof where other work shares the machine."""
 
 
 def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annotations], dict[str, str]]:

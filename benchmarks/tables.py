@@ -125,7 +125,7 @@ def made(name: str) -> str:
     command, wanted = FILES[name]
     found = rows(name)
     if not found:
-        return f"No row was made of `benchmarks/results/{name}.csv` (`{command}`)."
+        return f"**No row is made yet** (`{command}`)."
     commits, dates, versions = (sorted({row[column] for row in found}) for column in ("commit", "date", "versions"))
     text = (
         f"Rows: `benchmarks/results/{name}.csv`, made by `{command}` ({' to '.join({dates[0]: 0, dates[-1]: 0})}, "
