@@ -162,7 +162,7 @@ def collectives() -> str:
 
 def wrong(row: Row) -> dict[str, float]:
     """What of a row is outside the limits."""
-    found = {"bytes": off(row, "bytes"), "kind": worst_kind(row), "memory": off(row, "memory")}
+    found = {"bytes": row["fidelity"], "kind": worst_kind(row), "memory": off(row, "memory")}
     return {name: found[name] for name, limit in LIMITS.items() if abs(found[name]) > limit}
 
 
@@ -218,8 +218,8 @@ def summary() -> str:
     text = (
         f"Of {len(found)} plans of twelve models, automatic and by hand, {distinct(found)} are distinct programs. The "
         f"bytes of collectives are off by at most {100 * max(row['fidelity'] for row in found):.1f} %, errors not "
-        f"cancelled, and exact in {exact}; each kind is within "
-        f"{100 * max(abs(worst_kind(row)) for row in found):.0f} %; memory is within 15 % in {said}."
+        f"cancelled (as sums {100 * max(abs(off(row, 'bytes')) for row in found):.1f} %), and exact in {exact}; "
+        f"each kind is within {100 * max(abs(worst_kind(row)) for row in found):.0f} %; memory is within 15 % in {said}."
     )
     random = [row for row in rows("compiled") if row["plan"].startswith("random") and "compiled_s" in row]
     if random:
