@@ -219,7 +219,7 @@ def summary() -> str:
         f"Of {len(found)} plans of twelve models, automatic and by hand, {distinct(found)} are distinct programs. The "
         f"bytes of collectives are off by at most {100 * max(row['fidelity'] for row in found):.1f} %, errors not "
         f"cancelled (as sums {100 * max(abs(off(row, 'bytes')) for row in found):.1f} %), and exact in {exact}; "
-        f"each kind is within {100 * max(abs(worst_kind(row)) for row in found):.0f} %; memory is within 15 % in {said}."
+        f"each kind within {100 * max(abs(worst_kind(row)) for row in found):.0f} %; memory within 15 % in {said}."
     )
     random = [row for row in rows("compiled") if row["plan"].startswith("random") and "compiled_s" in row]
     if random:
