@@ -1,8 +1,9 @@
 """How near predicted collectives are to compiled ones: what has no counterpart on the other side, so no errors cancel.
 
 Within one kind and one set of axes a predicted transfer is the counterpart of a compiled one of as many bytes, of the
-same op first, then of any: compilers move labels from op to op. What then is left of one op is compared in total, as a
-transfer may be compiled in pieces. Compiled bytes without a label, which could be any op's, come last.
+same op first, then of any: compilers move labels from op to op. Several equal ones are the counterpart of one that is
+as large as all of them, into which they were joined. What then is left of one op is compared in total, as a transfer
+may be compiled in pieces. Compiled bytes without a label, which could be any op's, come last.
 """
 
 from __future__ import annotations
@@ -211,13 +212,15 @@ def _unmatched(predicted: Transfers, compiled: Transfers) -> int:
     """Bytes of either side that have no counterpart on the other; both are of one kind over the same axes."""
     same = {op: predicted[op] & compiled[op] for op in {*predicted} & {*compiled}}
     sides = [{op: sizes - same.get(op, Counter()) for op, sizes in side.items()} for side in (predicted, compiled)]
-    moved = sum(sides[0].values(), Counter()) & sum(sides[1].values(), Counter())
+    moved = _summed(sides[0]) & _summed(sides[1])
     for side in sides:
-        left = Counter(moved)
-        for sizes in side.values():
-            taken = sizes & left
-            sizes -= taken
-            left -= taken
+        _take(moved, side)
+    for whole, count in sorted(_summed(sides[1]).items(), reverse=True):
+        for part, there in sorted(_summed(sides[0]).items(), reverse=True):
+            joined = min(count, there * part // whole) if part < whole and whole % part == 0 else 0
+            _take(Counter({part: joined * whole // part}), sides[0])
+            _take(Counter({whole: joined}), sides[1])
+            count -= joined
     rest = [{op: _bytes(sizes) for op, sizes in side.items()} for side in sides]
     excess = {op: rest[0].get(op, 0) - rest[1].get(op, 0) for op in {*rest[0], *rest[1]}}
     unknown = excess.pop(None, 0)
@@ -255,6 +258,19 @@ def _culprits(
     return tuple(
         sorted(differing, key=lambda culprit: (-culprit.difference, -1 if culprit.aten is None else culprit.aten))
     )
+
+
+def _summed(side: Transfers) -> Counter[int]:
+    return sum(side.values(), Counter())
+
+
+def _take(some: Counter[int], side: Transfers) -> None:
+    """Take so many transfers of each size from whatever ops have them."""
+    left = Counter(some)
+    for sizes in side.values():
+        taken = sizes & left
+        sizes -= taken
+        left -= taken
 
 
 def _bytes(sizes: Counter[int]) -> int:

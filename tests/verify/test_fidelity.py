@@ -59,6 +59,14 @@ def test_one_transfer_of_an_op_may_be_compiled_in_pieces_and_another_ops_may_not
     assert fidelity(predicted, elsewhere, aten_of=lambda op: op).value == pytest.approx(200 / 107)
 
 
+def test_equal_transfers_of_several_ops_may_be_joined_and_no_others():
+    predicted = [Collective("all-gather", MODEL, 50, op=op) for op in (1, 2, 3)]
+    predicted.append(Collective("all-gather", MODEL, 40, op=4))
+    joined = [CompiledCollective("all-gather", MODEL, 100, aten=9), CompiledCollective("all-gather", MODEL, 90, aten=8)]
+    found = fidelity(predicted, joined, aten_of=lambda op: op)
+    assert found.value == pytest.approx((50 + 40 + 90) / 190)
+
+
 def test_a_label_that_moved_and_one_that_is_missing_are_no_error():
     predicted = [Collective("all-gather", MODEL, 100, op=1), Collective("all-gather", MODEL, 60, op=2)]
     moved = [CompiledCollective("all-gather", MODEL, 60, aten=5), CompiledCollective("all-gather", MODEL, 100, aten=2)]
