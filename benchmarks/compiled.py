@@ -20,6 +20,7 @@ from typing import Any
 
 from models import SETS, program
 from results import RESULTS, Row, add, current, flat, key, read
+from tables import PLANS, TARGETS
 
 from autoshard import manual
 from autoshard.decision import plan_graph
@@ -37,8 +38,7 @@ from autoshard.written import captured_graph
 RANDOM_PLANS = 2
 TIME_LIMIT_S = 900.0
 """Of wall time, for the solver: enough for its proof where other work shares the machine."""
-PLANS = ["auto", *manual.PLANS, *(f"random{seed}" for seed in range(RANDOM_PLANS))]
-TARGETS = ["cpu", "h100:8", "h100:2x4", "tpu-v5e:2x4", "tpu-v5p:2x2x2"]
+RANDOM = [f"random{seed}" for seed in range(RANDOM_PLANS)]
 
 
 def annotations(name: str, graph: Graph, mesh: Mesh) -> Annotations:
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="models", help=f"names by commas, or a set: {', '.join(SETS)}")
     parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--plans", default=",".join([*PLANS, *RANDOM]))
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--out", type=Path, default=RESULTS / "compiled.csv")
     options = parser.parse_args()
