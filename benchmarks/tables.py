@@ -136,10 +136,13 @@ def made(name: str) -> str:
     if missing:
         places: dict[str, dict[str, int]] = {}
         for model, target, plan in missing:
-            place = "random plans on " * plan.startswith("random") + SHOWN[target]
-            places.setdefault(place, {})[model] = 1
+            found_on = places.setdefault("random plans on " * plan.startswith("random") + SHOWN[target], {})
+            found_on[model] = found_on.get(model, 0) + 1
         every = len({model for model, _, _ in wanted})
-        listed = (f"{place}: {'all' if len(of) == every else ', '.join(of)}" for place, of in places.items())
+        listed = (
+            f"{place} {sum(of.values())}{'' if len(of) == every else ' (' + ', '.join(of) + ')'}"
+            for place, of in places.items()
+        )
         text += f" **Missing are {len(missing)} of {len(wanted)} rows**, for want of time: {'; '.join(listed)}."
     return text
 
