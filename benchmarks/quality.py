@@ -22,6 +22,7 @@ from pathlib import Path
 from compiled import TIME_LIMIT_S, measured_plan, mesh_on
 from models import program
 from results import RESULTS, Row, add, current, key, read
+from tables import QUALITY_MODELS
 
 from autoshard import manual
 from autoshard.api import plan_captured
@@ -32,10 +33,6 @@ from autoshard.mesh import Mesh
 from autoshard.rivals import or_by_hand
 from autoshard.written import captured_graph, predict_annotations
 
-MODELS = [
-    *("mlp", "gpt2", "llama", "bert", "moe", "dlrm", "vit", "resnet"),
-    *("gpt2-2b", "llama2-2b", "gpt-neo-2.7b", "t5", "mixtral"),
-]
 TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8", "tpu-v5e:2x4": "2x4", "tpu-v5e:4x4": "4x4"}
 """Target -> the mesh that plans for it are made on."""
 SOLVER, PLAN = "solver", "plan()"
@@ -126,7 +123,7 @@ def _outcome(row: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(QUALITY_MODELS))
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--plans", default=",".join([SOLVER, PLAN, *manual.PLANS]))
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.csv")

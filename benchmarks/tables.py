@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
-from models import DEVELOPED, HELD_OUT, MODELS
+from models import DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
@@ -41,6 +41,11 @@ SMALL_KIND = 0.01
 LIMITS = {"bytes": 0.10, "kind": 0.20, "memory": 0.15}
 """What automatic plans and those by hand are to be within."""
 
+QUALITY_MODELS = ("mlp", "gpt2", "llama", "bert", "moe", "dlrm", "vit", "resnet", *LARGE, "t5", "mixtral")
+BF16_PROGRAMS = (
+    *("decoder", "decoder, no checkpoints", "decoder, untied", "decoder, 32,000 tokens", "decoder, float32 masters"),
+    *("decoder, autocast", "GPT-2's layers, autocast, untied", "mixture of experts", "ViT", "MLP with RMSNorm"),
+)
 FILES = {
     "compiled": (
         "python benchmarks/compiled.py",
@@ -59,8 +64,14 @@ FILES = {
         "--plans auto,dp,fsdp,megatron --out benchmarks/results/developed.csv",
         list(product(DEVELOPED, TPUS, PLANS[:4])),
     ),
-    "quality": ("python benchmarks/quality.py", []),
-    "bf16_gpu": ("python benchmarks/bf16_gpu.py", []),
+    "quality": (
+        "python benchmarks/quality.py",
+        list(product(QUALITY_MODELS, ("tpu-v5e:2x4", "tpu-v5e:4x4", "h100:8", "h100:2x8"), ("solver", "plan()"))),
+    ),
+    "bf16_gpu": (
+        "python benchmarks/bf16_gpu.py",
+        list(product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp"))),
+    ),
 }
 """Name of a file -> the command that makes its rows, and the (model, target, plan) that are to be in it."""
 
