@@ -19,7 +19,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs graph examples notebooks golden check hypothesis test test-latest lock lint format clean
+.PHONY: help install core demo docs graph examples notebooks golden tables check hypothesis test test-latest lock lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -59,6 +59,9 @@ notebooks: $(STAMP) ## run the notebooks at small size; `python notebooks/build.
 
 docs: $(STAMP) ## the documentation as HTML, in $(OUT)/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs $(OUT)/docs
+
+tables: $(STAMP) ## the tables and figures of README.md and docs/, from the rows in benchmarks/results/
+	$(BIN)/python benchmarks/tables.py
 
 graph: $(STAMP) ## draw which package imports which, for the documentation
 	$(BIN)/python docs/import_graph.py

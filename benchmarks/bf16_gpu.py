@@ -4,34 +4,26 @@ Decoders (grouped queries, rotary embeddings, RMSNorm, SwiGLU) with and without 
 float32 masters and under autocast; GPT-2's layers, a mixture of experts, a ViT and an MLP. Each is planned and sharded
 by hand (fsdp) on 8 H100s (2x4) and on two hosts of 8 (2x8). A row that is in the file is not made again.
 
-    python benchmarks/bf16_gpu.py --rows out/bf16_gpu.jsonl
-    python benchmarks/bf16_gpu.py --rows out/bf16_gpu.jsonl --markdown
+    python benchmarks/bf16_gpu.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import annotations
-from tabulate import tabulate
+from compiled import measured
+from results import RESULTS, add, current, key, read
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.graph.ops import Graph
-from autoshard.mesh import Mesh
 from autoshard.planning import api
-from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
-from autoshard.verify.check import compare_compiled
-from autoshard.verify.targets import parse_target
 
 TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8"}
 PLANS = ("auto", "fsdp")
@@ -255,54 +247,23 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def row(graph: Graph, target: str, plan: str) -> dict[str, Any]:
-    """One plan, predicted and compiled."""
-    mesh = Mesh.parse(TARGETS[target], device="h100")
-    chosen = annotations(plan, graph, mesh)
-    module = annotate(graph.program, graph, chosen, mesh)
-    report, _ = compare_compiled(graph, chosen, mesh, parse_target(target, mesh.size), module)
-    return report.fidelity.as_dict()
-
-
 def main() -> None:
-    """Make the rows that are missing; print the table."""
+    """Make the rows that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="jsonl that rows are added to")
     parser.add_argument("--programs", help="only those whose names have one of these words, by commas")
-    parser.add_argument("--markdown", action="store_true", help="only print the table of the rows")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bf16_gpu.csv")
     options = parser.parse_args()
-    known = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
-    done = {(one["program"], one["target"], one["plan"]) for one in known}
+    known = {key(row): row for row in read(options.out)}
     words = (options.programs or "").split(",")
-    for name, make in {} if options.markdown else PROGRAMS.items():
-        asked = [(target, plan) for target in TARGETS for plan in PLANS if (name, target, plan) not in done]
+    for name, make in PROGRAMS.items():
+        rows = [{"model": name, "target": t, "mesh": m, "plan": plan} for t, m in TARGETS.items() for plan in PLANS]
+        asked = [row for row in rows if not current(known.get(key(row)))]
         if not asked or not any(word in name for word in words):
             continue
         graph = build_graph(api.capture(**make()))
-        for target, plan in asked:
-            before = time.perf_counter()
-            known.append({"program": name, "target": target, "plan": plan, **row(graph, target, plan)})
-            options.rows.parent.mkdir(parents=True, exist_ok=True)
-            with options.rows.open("a") as out:
-                out.write(json.dumps(known[-1]) + "\n")
-            spent = time.perf_counter() - before
-            print(f"{name}, {target}, {plan}: {known[-1]['fidelity']:.2%} off, {spent:.0f} s", flush=True)
-    print(table(known))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Bytes predicted and compiled, and the share of the compiled ones that differ, kind by kind and axis by axis."""
-    cells: list[list[str]] = []
-    worst: list[float] = []
-    for one in sorted(rows, key=lambda one: (list(PROGRAMS).index(one["program"]), one["target"], one["plan"])):
-        totals = [f"{one[side] / 1e6:,.2f}" for side in ("predicted_bytes", "compiled_bytes")]
-        cells.append([one["program"], one["target"], one["plan"], *totals, f"{one['fidelity']:.2%}"])
-        worst.append(one["fidelity"])
-    if worst:
-        cells.append([f"worst of {len(worst)}", "", "", "", "", f"{max(worst):.2%}"])
-        cells.append(["mean", "", "", "", "", f"{sum(worst) / len(worst):.2%}"])
-    headers = ["program", "target", "plan", "MB predicted", "MB compiled", "off"]
-    return tabulate(cells, headers, tablefmt="github", disable_numparse=True)
+        for row in asked:
+            made = add(options.out, row | measured(graph, row["mesh"], row["target"], row["plan"]))
+            print(f"{name}, {row['target']}, {row['plan']}: {made['fidelity']:.2%} off", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import math
 import time
 from functools import partial
 
-from compiled import measured_plan
+from compiled import measured_plan, mesh_on
 from models import MODELS, built, hf, program
 
 from autoshard.cost.machine.device import load_device
@@ -79,8 +79,7 @@ def limited(name: str, mesh: Mesh, target: str, slack: float, compiled: bool) ->
         return f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} none: {error}"
     real = ""
     if compiled:
-        report = measured_plan(graph, found.annotations, mesh, target)
-        real = f"{report['memory']['compiled_bytes'] / 1e6:9.1f}"
+        real = f"{measured_plan(graph, found.annotations, mesh, target)['compiled_memory'] / 1e6:9.1f}"
     return (
         f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} "
         f"{found.prediction.peak_memory_bytes / 1e6:9.1f} {real:>9s} {1e3 * most.step_time_s:10.3f} "
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=1.1)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    mesh = Mesh.parse(options.mesh, device=options.target.partition(":")[0])
+    mesh = mesh_on(options.target, options.mesh)
     if options.table == "folded":
         print("model       folded  whole  folded (ms)   whole (ms)      more      gap CPU s folded, whole")
         for name in (options.models or "gpt2-12,vit-12,llama-8").split(","):

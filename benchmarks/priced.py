@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from compiled import sources
 from models import MODELS, program
+from results import Row, made
 
 from autoshard import manual
 from autoshard.cost.predict import predict
@@ -24,8 +23,6 @@ from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.one_mesh import OneMesh
 from autoshard.stablehlo.reader import build_graph
-
-Row = dict[str, Any]
 
 
 def priced(graph: Graph, mesh: Mesh) -> Row:
@@ -69,10 +66,10 @@ def main() -> None:
         graph = None
         for device in options.devices.split(","):
             for mesh in options.meshes.split(","):
-                key = (model, device, mesh, sources())
+                key = (model, device, mesh, made()["sources"])
                 if key not in known:
                     graph = graph or build_graph(program(model))
-                    row = {"model": model, "device": device, "mesh": mesh, "sources": sources()}
+                    row = {"model": model, "device": device, "mesh": mesh, "sources": made()["sources"]}
                     known[key] = row | priced(graph, Mesh.parse(mesh, device=device))
                     with options.out.open("a") as out:
                         out.write(json.dumps(known[key]) + "\n")

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from autoshard.cli import commands as cli
-from autoshard.errors import AutoshardError
 
 MORE = int(os.environ.get("AUTOSHARD_EXAMPLES", "1"))
 """How many times as many cases properties are tried on; others each time, where more than once (`make hypothesis`)."""
@@ -27,6 +26,7 @@ settings.register_profile(
 settings.load_profile("tests")
 
 NO_TORCH_XLA = find_spec("torch_xla") is None
+OF_TORCH_XLA = {"torch_xla", "_XLAC"}
 of_torch_xla = pytest.mark.skipif(NO_TORCH_XLA, reason="about torch_xla itself, which is not installed")
 
 
@@ -65,13 +65,21 @@ def pytest_runtest_call(item):
 
 @contextmanager
 def _skipped():
-    """Without torch_xla, what asks for it is skipped, and says so."""
+    """Where torch_xla is absent, what imports it is skipped, and says so; any other error is a failure."""
     try:
         yield
     except Exception as error:
-        if NO_TORCH_XLA and "torch_xla" in str(error) and isinstance(error, ImportError | AutoshardError):
+        missing = {getattr(each, "name", None) for each in _chain(error) if isinstance(each, ModuleNotFoundError)}
+        if NO_TORCH_XLA and any(name and name.partition(".")[0] in OF_TORCH_XLA for name in missing):
             pytest.skip("needs torch_xla, which is not installed")
         raise
+
+
+def _chain(error):
+    """An error and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -235,6 +235,20 @@ class Reader:
             groups = [tuple(self.places[0][device] for device in group) for group in groups]
             axes = group_axes(groups, self.mesh)
         label = label if aten_index(label) is not None else nearest_label(self.module, computation, instruction)
+        joined = self.joined_parts(computation, operands)
+        if kind == "all-reduce" and joined:
+            yield CompiledCollective(
+                kind=kind,
+                axes=axes,
+                bytes=operands[0].bytes,
+                count=count,
+                dtype=operands[0].shapes[0].dtype,
+                aten=aten_index(label),
+                name=instruction.name,
+                label=label,
+                parts=joined,
+            )
+            return
         payloads: dict[str, list[tuple[int | None, int]]] = {}
         for position, operand in enumerate(operands):
             element = position if len(operands) > 1 else None
@@ -261,8 +275,22 @@ class Reader:
                 aten=parts[0][0] if len(parts) == 1 else aten_index(label),
                 name=instruction.name,
                 label=label,
-                parts=tuple(parts) if len(parts) > 1 else (),
+                parts=tuple(parts) if len(parts) > 1 and kind != "all-to-all" else (),
             )
+
+    def joined_parts(self, computation: Computation, operands: list[Instruction]) -> tuple[tuple[int | None, int], ...]:
+        """(aten op, bytes) of the values that an operand was joined from (GPU: `AllReduceContiguous`), else nothing."""
+        if len(operands) != 1 or len(operands[0].shapes) != 1 or len(operands[0].shapes[0].dims) != 1:
+            return ()
+        value = operands[0]
+        if value.opcode == "fusion":
+            computation = self.module.computations[value.called[0]]
+            value = computation.root
+        if value.opcode != "concatenate" or aten_index(value.op_name) is not None:
+            return ()
+        parts = [computation.instructions[name] for name in value.operands]
+        labels = (part.op_name or _towards(_sources, self.module, [(computation, part)]) for part in parts)
+        return tuple((aten_index(label), part.bytes) for label, part in zip(labels, parts, strict=True))
 
     def was_bf16(
         self, computation: Computation, instruction: Instruction, operand: Instruction, element: int | None

@@ -21,7 +21,8 @@ class CompiledCollective:
         aten: index of the aten op that the compiler says it came from, or None.
         name: the instruction.
         label: its `op_name`.
-        parts: of one that combines several values, (aten op that made the value, bytes) for each.
+        parts: of one that combines several values, (aten op that made the value, bytes) for each; none of an
+            all-to-all, whose several operands are what one value sends to each device.
     """
 
     kind: str

@@ -1,7 +1,14 @@
-"""How near predicted collectives are to compiled ones (DESIGN section 10)."""
+"""How near predicted collectives are to compiled ones: what has no counterpart on the other side, so no errors cancel.
+
+Within one kind and one set of axes a predicted transfer is the counterpart of a compiled one of as many bytes, of the
+same op first, then of any: compilers move labels from op to op. Several equal ones are the counterpart of one that is
+as large as all of them, into which they were joined. What then is left of one op is compared in total, as a transfer
+may be compiled in pieces. Compiled bytes without a label, which could be any op's, come last.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,13 +21,16 @@ from autoshard.verify.compiled_collective import CompiledCollective
 Key = tuple[str, AxisGroup]
 """Kind and axes."""
 
+Transfers = dict[int | None, Counter[int]]
+"""Of one kind and axes: aten op, None where that is not known -> bytes of one transfer -> how many per step."""
+
 _WORTH_NAMING = 1e-3
-"""Kinds and axes whose totals agree to this part of all bytes have no culprits: labels say less than totals do."""
+"""Kinds and axes that agree to this part of all bytes have no culprits: labels say less than sizes do."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind over one set of axes; bytes per device and step."""
+    """One kind over one set of axes; bytes per device and step; `difference` is what has no counterpart."""
 
     kind: str
     axes: AxisGroup
@@ -28,11 +38,7 @@ class Row:
     compiled_bytes: int
     predicted_count: int
     compiled_count: int
-
-    @property
-    def difference(self) -> int:
-        """|predicted - compiled| in bytes."""
-        return abs(self.predicted_bytes - self.compiled_bytes)
+    difference: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Fidelity:
     Attributes:
         target: what it was compiled for.
         rows: per kind and axes, in a fixed order.
-        culprits: aten ops where they differ in a kind and axes whose totals differ, largest difference first.
+        culprits: aten ops where they differ in a kind and axes that differ, largest difference first.
     """
 
     target: str
@@ -84,7 +90,7 @@ class Fidelity:
 
     @property
     def value(self) -> float:
-        """Sum over (kind, axes) of |predicted - compiled| bytes, over the compiled bytes; 0 is exact, 0/0 is 0.
+        """Bytes without a counterpart on the other side, over the compiled bytes; 0 is exact, 0/0 is 0.
 
         Infinity when bytes were predicted and none compiled.
         """
@@ -109,6 +115,7 @@ class Fidelity:
                     "compiled_bytes": row.compiled_bytes,
                     "predicted_count": row.predicted_count,
                     "compiled_count": row.compiled_count,
+                    "difference_bytes": row.difference,
                 }
                 for row in self.rows
             ],
@@ -173,26 +180,27 @@ def fidelity(
         predicted: the cost model's; axes in mesh order.
         compiled: what `compiled_collectives` read.
         target: for the report.
-        aten_of: graph op id (`Collective.op`) -> aten op; without it no culprits are named.
+        aten_of: graph op id (`Collective.op`) -> aten op; without it ops are not told apart, and no culprits named.
         names: aten op -> (name, module path), for the report.
     """
     predicted, compiled = list(predicted), list(compiled)
-    before: dict[Key, tuple[int, int]] = {}
-    after: dict[Key, tuple[int, int]] = {}
+    before: dict[Key, Transfers] = defaultdict(dict)
+    after: dict[Key, Transfers] = defaultdict(dict)
+    counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])  # predicted, compiled
     for one in predicted:
         if one.bytes and one.count:
-            _count(before, (one.kind, one.axes), one.bytes * one.count, one.count)
+            key: Key = (one.kind, tuple(one.axes))
+            aten = aten_of(one.op) if aten_of is not None and one.op is not None else None
+            before[key].setdefault(aten, Counter())[one.bytes] += one.count
+            counts[key][0] += one.count
     for other in compiled:
-        _count(after, (other.kind, other.axes), other.total_bytes, other.count)
+        key = (other.kind, other.axes)
+        for aten, size in other.parts or ((other.aten, other.bytes),):
+            after[key].setdefault(None if aten_of is None else aten, Counter())[size] += other.count
+        counts[key][1] += other.count
     rows = tuple(
-        Row(
-            *key,
-            before.get(key, (0, 0))[0],
-            after.get(key, (0, 0))[0],
-            before.get(key, (0, 0))[1],
-            after.get(key, (0, 0))[1],
-        )
-        for key in sorted({*before, *after})
+        Row(*key, _total(before[key]), _total(after[key]), first, second, _unmatched(before[key], after[key]))
+        for key, (first, second) in sorted(counts.items())
     )
     found = Fidelity(target, rows)
     if aten_of is None:
@@ -200,6 +208,27 @@ def fidelity(
     total = max(found.predicted_bytes, found.compiled_bytes)
     wrong = {(row.kind, row.axes) for row in rows if row.difference > _WORTH_NAMING * total}
     return replace(found, culprits=_culprits(wrong, predicted, compiled, aten_of, names or {}))
+
+
+def _unmatched(predicted: Transfers, compiled: Transfers) -> int:
+    """Bytes of either side that have no counterpart on the other; both are of one kind over the same axes."""
+    same = {op: predicted[op] & compiled[op] for op in {*predicted} & {*compiled}}
+    sides = [{op: sizes - same.get(op, Counter()) for op, sizes in side.items()} for side in (predicted, compiled)]
+    moved = _summed(sides[0]) & _summed(sides[1])
+    for side in sides:
+        _take(moved, side)
+    for whole, count in sorted(_summed(sides[1]).items(), reverse=True):
+        for part, there in sorted(_summed(sides[0]).items(), reverse=True):
+            joined = min(count, there * part // whole) if part < whole and whole % part == 0 else 0
+            _take(Counter({part: joined * whole // part}), sides[0])
+            _take(Counter({whole: joined}), sides[1])
+            count -= joined
+    rest = [{op: _bytes(sizes) for op, sizes in side.items()} for side in sides]
+    excess = {op: rest[0].get(op, 0) - rest[1].get(op, 0) for op in {*rest[0], *rest[1]}}
+    unknown = excess.pop(None, 0)
+    more, less = (sum(max(0, sign * each) for each in excess.values()) for sign in (1, -1))
+    known = less if unknown > 0 else more
+    return more + less + abs(unknown) - 2 * min(known, abs(unknown))
 
 
 def _culprits(
@@ -233,9 +262,25 @@ def _culprits(
     )
 
 
-def _count(totals: dict[Key, tuple[int, int]], key: Key, size: int, count: int) -> None:
-    known = totals.get(key, (0, 0))
-    totals[key] = (known[0] + size, known[1] + count)
+def _summed(side: Transfers) -> Counter[int]:
+    return sum(side.values(), Counter())
+
+
+def _take(some: Counter[int], side: Transfers) -> None:
+    """Take so many transfers of each size from whatever ops have them."""
+    left = Counter(some)
+    for sizes in side.values():
+        taken = sizes & left
+        sizes -= taken
+        left -= taken
+
+
+def _bytes(sizes: Counter[int]) -> int:
+    return sum(size * count for size, count in sizes.items())
+
+
+def _total(transfers: Transfers) -> int:
+    return sum(map(_bytes, transfers.values()))
 
 
 def _listed(sizes: Mapping[Key, int]) -> list[dict[str, Any]]:

@@ -54,6 +54,33 @@ def test_a_combined_collective_knows_where_each_part_comes_from():
     assert (single.aten, single.parts) == (5, ())
 
 
+def test_values_that_a_gpu_joins_into_one_array_are_parts_of_its_all_reduce():
+    joined = """
+%join (x: f32[2048], y: f32[16]) -> f32[2064] {
+  %x = f32[2048] parameter(0)
+  %y = f32[16] parameter(1)
+  ROOT %all = f32[2064] concatenate(%x, %y), dimensions={0}LABEL
+}"""
+    body = """  %a = f32[64,32] negate(%p), metadata={op_name="op4.1/aten__mm"}
+  %flat = f32[2048] bitcast(%a)
+  %small = f32[16] negate(%q), metadata={op_name="op6/aten__sum"}
+  %one = f32[2064] fusion(%flat, %small), kind=kLoop, calls=%join
+  ROOT %x = f32[2064] all-reduce(%one), replica_groups=[2,4]<=[8], to_apply=%add"""
+    (found,) = compiled_collectives(module(body, joined.replace("LABEL", "")), MESH, "gpu")
+    assert (found.bytes, found.parts) == (8256, ((4, 8192), (6, 64)))
+    own = joined.replace("LABEL", ', metadata={op_name="op9/aten__cat"}')
+    (found,) = compiled_collectives(module(body, own), MESH, "gpu")
+    assert (found.bytes, found.parts) == (8256, ()), "a program's own concatenation is one value"
+
+
+def test_what_one_value_sends_to_each_device_is_no_part():
+    pieces = ", ".join(["f32[16,32]"] * 4)
+    body = f"""  %a = f32[16,32] slice(%p), metadata={{op_name="op4.1/aten__mm"}}
+  ROOT %x = ({pieces}) all-to-all(%a, %a, %a, %a), replica_groups=[2,4]<=[8]"""
+    (found,) = compiled_collectives(module(body), MESH, "cpu")
+    assert (found.bytes, found.parts) == (8192, ())
+
+
 def test_tpu_fuses_parts_of_one_async_collective_with_other_work():
     text = recorded("tpu")
     assert text.count("AsyncCollectiveStart") == text.count("AsyncCollectiveDone") > 0

@@ -16,7 +16,7 @@ from autoshard.verify.work import CompiledWork, Kernel
 MODEL, DATA, BOTH = ("model",), ("data",), ("data", "model")
 
 
-def test_fidelity_is_the_difference_per_kind_and_axes_over_the_compiled_bytes():
+def test_kinds_and_axes_that_differ_count_on_both_sides():
     predicted = [
         Collective("all-reduce", MODEL, 100, 3),
         Collective("all-gather", DATA, 50),
@@ -36,6 +36,45 @@ def test_fidelity_is_the_difference_per_kind_and_axes_over_the_compiled_bytes():
     assert found.value == pytest.approx((50 + 100) / 400)
     assert (found.predicted_bytes, found.compiled_bytes) == (350, 400)
     assert [row.compiled_count for row in found.rows] == [0, 1, 3]
+
+
+def test_errors_of_different_ops_do_not_cancel():
+    predicted = [Collective("all-reduce", MODEL, 100, op=1), Collective("all-reduce", MODEL, 60, op=2)]
+    compiled = [
+        CompiledCollective("all-reduce", MODEL, 70, aten=1),
+        CompiledCollective("all-reduce", MODEL, 90, aten=2),
+    ]
+    assert fidelity(predicted, compiled, aten_of=lambda op: op).value == pytest.approx((30 + 30) / 160)
+    assert fidelity(predicted, compiled).value == 0.0  # without ops, nothing tells them apart
+
+
+def test_one_transfer_of_an_op_may_be_compiled_in_pieces_and_another_ops_may_not():
+    predicted = [Collective("all-reduce", MODEL, 100, op=1), Collective("all-reduce", MODEL, 7, op=3)]
+    pieces = [
+        CompiledCollective("all-reduce", MODEL, 25, 4, aten=1),
+        CompiledCollective("all-reduce", MODEL, 7, aten=3),
+    ]
+    assert fidelity(predicted, pieces, aten_of=lambda op: op).value == 0.0
+    elsewhere = [CompiledCollective("all-reduce", MODEL, 25, 4, aten=2), pieces[1]]
+    assert fidelity(predicted, elsewhere, aten_of=lambda op: op).value == pytest.approx(200 / 107)
+
+
+def test_equal_transfers_of_several_ops_may_be_joined_and_no_others():
+    predicted = [Collective("all-gather", MODEL, 50, op=op) for op in (1, 2, 3)]
+    predicted.append(Collective("all-gather", MODEL, 40, op=4))
+    joined = [CompiledCollective("all-gather", MODEL, 100, aten=9), CompiledCollective("all-gather", MODEL, 90, aten=8)]
+    found = fidelity(predicted, joined, aten_of=lambda op: op)
+    assert found.value == pytest.approx((50 + 40 + 90) / 190)
+
+
+def test_a_label_that_moved_and_one_that_is_missing_are_no_error():
+    predicted = [Collective("all-gather", MODEL, 100, op=1), Collective("all-gather", MODEL, 60, op=2)]
+    moved = [CompiledCollective("all-gather", MODEL, 60, aten=5), CompiledCollective("all-gather", MODEL, 100, aten=2)]
+    assert fidelity(predicted, moved, aten_of=lambda op: op).value == 0.0
+    nameless = [CompiledCollective("all-gather", MODEL, 80, 2)]
+    assert fidelity(predicted, nameless, aten_of=lambda op: op).value == 0.0
+    too_few = [CompiledCollective("all-gather", MODEL, 50, 2), CompiledCollective("all-gather", MODEL, 5, aten=2)]
+    assert fidelity(predicted, too_few, aten_of=lambda op: op).value == pytest.approx((160 - 105) / 105)
 
 
 def test_nothing_against_nothing_is_exact_and_something_against_nothing_is_not():

@@ -39,6 +39,18 @@ def _transpose(out: Types, x: Any, first: int = 0, second: int = 1) -> Any:
     return lax.transpose(x, order)
 
 
+@lowers("view_as_complex_copy")
+def _complex(out: Types, x: Any) -> Any:
+    parts = (lax.reshape(lax.slice_in_dim(x, at, at + 1, 1, x.ndim - 1), out[0].shape) for at in range(2))
+    return lax.complex(*parts)
+
+
+@lowers("view_as_real_copy")
+def _real(out: Types, x: Any) -> Any:
+    parts = [lax.reshape(part, (*x.shape, 1)) for part in (lax.real(x), lax.imag(x))]
+    return lax.concatenate(parts, x.ndim)
+
+
 def _range(size: int, start: Any, end: Any) -> tuple[int, int]:
     start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
     end = size if end is None else min(max(end + size if end < 0 else end, start), size)

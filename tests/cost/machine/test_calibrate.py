@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from autoshard.cli import commands as cli
@@ -87,7 +87,7 @@ def test_noise_and_outliers_move_the_figures_little(bandwidth: float, latency: f
     try:
         found = calibrate({**FACTS, "device": "other"}, noisy)
     except CalibrationError:  # four launches of which one is an outlier fit nothing
-        return
+        reject()
     assert found.device.memory_bandwidth == pytest.approx(known.memory_bandwidth, rel=0.6)
     assert found.device.links[0].bandwidth == pytest.approx(bandwidth, rel=0.25)
     assert found.fits[3].median_error < 0.1

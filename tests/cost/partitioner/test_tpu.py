@@ -21,6 +21,10 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
 from autoshard.program import AtenOp, TensorType
+from autoshard.stablehlo.annotate import annotate
+from autoshard.verify.collectives import compiled_collectives
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import parse_target
 from tests.graph.helpers import graph_from_text
 
 MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
@@ -71,6 +75,37 @@ def test_slices_of_whole_tiles_are_scattered(shape, dim):
 @pytest.mark.parametrize(("shape", "dim"), REDUCED)
 def test_other_slices_are_reduced(shape, dim):
     assert scattered(shape, dim, 8) is None
+
+
+def test_the_compiler_scatters_and_reduces_these_sums():
+    """Sums of products of each size of the tables, compiled here: one program, whose sums are told by their bytes."""
+    pytest.importorskip("libtpu")
+    cases = {(256, 64): 0, (64, 136): 0, (128, 96): 0, (256, 512): 1, (1000, 256): 1, (30720, 768): 1}
+    cases |= {(512, 13): 0, (64, 384): 0, (72, 256): 0, (5000, 64): 0, (30522, 768): 1, (20096, 256): 1, (16, 128): 0}
+    assert all((shape, dim) in SCATTERED + REDUCED for shape, dim in cases.items())
+    forms = [(f"tensor<{m}x512xf32>", f"tensor<512x{n}xf32>", f"tensor<{m}x{n}xf32>") for m, n in cases]
+    arguments = ", ".join(f"%a{k}: {a}, %b{k}: {b}" for k, (a, b, _) in enumerate(forms))
+    results, kinds = (
+        ", ".join(each) for each in zip(*((f"%m{k}", r) for k, (_, _, r) in enumerate(forms)), strict=True)
+    )
+    lines = [
+        f"%r{k} = stablehlo.dot_general %a{k}, %b{k}, contracting_dims = [1] x [0] : ({a}, {b}) -> {r} "
+        f'loc("op{k}")\n%m{k} = stablehlo.custom_call @Sharding(%r{k}) {{mhlo.sharding = "{{replicated}}"}} '
+        f': ({r}) -> {r} loc("op{k}.out0")'
+        for k, (a, b, r) in enumerate(forms)
+    ]
+    text = "\n".join([f"module {{ func.func public @main({arguments}) -> ({kinds}) {{", *lines])
+    ops = [AtenOp(k, "mm", "", "forward", (TensorType(shape, "f32"),)) for k, shape in enumerate(cases)]
+    graph = graph_from_text(f"{text}\nreturn {results} : {kinds} }} }}", ops=ops)
+    pins = {Value(at): ((), BOTH) if n % 2 == 0 else (BOTH, ()) for n, at in enumerate(graph.arguments)}
+    pins |= {graph.aten_outputs[k, 0]: (BOTH, ()) if dim == 0 else ((), BOTH) for k, dim in enumerate(cases.values())}
+    module = annotate(graph.program, graph, Annotations(pins), MESH)
+    compiled = compile_module(module, parse_target("tpu-v5e:2x4", MESH.size))
+    found = {}
+    for one in compiled_collectives(compiled.hlo_text, MESH, "tpu"):
+        found |= {size: one.kind for _, size in one.parts or ((None, one.bytes),)}
+    expected = {True: "all-reduce", False: "reduce-scatter"}
+    assert found == {4 * math.prod(shape): expected[scattered(shape, dim, 8) is None] for shape, dim in cases.items()}
 
 
 @pytest.mark.parametrize(("shape", "dim"), SCATTERED_4 + REDUCED_4)

@@ -15,7 +15,7 @@ from autoshard.cost.compiler.heap import packed
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import scattered_onto
-from autoshard.cost.compiler.schedule import Dependencies, dependencies, greedy, liveness
+from autoshard.cost.compiler.schedule import dependencies, liveness
 from autoshard.cost.compiler.tpu import order as order_tpu
 from autoshard.cost.compiler.tpu.backend import TpuBackend
 from autoshard.cost.compiler.tpu.fusion import TpuFusion
@@ -100,16 +100,16 @@ def test_what_lies_between_convolutions_takes_its_tiles_time() -> None:
     """Few images: 2 x 64 features in tiles of two rows, so that a sum takes longer than its bytes do."""
     assert convolution_tiles((2, 64, 64, 64), (0, 1)) == 64 * 64
     assert convolution_tiles((32, 64, 64, 64), (0, 1)) == 64 * 64 * 4
-    arrays = [Array(None, "f32", 2**22, -1, tiles=tiles) for tiles in (0, 4096)]
+    arrays = [Array(None, "f32", 2**22, -1, tiles=tiles) for tiles in (0, 4096, 8192)]
     seconds = []
-    for array in range(2):
+    for array in range(3):
         program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
         kernels = [Kernel((), (array,), (), "reduce", 0)]
         backend = TpuBackend(load_device("tpu-v5e"))
         live = liveness(kernels, range(1), arrays, backend.buffer_bytes)
         seconds.append(Placing(backend.device, backend.buffer_bytes, kernels, program, live).clock[-1])
-    assert seconds[0] == pytest.approx(2**22 / (0.9 * 819e9))  # as libtpu counts: nine tenths of the memory's
-    assert seconds[1] == pytest.approx(4096 * 14 / 1.5e9, rel=0.01)
+    assert 2**22 / 819e9 < seconds[0] < seconds[1]  # the datasheet's bandwidth is never reached
+    assert seconds[2] == pytest.approx(2 * seconds[1], rel=0.05)
 
 
 def placing(device: str, steps: list[Step], arrays: list[Array], shape: tuple[int, ...] = ()) -> Placing:
@@ -173,7 +173,7 @@ def test_a_gather_beside_a_product_counts_three_times() -> None:
 def test_of_gradients_that_are_summed_together_the_smallest_is_applied_first() -> None:
     """As in 14 of 21 programs compiled for v5e (7 go down in size); each has two results."""
 
-    gradients = [Array((64 * (n + 1),), "f32", 256 * (n + 1), 0) for n in range(3)]
+    gradients = [Array((64 * size,), "f32", 256 * size, 0) for size in (3, 1, 2)]
     arrays = [*gradients, *(replace(array, maker=1, readers=[]) for array in gradients)]
     arrays += [replace(array, donated=True, returned=True) for array in (*gradients, *gradients)]
     kernels = [Kernel((0,), (), (0, 1, 2), "dot_general", 0, flops=1.0)]
@@ -181,7 +181,7 @@ def test_of_gradients_that_are_summed_together_the_smallest_is_applied_first() -
     kernels += [Kernel((0,), (3 + n,), (6 + n, 9 + n), "add", 0) for n in range(3)]
     program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
     found = order_tpu.one_core_order(kernels, dependencies(kernels), program, True)
-    assert found == [0, 1, 2, 3, 4]
+    assert found == [0, 1, 3, 4, 2]
 
 
 def test_two_cores_share_on_chip_what_loops_and_sums_make_and_nothing_else() -> None:
@@ -354,7 +354,7 @@ programs = st.lists(
 
 
 @given(programs, st.booleans())
-def test_whatever_is_ready_runs_beside_a_gather_of_weights(
+def test_every_kernel_runs_once_and_after_all_that_it_reads(
     parts: list[tuple[int, set[int], int]], updates: bool
 ) -> None:
     kernels, arrays = list[Kernel](), list[Array]()
@@ -366,7 +366,9 @@ def test_whatever_is_ready_runs_beside_a_gather_of_weights(
     deps = dependencies(kernels)
     program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
     found = order_tpu.one_core_order(kernels, deps, program, updates)
-    assert found == scanned(kernels, deps, arrays, updates)
+    assert sorted(found) == list(range(len(kernels)))
+    place = {number: at for at, number in enumerate(found)}
+    assert all(place[maker] < place[number] for number in found for maker in deps.makers[number])
 
 
 def test_no_gather_runs_beside_another_before_what_else_its_reader_needs() -> None:
@@ -378,43 +380,6 @@ def test_no_gather_runs_beside_another_before_what_else_its_reader_needs() -> No
     found = order_tpu.one_core_order(kernels, dependencies(kernels), program, True)
     assert found[:4] == [0, 1, 2, 3]
     assert found.index(4) + 1 == found.index(6)
-
-
-def scanned(kernels: list[Kernel], deps: Dependencies, arrays: list[Array], updates: bool) -> list[int]:
-    """The same order, all that is left looked at before each gather."""
-    lazy, phases = order_tpu._lazy(kernels, deps), order_tpu._phases(kernels, deps)
-    sequence = []
-    for phase in range(3):
-        now = [n for n in range(len(kernels)) if n not in lazy and phases[n] == phase]
-        rest = [kernels[n] for n in now]
-        placed = (lambda _: True) if updates or phase == 0 else None
-        sequence.append([now[n] for n in greedy(rest, dependencies(rest), arrays, placed)])
-    gathers = {number for number, kernel in enumerate(kernels) if kernel.kind == "all-gather"}
-    gradients = [number for number in sequence[0] if order_tpu._gradient(number, kernels, deps, phases)]
-    late = [*gradients, *sequence[1], *sequence[2]]
-    order: dict[int, None] = {}
-
-    def run(number: int) -> None:
-        order.update(dict.fromkeys(maker for maker in deps.makers[number] if maker in lazy and maker not in order))
-        order.setdefault(number)
-
-    def ready(number: int) -> bool:
-        return all(maker in order or maker in lazy for maker in deps.makers[number])
-
-    def awaited(number: int) -> bool:
-        others = [[maker for maker in deps.makers[user] if maker != number] for user in deps.users[number]]
-        return any(all(maker in order or maker in lazy for maker in makers) for makers in others)
-
-    for number in sequence[0]:
-        if not gathers.isdisjoint((number, *(maker for maker in deps.makers[number] if maker not in order))):
-            for one in late:
-                gathered = gathers.isdisjoint(maker for maker in deps.makers[one] if maker not in order)
-                if gathered and ready(one) and (kernels[one].kind != "all-gather" or awaited(one)):
-                    run(one)
-        run(number)
-    for number in late:
-        run(number)
-    return list(order)
 
 
 blocks = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 100)), max_size=20)

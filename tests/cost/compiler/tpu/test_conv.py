@@ -160,6 +160,24 @@ def test_kernels_of_many_positions_go_round_the_ring(kind, batch, size, features
     assert said(written) == {0: [("collective-permute", bytes_ * 9 // 8) if loop else (whole, bytes_)]}
 
 
+@pytest.mark.parametrize(("kind", "high"), [("forward", 16), ("forward", 32), ("kernel", 16), ("kernel", 32)])
+def test_the_compiler_makes_loops_of_the_same_kernels(kind, high):
+    pytest.importorskip("libtpu")
+    written = Written()
+    images = written.argument((16, 128, high, high))
+    rhs = written.argument((16, 128, high, high) if kind == "kernel" else (128, 128, 3, 3))
+    written.convolution(kind, images, rhs, 3)
+    graph, annotations = written.graph()
+    target = parse_target("tpu-v5e:2x4", MESH.size)
+    compiled = compile_module(annotate(graph.program, graph, annotations, MESH), target)
+    predicted: dict[str, int] = {}
+    for made, size in said(written)[0]:
+        predicted[made] = predicted.get(made, 0) + size
+    found = normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu"))
+    assert found == {(made, AXES): size for made, size in predicted.items()}
+    assert ("collective-permute" in predicted) == (high == 32)
+
+
 def pairs(*cases: tuple[int, int, int]) -> Written:
     """Kernels of (features, taps), and their reversed transposes, over 16 images of so many rows of 32 positions."""
     written = Written()

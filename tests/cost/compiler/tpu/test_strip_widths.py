@@ -12,6 +12,9 @@ from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import parse_target
 from tests.cost.compiler.tpu.test_conv import Written
 from tests.graph.helpers import graph_from_text
 
@@ -45,6 +48,24 @@ def test_strips_hold_the_padding_of_the_first_window(window: tuple[int, ...], po
     found = Window(*window)
     assert found.fits
     assert found.result(found.first(pooled)) == width
+
+
+@pytest.mark.parametrize("size", [32, 64, 96])
+def test_the_compiler_cuts_strips_as_wide(size: int) -> None:
+    """Two images to a device, 8 strips each; a result is (rows, images in strips, width, features)."""
+    pytest.importorskip("libtpu")
+    written = Written()
+    images, kernel = written.argument((16, 64, size, size)), written.argument((64, 64, 3, 3))
+    written.convolution("forward", images, kernel, 3)
+    graph, _ = written.graph()
+    pins = {Value(graph.arguments[images]): BATCH, Value(graph.arguments[kernel]): ((),) * 4}
+    mesh = Mesh((2, 4), BOTH, device="tpu-v5e")
+    module = annotate(graph.program, graph, Annotations(pins | {graph.aten_outputs[0, 0]: BATCH}), mesh)
+    compiled = compile_module(module, parse_target("tpu-v5e:2x4", mesh.size))
+    window = Window(size, size, 3, 1, 1, 1, 1)
+    assert f" = f32[{size},16,{window.result(window.first(1))},64]" in next(
+        line for line in compiled.hlo_text.splitlines() if " convolution(" in line
+    )
 
 
 @pytest.mark.parametrize(("window", "before", "after"), FOLLOWING)

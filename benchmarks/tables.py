@@ -1,0 +1,480 @@
+"""Writes the tables and figures of README.md and docs/ from the rows in `results/`: `make tables`.
+
+What stands between `<!-- rows: NAME -->` and `<!-- end -->` is what `BLOCKS[NAME]` makes, figures that a page quotes
+too. A test holds every page to the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+from models import DEVELOPED, HELD_OUT, LARGE, MODELS
+from results import FIGURES, RESULTS, Row, read
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+BY_HAND = ("dp", "fsdp", "fsdpv2", "hsdp", "megatron", "sequence", "fsdp-tp", "vocab", "hf-tp", "expert", "embedding")
+BY_HAND = (*BY_HAND, "spatial")
+TARGETS = ("cpu", "h100:8", "h100:2x4", "tpu-v5e:2x4", "tpu-v5p:2x2x2")
+TPUS = TARGETS[3:]
+SHOWN = {
+    "cpu": "CPU",
+    "h100:8": "8 H100",
+    "h100:2x4": "2 x 4 H100",
+    "h100:2x8": "2 x 8 H100",
+    "tpu-v5e:2x4": "TPU v5e 2x4",
+}
+SHOWN |= {"tpu-v5e:4x4": "TPU v5e 4x4", "tpu-v5p:2x2x2": "TPU v5p 2x2x2"}
+PLANS = ("auto", "dp", "fsdp", "megatron", "expert", "embedding")
+SMALL_KIND = 0.01
+"""A kind with a smaller part of the bytes, compiled and predicted, is not judged by itself."""
+LIMITS = {"bytes": 0.10, "kind": 0.20, "memory": 0.15}
+"""What automatic plans and those by hand are to be within."""
+
+QUALITY_MODELS = ("mlp", "gpt2", "llama", "bert", "moe", "dlrm", "vit", "resnet", *LARGE, "t5", "mixtral")
+BF16_PROGRAMS = (
+    *("decoder", "decoder, no checkpoints", "decoder, untied", "decoder, 32,000 tokens", "decoder, float32 masters"),
+    *("decoder, autocast", "GPT-2's layers, autocast, untied", "mixture of experts", "ViT", "MLP with RMSNorm"),
+)
+FILES = {
+    "compiled": (
+        "python benchmarks/compiled.py",
+        [
+            *product(MODELS, TARGETS, PLANS),
+            *product(MODELS, ("cpu", "h100:8", *TPUS), ("random0", "random1")),
+        ],
+    ),
+    "held_out": (
+        "python benchmarks/compiled.py --models held-out --targets tpu-v5e:2x4,tpu-v5p:2x2x2 "
+        "--plans auto,dp,fsdp,megatron --out benchmarks/results/held_out.csv",
+        list(product(HELD_OUT, TPUS, PLANS[:4])),
+    ),
+    "developed": (
+        "python benchmarks/compiled.py --models developed --targets tpu-v5e:2x4,tpu-v5p:2x2x2 "
+        "--plans auto,dp,fsdp,megatron --out benchmarks/results/developed.csv",
+        list(product(DEVELOPED, TPUS, PLANS[:4])),
+    ),
+    "quality": (
+        "python benchmarks/quality.py",
+        list(product(QUALITY_MODELS, ("tpu-v5e:2x4", "tpu-v5e:4x4", "h100:8", "h100:2x8"), ("solver", "plan()"))),
+    ),
+    "bf16_gpu": (
+        "python benchmarks/bf16_gpu.py",
+        list(product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp"))),
+    ),
+}
+"""Name of a file -> the command that makes its rows, and the (model, target, plan) that are to be in it."""
+
+
+@cache
+def rows(name: str) -> list[Row]:
+    """The rows of a file."""
+    return read(RESULTS / f"{name}.csv")
+
+
+def judged(name: str) -> list[Row]:
+    """Those that were compiled, random plans apart."""
+    return [row for row in rows(name) if "compiled_s" in row and not row["plan"].startswith("random")]
+
+
+def off(row: Row, figure: str) -> float:
+    """How far a prediction is off, signed, as a part of what was compiled; 0/0 is 0."""
+    predicted, compiled = row[f"predicted_{figure}"], row[f"compiled_{figure}"]
+    if predicted == compiled:
+        return 0.0
+    return (predicted - compiled) / compiled if compiled else float("inf")
+
+
+def worst_kind(row: Row) -> float:
+    """How far the kind of collective that is furthest off is, over all axes."""
+    sums: dict[str, Row] = {}
+    for each in filter(None, row.get("collectives", "").split("; ")):
+        kind, _, predicted, compiled, _ = each.split(" ")
+        found = sums.setdefault(kind, {"predicted_bytes": 0, "compiled_bytes": 0})
+        found["predicted_bytes"] += int(predicted)
+        found["compiled_bytes"] += int(compiled)
+    large = (each for each in sums.values() if max(each.values()) >= SMALL_KIND * row["compiled_bytes"])
+    return max((off(each, "bytes") for each in large), key=abs, default=0.0)
+
+
+def distinct(some: Iterable[Row]) -> int:
+    """How many results differ: one program on 8 and on 2 x 4 GPUs, or made by two plans, counts once."""
+    figures = [name for name in FIGURES if not name.endswith("_s")]
+    return len({(row["model"], row["target"].partition(":")[0], *(row[name] for name in figures)) for row in some})
+
+
+def percent(value: float) -> str:
+    """Signed, in percent."""
+    return f"{100 * value:+.1f}" if abs(value) >= 5e-4 else "0"
+
+
+def mean(values: Iterable[float]) -> float:
+    """In percent, of absolute values."""
+    return 100 * statistics.fmean(map(abs, values))
+
+
+def markdown(lines: list[list[str]], headers: list[str]) -> str:
+    """A table."""
+    return tabulate(lines, headers, "github", disable_numparse=True)
+
+
+# What made the rows
+
+
+def made(name: str) -> str:
+    """Command, date, versions and commits of a file, and which of its rows are missing."""
+    command, wanted = FILES[name]
+    found = rows(name)
+    if not found:
+        return f"**No row is made yet** (`{command}`)."
+    commits, dates, versions = (sorted({row[column] for row in found}) for column in ("commit", "date", "versions"))
+    text = (
+        f"Rows: `benchmarks/results/{name}.csv`, made by `{command}` ({' to '.join({dates[0]: 0, dates[-1]: 0})}, "
+        f"commit {', '.join(commits)}; {'; '.join(versions).replace('-', ' ')})."
+    )
+    there = {(row["model"], row["target"], row["plan"]) for row in found}
+    missing = [each for each in wanted if each not in there]
+    if missing:
+        places: dict[str, dict[str, int]] = {}
+        for model, target, plan in missing:
+            found_on = places.setdefault("random plans on " * plan.startswith("random") + SHOWN[target], {})
+            found_on[model] = found_on.get(model, 0) + 1
+        every = len({model for model, _, _ in wanted})
+        listed = (
+            f"{place} {sum(of.values())}{'' if len(of) == every else ' (' + ', '.join(of) + ')'}"
+            for place, of in places.items()
+        )
+        text += f" **Missing are {len(missing)} of {len(wanted)} rows**, for want of time: {'; '.join(listed)}."
+    return text
+
+
+# docs/fidelity.md
+
+
+def collectives() -> str:
+    """Per plan fidelity, worst kind and memory in one cell."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows("compiled"):
+        text = "-" if "left_out" in row else "error"
+        if "compiled_s" in row:
+            text = f"{100 * row['fidelity']:.1f} / {percent(worst_kind(row))} / {percent(off(row, 'memory'))}"
+        cells.setdefault((row["model"], row["target"]), {})[row["plan"]] = text
+    order = sorted(cells, key=lambda place: ([*MODELS].index(place[0]), TARGETS.index(place[1])))
+    lines = [[model, target, *(cells[model, target].get(plan, "") for plan in PLANS)] for model, target in order]
+    return markdown(lines, ["model", "target", *PLANS])
+
+
+def wrong(row: Row) -> dict[str, float]:
+    """What of a row is outside the limits."""
+    found = {"bytes": row["fidelity"], "kind": worst_kind(row), "memory": off(row, "memory")}
+    return {name: found[name] for name, limit in LIMITS.items() if abs(found[name]) > limit}
+
+
+def outside(name: str = "compiled") -> str:
+    """Plans outside the limits, furthest off first."""
+    found = judged(name)
+    bad = sorted((row for row in found if wrong(row)), key=lambda row: -max(map(abs, wrong(row).values())))
+    limits = ", ".join(f"{name} {100 * limit:.0f} %" for name, limit in LIMITS.items())
+    lines = [
+        f"- {row['model']}, {row['target']}, {row['plan']}: "
+        + ", ".join(f"{name} {percent(value)}" for name, value in wrong(row).items())
+        for row in bad
+    ]
+    return "\n".join([f"Outside the limits ({limits}): {len(bad)} of {len(found)}.", *([""] if lines else []), *lines])
+
+
+def means(names: tuple[str, ...] = ("compiled",)) -> str:
+    """Per target: how many plans, and how far predictions are off."""
+    lines = []
+    for name, target in product(names, TARGETS):
+        found = [row for row in judged(name) if row["target"] == target]
+        if not found:
+            continue
+        fidelity, memory = ([row["fidelity"] for row in found], [off(row, "memory") for row in found])
+        seconds = [off(row, "s") for row in found]
+        lines.append(
+            [
+                *([name.replace("_", " ")] if len(names) > 1 else []),
+                SHOWN[target],
+                f"{len(found)}, {distinct(found)}",
+                f"{mean(fidelity):.2f}, {100 * max(fidelity):.1f}",
+                f"{mean(memory):.1f}, {percent(max(memory, key=abs))}, {sum(abs(each) > 0.15 for each in memory)}",
+                f"{mean(seconds):.1f}, {100 * statistics.median(map(abs, seconds)):.1f}",
+                f"{mean(off(row, 'traffic') for row in found):.1f}",
+            ]
+        )
+    headers = ["target", "plans, distinct", "bytes of collectives: mean, worst", "memory: mean, worst, over 15 %"]
+    headers += ["step time: mean, median", "memory traffic: mean"]
+    return markdown(lines, [*(["set"] if len(names) > 1 else []), *headers])
+
+
+def summary() -> str:
+    """In a few sentences."""
+    found = judged("compiled")
+    on = {"CPU and H100": [row for row in found if not row["target"].startswith("tpu")]}
+    on["TPU"] = [row for row in found if row["target"].startswith("tpu")]
+    memory = {side: [abs(off(row, "memory")) for row in some] for side, some in on.items() if some}
+    said = ", ".join(
+        f"{sum(each <= 0.15 for each in values)} of {len(values)} on {side} (mean {mean(values):.1f} %)"
+        for side, values in memory.items()
+    )
+    exact = sum(row["fidelity"] < 5e-4 for row in found)
+    text = (
+        f"Of {len(found)} plans of twelve models, automatic and by hand, {distinct(found)} are distinct programs. The "
+        f"bytes of collectives are off by at most {100 * max(row['fidelity'] for row in found):.1f} %, errors not "
+        f"cancelled (as sums {100 * max(abs(off(row, 'bytes')) for row in found):.1f} %), and exact in {exact}; "
+        f"each kind within {100 * max(abs(worst_kind(row)) for row in found):.0f} %; memory within 15 % in {said}."
+    )
+    random = [row for row in rows("compiled") if row["plan"].startswith("random") and "compiled_s" in row]
+    if random:
+        bad = sum(row["fidelity"] > 0.1 for row in random)
+        text += f" Of {len(random)} random plans, one random strategy per op, {bad} are off by more than 10 %."
+    return text
+
+
+def sets() -> str:
+    """The development set beyond the twelve models, and what is held out."""
+    return means(("held_out", "developed"))
+
+
+def random_plans() -> str:
+    """Fidelity and memory of random plans."""
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in rows("compiled"):
+        if row["plan"].startswith("random") and "compiled_s" in row:
+            cells.setdefault((row["model"], row["target"]), []).append(row)
+    lines = [
+        [
+            *place,
+            ", ".join(f"{100 * row['fidelity']:.1f}" for row in found),
+            ", ".join(percent(off(row, "memory")) for row in found),
+        ]
+        for place, found in sorted(cells.items(), key=lambda each: ([*MODELS].index(each[0][0]), each[0][1]))
+    ]
+    return markdown(lines, ["model", "target", "fidelity", "memory"])
+
+
+def bf16_gpu() -> str:
+    """Bytes predicted and compiled, and the share of the compiled ones that differ."""
+    cells = [
+        [
+            row["model"],
+            row["target"],
+            row["plan"],
+            *(f"{row[side] / 1e6:,.2f}" for side in ("predicted_bytes", "compiled_bytes")),
+            f"{row['fidelity']:.2%}",
+        ]
+        for row in rows("bf16_gpu")
+    ]
+    return markdown(cells, ["program", "target", "plan", "MB predicted", "MB compiled", "off"])
+
+
+# Quality
+
+
+def milliseconds(row: Row | None) -> str:
+    """Of a step: as compiled, or as predicted, in parentheses."""
+    if row is None or "predicted_s" not in row:
+        return ""
+    return f"{1e3 * row['compiled_s']:.3f}" if "compiled_s" in row else f"({1e3 * row['predicted_s']:.3f})"
+
+
+def over_best(found: dict[str, Row], plan: str, figure: str = "compiled_s") -> float | None:
+    """A plan's figure over that of the best by hand; None where one is missing."""
+    best = min((row[figure] for name, row in found.items() if name in BY_HAND and figure in row), default=None)
+    return found[plan][figure] / best if best and figure in found.get(plan, {}) else None
+
+
+def by_place(name: str) -> dict[tuple[str, str], dict[str, Row]]:
+    """(model, target) -> plan -> row."""
+    places: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows(name):
+        places.setdefault((row["model"], row["target"]), {})[row["plan"]] = row
+    return places
+
+
+def best(found: dict[str, Row]) -> str:
+    """The plan by hand that is fastest as compiled."""
+    times = {name: found[name]["compiled_s"] for name in BY_HAND if "compiled_s" in found.get(name, {})}
+    return min(times, key=times.__getitem__, default="")
+
+
+def ratio(value: float | None) -> str:
+    """Three digits."""
+    return "" if value is None else f"{value:.3f}"
+
+
+def steps() -> str:
+    """Step times of the rows of docs/fidelity.md, ms."""
+    lines = [
+        [*place, *(milliseconds(found.get(plan)) for plan in PLANS), best(found), ratio(over_best(found, "auto"))]
+        for place, found in sorted(
+            by_place("compiled").items(), key=lambda each: ([*MODELS].index(each[0][0]), TARGETS.index(each[0][1]))
+        )
+    ]
+    return markdown(lines, ["model", "target", *PLANS, "best by hand", "auto / best"])
+
+
+def quality(family: str) -> str:
+    """All plans by hand beside the automatic ones, ms."""
+    lines = [
+        [
+            *place,
+            *(milliseconds(found.get(plan)) for plan in ("solver", "plan()", *BY_HAND)),
+            best(found),
+            ratio(over_best(found, "solver")),
+            ratio(over_best(found, "plan()")),
+            ratio(over_best(found, "plan()", "compiled_overlapped_s")),
+        ]
+        for place, found in by_place("quality").items()
+        if place[1].startswith(family)
+    ]
+    over = ["solver / best", "plan() / best", "overlapped"]
+    return markdown(lines, ["model", "target", "solver", "plan()", *BY_HAND, "best by hand", *over])
+
+
+@cache
+def ratios() -> dict[tuple[str, str], float]:
+    """(model, target) -> the solver's plan over the best by hand of all that were compiled."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for name, automatic in (("compiled", "auto"), ("quality", "solver")):
+        for place, plans in by_place(name).items():
+            found.setdefault(place, {}).update({"auto" if k == automatic else k: row for k, row in plans.items()})
+    every = {place: over_best(plans, "auto") for place, plans in found.items()}
+    return {place: value for place, value in every.items() if value is not None}
+
+
+def qualities() -> str:
+    """Per target the range of `ratios`; then who is above 1, and what the batch alone splits."""
+    lines = []
+    for target, shown in SHOWN.items():
+        values = [value for (_, on), value in ratios().items() if on == target]
+        if values:
+            below = sum(value < 0.9 for value in values)
+            lines.append([shown, str(len(values)), f"{min(values):.2f} to {max(values):.2f}", str(below)])
+    above = sorted(((v, p) for p, v in ratios().items() if v > 1.0005), reverse=True)
+    listed = ", ".join(f"{model} on {SHOWN[target]} ({value:.3f})" for value, (model, target) in above) or "none"
+    batch = [value for (model, _), value in ratios().items() if model in ("resnet", "unet", "vit")]
+    table = markdown(lines, ["target", "models", "automatic / best by hand", "below 0.9"])
+    text = f"**Above 1 are {len(above)} of {len(ratios())}**: {listed}."
+    if batch:
+        text += f" ResNet, U-Net and ViT, which mostly split by the batch, {min(batch):.2f} to {max(batch):.2f}."
+    return f"{table}\n\n{text}"
+
+
+def overruled() -> str:
+    """The plan by hand that `plan()` takes for DLRM on v5e, and why it is not faster."""
+    found = by_place("compiled").get(("dlrm", "tpu-v5e:2x4"), {})
+    if not {"auto", "embedding"} <= {*found}:
+        return "The rows of DLRM on v5e are not made."
+    figures = {
+        f"{side}_{figure}": " and ".join(
+            f"{scale * found[plan][f'{side}_{figure}']:,.{digits}f}" for plan in ("embedding", "auto")
+        )
+        for side in ("predicted", "compiled")
+        for figure, scale, digits in (("s", 1e3, 2), ("traffic", 1e-6, 0))
+    }
+    return (
+        "For DLRM on 2x4 `plan()` takes `embedding`, which is predicted to be faster than the solver's plan "
+        f"({figures['predicted_s']} ms) and as compiled is not ({figures['compiled_s']} ms): mostly memory traffic "
+        f"is mispredicted ({figures['predicted_traffic']} MB predicted, {figures['compiled_traffic']} compiled)."
+    )
+
+
+@cache
+def figures() -> dict[tuple[str, str], float]:
+    """(what, of which target) -> figure, in percent where it is a share; those that `before.csv` has older ones of."""
+    found: dict[tuple[str, str], float] = {}
+    for target in TARGETS:
+        some = [row for row in judged("compiled") if row["target"] == target]
+        if some:
+            found["plans", target] = len(some)
+            found["distinct programs", target] = distinct(some)
+            found["bytes of collectives off, mean", target] = mean(row["fidelity"] for row in some)
+            found["bytes of collectives off, worst", target] = 100 * max(row["fidelity"] for row in some)
+            for what, figure in (("memory", "memory"), ("step time", "s"), ("memory traffic", "traffic")):
+                found[f"{what} off, mean", target] = mean(off(row, figure) for row in some)
+    worst = {"albert": ("fsdp", TPUS[0], "memory"), "deberta-v2": ("fsdp", TPUS[0], "bytes")}
+    worst |= {"beit": ("auto", TPUS[0], "bytes"), "mamba2": ("megatron", "h100:8", "bytes")}
+    for model, (plan, target, figure) in worst.items():
+        row = by_place("developed").get((model, target), {}).get(plan, {})
+        if "compiled_s" in row:
+            value = row["fidelity"] if figure == "bytes" else abs(off(row, figure))
+            found[f"{model}, {plan}: {figure} off", target] = 100 * value
+    for target in SHOWN:
+        values = [value for (_, on), value in ratios().items() if on == target]
+        if values:
+            found["models with a ratio", target] = len(values)
+            found["automatic / best by hand, least", target] = min(values)
+            found["automatic / best by hand, most", target] = max(values)
+    found |= {
+        ("automatic / best by hand, t5", target): ratios()["t5", target]
+        for target in TARGETS
+        if ("t5", target) in ratios()
+    }
+    return found
+
+
+def changed() -> str:
+    """What these pages said before the rows were kept, beside what the rows say."""
+    with (RESULTS / "before.csv").open(newline="") as lines:
+        older = {(each["what"], each["target"]): each["before"] for each in csv.DictReader(lines)}
+    whats = dict.fromkeys(what for what, _ in older)
+    targets = [target for target in SHOWN if any(on == target for _, on in older)]
+
+    def cell(what: str, target: str) -> str:
+        before, now = older.get((what, target)), figures().get((what, target))
+        digits = len((before or "").partition(".")[2])
+        return "" if before is None else f"{before} / {'not made' if now is None else f'{now:.{digits}f}'}"
+
+    lines = [[what, *(cell(what, target) for target in targets)] for what in whats]
+    return markdown(lines, ["before / now", *(SHOWN[target] for target in targets)])
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "collectives": collectives,
+    "outside": outside,
+    "means": means,
+    "summary": summary,
+    "sets": sets,
+    "held_out": partial(outside, "held_out"),
+    "developed": partial(outside, "developed"),
+    "random_plans": random_plans,
+    "bf16_gpu": bf16_gpu,
+    "steps": steps,
+    "quality_tpu": partial(quality, "tpu"),
+    "quality_h100": partial(quality, "h100"),
+    "qualities": qualities,
+    "overruled": overruled,
+    "changed": changed,
+    **{f"made_{name}": partial(made, name) for name in FILES},
+}
+
+
+def written(page: str) -> str:
+    """A page as the rows have it."""
+    return MARKED.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}\n{found[3]}", page)
+
+
+def main() -> None:
+    """Write the pages; with `--check` only say which of them the rows have otherwise."""
+    stale = [page for page in PAGES if written(page.read_text()) != page.read_text()]
+    if "--check" not in sys.argv:
+        for page in stale:
+            page.write_text(written(page.read_text()))
+    elif stale:
+        sys.exit(f"`make tables` changes {', '.join(page.name for page in stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The benchmarks: plans are made for the machine that they are compiled for."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a script of `benchmarks/`, which stand beside one another."""
+    pytest.importorskip("tabulate")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield __import__
+    for name in [name for name, module in sys.modules.items() if _of_benchmarks(module)]:
+        del sys.modules[name]
+
+
+def _of_benchmarks(module):
+    return Path(getattr(module, "__file__", None) or "/").parent == ROOT / "benchmarks"
+
+
+@pytest.mark.parametrize(("target", "kind"), [("h100:2x4", "h100:2x4"), ("tpu-v5e:4x2", "tpu-v5e:4x2"), ("cpu", "cpu")])
+def test_plans_are_made_for_the_topology_that_they_are_compiled_for(benchmark, monkeypatch, target, kind):
+    compiled = benchmark("compiled")
+    seen = []
+    monkeypatch.setattr(compiled, "annotations", lambda name, graph, mesh: seen.append(mesh))
+    monkeypatch.setattr(compiled, "measured_plan", lambda graph, chosen, mesh, text: {"mesh": mesh})
+    row = compiled.measured(None, "2x4", target, "auto")
+    assert seen == [row["mesh"]]
+    assert (row["mesh"].device, row["mesh"].shape) == (kind, (2, 4))
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("limits", ["memory", "--models", "mlp", "--target", "h100:2x4"])])
+def test_limits_too(benchmark, monkeypatch, script, arguments):
+    module = benchmark(script)
+    seen = []
+    monkeypatch.setattr(module, "limited", lambda name, mesh, *rest: seen.append(mesh.device))
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    module.main()
+    assert seen == ["h100:2x4"]
+
+
+def test_pages_say_what_the_rows_say(benchmark):
+    tables = benchmark("tables")
+    used = {name for page in tables.PAGES for _, name, _ in tables.MARKED.findall(page.read_text())}
+    assert used == {*tables.BLOCKS}
+    for page in tables.PAGES:
+        assert tables.written(page.read_text()) == page.read_text(), f"make tables changes {page.name}"
+
+
+def test_rows_say_what_made_them(benchmark):
+    results = benchmark("results")
+    for path in results.RESULTS.glob("*.csv"):
+        if path.name == "before.csv":
+            continue
+        found = results.read(path)
+        assert found
+        for row in found:
+            assert {"left_out", "error", "fidelity", "predicted_s"} & {*row}, row
+            assert all(row[name] for name in ("sources", "commit", "date", "versions")), row
+
+
+def test_one_program_that_is_compiled_twice_counts_once(benchmark):
+    tables = benchmark("tables")
+    row = dict.fromkeys(tables.FIGURES, 1.0) | {"model": "mlp", "target": "h100:8", "plan": "dp"}
+    twice = [row, row | {"target": "h100:2x4", "compiled_s": 2.0}, row | {"plan": "auto"}]
+    assert tables.distinct(twice) == 1
+    assert tables.distinct([*twice, row | {"compiled_memory": 2.0}, row | {"target": "cpu"}]) == 3
+
+
+def test_the_worst_kind_is_judged_by_itself_if_it_is_large(benchmark):
+    worst_kind = benchmark("tables").worst_kind
+    row = {"compiled_bytes": 1000.0, "collectives": "all-gather a 90 100 10; all-gather b 20 10 10; all-reduce a 2 1 1"}
+    assert worst_kind(row) == 0.0  # the gathers' sum is right, and one byte is no kind
+    assert worst_kind(row | {"compiled_bytes": 50.0}) == 1.0
+
+
+def test_rows_are_read_as_they_were_written_and_the_last_of_a_key_counts(benchmark, tmp_path):
+    results = benchmark("results")
+    row = {"model": "a, b", "target": "cpu", "mesh": "2x4", "plan": "dp", "fidelity": 0.25, "commit": "1e5"}
+    results.add(tmp_path / "rows.csv", row)
+    results.add(tmp_path / "rows.csv", row | {"fidelity": float("inf")})
+    results.add(tmp_path / "rows.csv", row | {"plan": "fsdp", "left_out": "no form"})
+    first, second = results.read(tmp_path / "rows.csv")
+    assert (first["model"], first["fidelity"], first["commit"]) == ("a, b", float("inf"), "1e5")
+    assert (second["left_out"], results.current(first)) == ("no form", True)
+    assert not results.current(first | {"sources": "others"})
