@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.facade import PlanMethods
@@ -199,6 +199,7 @@ class Plan(PlanMethods):
         wrong_sums: of a plan that no solver made, the convolutions of which XLA would compute wrong numbers, in words.
         refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
+        applied: what `lower/torch_xla` keeps of a plan that was applied in this process; likewise.
 
     Raises:
         PlanError: a spec that does not fit its tensor or the mesh, naming the tensor.
@@ -220,6 +221,7 @@ class Plan(PlanMethods):
     search: tuple[MeshTried, ...] = ()
     refined: Refinement | None = None
     captured: Program | None = field(default=None, repr=False, compare=False)
+    applied: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check every spec against its tensor and the mesh."""

@@ -21,9 +21,9 @@ another program, and refused at the op that differs.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,10 +42,22 @@ from autoshard.strategies.guard import check_compiles, warn_of, warn_of_wrong_su
 
 __all__ = ["annotate", "annotated_program", "apply", "input_shardings"]
 
-_PLACED: dict[int, place.Placed] = {}
-"""id of a plan -> what it was applied to; an entry lives as long as its plan."""
-_SCHEDULES: dict[int, Schedule] = {}
-_FIRST_STEPS: dict[int, FirstSteps] = {}
+
+@dataclass(frozen=True)
+class Applied:
+    """What a plan keeps of `apply` (`Plan.applied`).
+
+    Attributes:
+        placed: the model and optimizer on the devices, held weakly.
+        schedule: which values of the step are annotated.
+        first_steps: of its optimizer, where there is one.
+    """
+
+    placed: place.Placed
+    schedule: Schedule
+    first_steps: FirstSteps | None
+
+
 _INSIDE: list[Plan] = []
 """The plan whose step runs now, if one does."""
 
@@ -75,11 +87,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
     place.place_model(plan, model, plan.mesh)
     if optimizer is not None and plan.program.kind == "train":
         place.place_optimizer(plan, model, optimizer, plan.mesh)
-    _PLACED[id(plan)] = place.Placed(model, optimizer)
-    _SCHEDULES[id(plan)] = schedule
-    if optimizer is not None:
-        _FIRST_STEPS[id(plan)] = FirstSteps(optimizer)
-    weakref.finalize(plan, _forget, id(plan))
+    first_steps = None if optimizer is None else FirstSteps(optimizer)
+    object.__setattr__(plan, "applied", Applied(place.Placed(model, optimizer), schedule, first_steps))
     return model
 
 
@@ -113,8 +122,8 @@ def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterat
         PlanMismatchError: at the first op of the step that is not the planned one, or where the step ends early. The
             parameters, buffers, optimizer state and gradients are then as before the step.
     """
-    placed = _PLACED.get(id(plan))
-    if placed is None:
+    applied: Applied | None = plan.applied
+    if applied is None:
         raise LoweringError("this plan has not been applied: call plan.apply(model, optimizer) before plan.annotate()")
     if _INSIDE:
         which = "the same plan's" if _INSIDE[0] is plan else "another plan's"
@@ -122,7 +131,7 @@ def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterat
             f"plan.annotate() inside {which} annotate(): each would take the other's step for part of its own; use one "
             "around each step, and leave the outer one first"
         )
-    schedule = _SCHEDULES[id(plan)]
+    placed, schedule, first_steps = applied.placed, applied.schedule, applied.first_steps
     annotator = (
         Annotator(schedule, placed.arguments, placed.snapshot)
         if differs is None
@@ -139,7 +148,7 @@ def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterat
                 raise
             differs(f"the optimizer's state cannot be placed ({error})")
 
-    watched = _FIRST_STEPS[id(plan)].watched(optimizer, annotator, made) if optimizer is not None else nullcontext()
+    watched = nullcontext() if first_steps is None else first_steps.watched(optimizer, annotator, made)
     _INSIDE.append(plan)
     try:
         with switches.active(plan.program.switches, model), annotator, watched:
@@ -162,9 +171,3 @@ def input_shardings(plan: Plan) -> dict[str, Any]:
         name: xs.ShardingSpec(mesh, runtime.partition_spec(plan.mesh, tensor.spec))
         for name, tensor in plan.inputs.items()
     }
-
-
-def _forget(key: int) -> None:
-    _PLACED.pop(key, None)
-    _SCHEDULES.pop(key, None)
-    _FIRST_STEPS.pop(key, None)
