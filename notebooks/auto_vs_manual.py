@@ -19,8 +19,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import autoshard
 from autoshard.show import plots
-from autoshard.sources import load_source
 from autoshard.show.report import search_lines
+from autoshard.sources import load_source
 
 SMALL = bool(os.environ.get("AUTOSHARD_NOTEBOOKS_SMALL"))  # as continuous integration runs it
 

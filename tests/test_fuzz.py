@@ -21,7 +21,7 @@ def test_a_case_is_written_and_run_again(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if any(each.endswith('fuzz.py') for each in sys.orig_argv):\n"
-        "    from autoshard import cli\n"
+        "    from autoshard.cli import commands as cli\n"
         "    def main(arguments): raise ZeroDivisionError('a bug')\n"
         "    cli.main = main\n"
     )

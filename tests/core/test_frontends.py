@@ -86,7 +86,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path):
     source = tmp_path / "net.py"
     source.write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 8), torch.zeros(4, 8)\n")
     script = (
-        "import sys; from autoshard.capture import frontends; frontends.find_spec = lambda name: None; "
+        "import sys; from autoshard.frontends import choose; choose.find_spec = lambda name: None; "
         "from autoshard.cli.commands import main; main(sys.argv[1:])"
     )
     done = subprocess.run(

@@ -153,8 +153,8 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
 }  # fmt: skip
 
 
-NOT_BY_TORCHAX = ("rotated", "unpooled")
-"""Refused there: `view_as_complex`, `max_unpool2d`."""
+NOT_BY_TORCHAX = ("unpooled",)
+"""Refused there: `max_unpool2d`."""
 
 
 def of(name: str) -> Net:
