@@ -90,7 +90,7 @@ CORE_STAMP := $(CORE)/.installed
 CORE_TESTS ?= tests/core tests/test_sources.py tests/test_bad_input.py tests/test_mesh.py tests/graph \
 	tests/stablehlo/test_reader.py tests/stablehlo/test_annotate.py tests/frontends/test_stablehlo_file.py \
 	tests/cost/partitioner/test_propagate.py tests/cost/partitioner/test_tiling.py tests/cost/partitioner/passes \
-	tests/planning/test_api.py tests/planning/test_hints.py tests/planning/test_meshes.py tests/plans/test_value.py \
+	tests/planning/test_api.py tests/planning/test_hints.py tests/planning/test_search.py tests/planning/test_memory.py tests/plans/test_value.py \
 	tests/lower/dtensor tests/lower/test_host_scalars.py tests/lower/test_to_jax.py tests/lower/test_tp_plan.py \
 	tests/show/test_explanation.py tests/comparison/test_compared.py tests/cli/test_plan.py
 
