@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 
 import autoshard
-from autoshard.auto.policy import current_plan
+from autoshard.auto import current_plan
 
 ROWS, WIDTH, STEPS = 256, 128, 4
 

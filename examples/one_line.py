@@ -16,7 +16,7 @@ import torch
 import torch_xla
 
 import autoshard
-from autoshard.auto.policy import current_plan
+from autoshard.auto import current_plan
 
 ROWS, WIDTH, STEPS = 512, 512, 4
 

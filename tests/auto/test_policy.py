@@ -150,3 +150,9 @@ def test_weights_that_an_earlier_forward_pass_holds_are_named(seen):
     said = scenario(seen, "after_a_step")["said"]
     assert "weight cannot be moved to the devices in place" in said
     assert "del loss" in said
+
+
+def test_the_package_hands_on_what_the_documentation_names():
+    """`docs/lowering.md` names `autoshard.auto.current_plan`, and programs import it from there."""
+    code = "import sys; from autoshard.auto import auto_policy, current_plan, use_spmd; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
