@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.network import Network
-from autoshard.solver.problem import Problem
+from autoshard.solver.problem import Problem, Usage
 from autoshard.solver.reduce import tighten_rows
 from autoshard.solver.search import TreeSearch
 from tests.solver.random_problems import best_of_network, random_problem
@@ -42,6 +42,39 @@ def test_a_tree_is_solved_by_one_move(seed):
     assert optimum is not None
     found = TreeSearch(Dual(net), seed).improve([0] * n, deadline=math.inf, patience=1)
     assert net.value(found) == pytest.approx(optimum[1])
+
+
+def knapsack(items: list[tuple[int, int]], room: int) -> Network:
+    """Per (seconds, bytes) of an item, whether to spend these seconds or to keep these bytes."""
+    costs = [np.array([float(seconds), 0.0]) for seconds, _ in items]
+    usages = [Usage(item, 0, 1, np.array([0.0, float(size)])) for item, (_, size) in enumerate(items)]
+    return Network.of(Problem(costs, [], [], usages, [], float(room)))
+
+
+def searched(net: Network, start: list[int], seed: int, *, patience: int) -> float:
+    dual = Dual(net)
+    dual.ascend(50, net.value(start))
+    return net.value(TreeSearch(dual, seed).improve(start, deadline=math.inf, patience=patience))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_is_given_up_for_two_where_every_single_move_is_worse(seed):
+    net = knapsack([(13, 6), (10, 5), (10, 5)], room=10)
+    start = [1, 0, 0]  # most seconds for its bytes, and no room for another
+    best, choice = best_of_network(net)
+    assert (net.value(start), best, choice) == (20.0, 13.0, [0, 1, 1])
+    assert searched(net, start, seed, patience=200) == best
+
+
+def test_most_knapsacks_are_filled_best_and_few_of_them_by_moves_alone():
+    by_moves = found = 0
+    for seed in range(30):
+        items = [(int(seconds), int(size)) for seconds, size in np.random.default_rng(seed).integers(5, 40, (8, 2))]
+        net = knapsack(items, sum(size for _, size in items) // 2)
+        best, _ = best_of_network(net)
+        by_moves += searched(net, [0] * 8, seed, patience=0) == best
+        found += searched(net, [0] * 8, seed, patience=10) == best
+    assert by_moves < 10 < 25 <= found
 
 
 def test_the_same_seed_gives_the_same_choice():
