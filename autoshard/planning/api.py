@@ -69,10 +69,8 @@ def plan(
             interrupt ends it too: with the best plan so far, if there is one.
         seed: of the solver.
         backend: of the solver's integer programs.
-        frontend: what captures: `torch_xla`, `torchax` (on any torch from 2.9 on), or `auto`, the first that is
-            installed; docs/capture.md.
-        annotations: `all` pins every output of every aten op; `least` leaves out what GSPMD's propagation, as modelled,
-            chooses by itself (see `lower/least.py`).
+        frontend: what captures: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
+        annotations: `all` pins every output of every aten op; `least` leaves out what propagation, as modelled, chooses.
         refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be there: the few best candidates,
             plans written by hand among them, are compiled for it, and the best compiled one is taken. What was compiled
             is recorded in the plan, the predicted choice beside it (see `refine.py`).

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.cost.compiler.tpu.strips import early_seconds
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
@@ -80,7 +80,7 @@ class OneMesh:
         """
         settings = self.settings(limit)
         found = self._solved(limit, settings)
-        early = self._early_seconds(found)
+        early = backend_of(load_device(self.mesh.device)).early_seconds(found.prediction.compiled)
         if early:
             try:
                 other = self._solved(limit, settings, gathers=False)
@@ -111,13 +111,6 @@ class OneMesh:
             solver=solver_info(decision.solution),
             decision=decision,
         )
-
-    def _early_seconds(self, found: Candidate) -> float:
-        """Seconds of the copies that run early beside gathers."""
-        device = load_device(self.mesh.device)
-        if device.target != "tpu" or all(op.kind != "convolution" for op in self.graph.ops):
-            return 0.0
-        return early_seconds(found.prediction.compiled, device)
 
 
 def formulated(
@@ -150,7 +143,7 @@ def decide(
     starts = [choice for other in others for choice in choices_from(other, formulation, mesh)]
     solution = settings.solve(formulation.problem, starts)
     plain, device = formulation, load_device(mesh.device)
-    if device.target == "tpu" and solution.choice:
+    if device.compiler.merges_equal_ops and solution.choice:
         formulation, solution = solved_together(formulation, solution, mesh, device, settings)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise _no_plan(solution, mesh, hints)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.compiler.tpu.strips import batch_dims, copied_seconds
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.ops.scatter import MOVES
@@ -212,7 +211,6 @@ class _Builder:
         self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], gathers: bool = True
     ) -> None:
         self.graph, self.mesh, self.device, self.hints, self.gathers = graph, mesh, device, hints, gathers
-        self.images = batch_dims(graph) if device.compiler.convolves_in_strips else {}
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
         self.groups = fusion_groups(graph)
@@ -227,6 +225,7 @@ class _Builder:
         self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
         self.prices = Prices(graph, self.groups, mesh, device)
+        self.images = self.prices.backend.images(graph)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
@@ -550,10 +549,9 @@ class _Builder:
         return np.asarray(differs * (1.0 - moved) * self._bytes(value, tuple(rows))[:, None] / rate)
 
     def _strips(self, shape: tuple[int, ...], item: int, image: int, rows: list[Spec], columns: list[Spec]) -> Matrix:
-        """Seconds of the kernels around reshards of an activation of which dim `image` counts images, on a TPU."""
-        ends = (self.mesh, self.device)
-        found = [[copied_seconds(shape, item, image, row, column, *ends) for column in columns] for row in rows]
-        return np.array(found)
+        """Seconds of the kernels around reshards of an activation of which dim `image` counts images."""
+        seconds = self.prices.backend.copied_seconds
+        return np.array([[seconds(shape, item, image, row, column, self.mesh) for column in columns] for row in rows])
 
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
         item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])

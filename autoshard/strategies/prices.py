@@ -8,13 +8,12 @@ out of it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.compiler.tpu.layout import row_major
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops, roofline_seconds
@@ -139,18 +138,23 @@ class Prices:
             if not split and not whole:
                 continue
             kind = self.graph.type_of(value)
-            scattered = self.device.compiler.pads_scattered_rows and self.graph.ops[value.op].kind == "scatter"
-            key = (kind, ways.shape.value_dims[place], whole, split, scattered)
+            size_of = self.backend.elements_made_by(self.graph.ops[value.op].kind)
+            key = (kind, ways.shape.value_dims[place], whole, split, size_of)
             if key not in alike:
-                alike[key] = self._bytes_of(kind, ways.shape.value_dims[place], ways, whole, split, scattered)
+                alike[key] = self._bytes_of(kind, ways.shape.value_dims[place], ways, whole, split, size_of)
             total += alike[key]
         return total
 
     def _bytes_of(
-        self, kind: TensorType, dims: DimFactors, ways: Strategies, whole: float, split: float, scattered: bool
+        self,
+        kind: TensorType,
+        dims: DimFactors,
+        ways: Strategies,
+        whole: float,
+        split: float,
+        size_of: Callable[[tuple[int, ...]], int],
     ) -> Matrix:
         """Bytes of one device, per strategy, of a value of which so many parts are moved: whole, and all split."""
-        size_of = row_major if scattered else math.prod  # rows of a narrow table take 128 numbers each
         most, most_of_it = self.mesh.size, size_of(kind.shape)
         sizes: dict[Spec, float] = {}
         found = np.zeros(len(ways))

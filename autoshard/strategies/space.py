@@ -21,9 +21,8 @@ import numpy.typing as npt
 
 from autoshard.cost.machine.collectives import Collective, CollectiveKind
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.machine.layout import sums_whole
-from autoshard.cost.partitioner.tpu import scatter_buffer, scatter_unit
-from autoshard.cost.partitioner.tpu import scattered as tiles_scattered
+from autoshard.cost.partitioner.collective_rules import CollectiveRules
+from autoshard.cost.partitioner.targets import COLLECTIVE_RULES
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
@@ -493,8 +492,12 @@ def _reductions(root: Spec, shape: Sequence[int], mesh: Mesh) -> Iterable[tuple[
 
 
 def _scatter_kind(axes: Sequence[str], mesh: Mesh) -> CollectiveKind:
-    """What a sum becomes of which every device goes on with a slice (`layout.sums_whole`)."""
-    return "all-reduce" if sums_whole(mesh.in_order(axes), mesh) else "reduce-scatter"
+    """What a sum becomes of which every device goes on with a slice."""
+    return "all-reduce" if _rules(mesh).sums_whole(mesh.in_order(axes), mesh) else "reduce-scatter"
+
+
+def _rules(mesh: Mesh) -> CollectiveRules:
+    return COLLECTIVE_RULES[load_device(mesh.device).target]
 
 
 def _scatter_kind_of(
@@ -502,12 +505,10 @@ def _scatter_kind_of(
 ) -> CollectiveKind:
     """The same of a value of `shape` that is split as `before` says while it is summed, as `after` says then."""
     kind = _scatter_kind(axes, mesh)
-    dim = next(dim for dim, split in enumerate(after) if split != before[dim])
-    if kind == "all-reduce" or load_device(mesh.device).links[0].topology != "torus":
+    if kind == "all-reduce":
         return kind
-    names = mesh.in_order(axes)
-    unit, buffer = scatter_unit(names, mesh), scatter_buffer(mesh)
-    found = tiles_scattered(tuple(mesh.shard_shape(shape, before)), dim, mesh.ways(axes), unit=unit, buffer=buffer)
+    dim = next(dim for dim, split in enumerate(after) if split != before[dim])
+    found = _rules(mesh).scattered(mesh.shard_shape(shape, before), dim, mesh.in_order(axes), mesh)
     return "all-reduce" if found is None else kind
 
 

@@ -232,8 +232,10 @@ def default_target(mesh: Mesh) -> str:
         TargetError: the kind is one of the user's, and says of which family it is but not for what to compile.
     """
     device = load_device(mesh.device)
-    if device.target != "cpu" and device.kind not in builtin_kinds():
+    if device.compiler.compiles_for_all_kinds:
+        return device.target
+    if device.kind not in builtin_kinds():
         raise TargetError(
             f"{device.kind} is a device kind of your own: say what to compile for, such as --target h100:8"
         )
-    return machine(mesh, device) if device.target != "cpu" else "cpu"
+    return machine(mesh, device)

@@ -5,7 +5,8 @@ One `Backend` per target family, in a module of its own; `backends.py` finds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -28,6 +29,8 @@ from autoshard.cost.compiler.schedule import (
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,22 @@ class Backend:
     def buffer_bytes(self, array: Array) -> int:
         """Bytes of an array's buffer."""
         return -(-array.bytes // self.alignment) * self.alignment
+
+    def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
+        """How many elements, padding included, an array of some shape takes that an op of this kind makes."""
+        return math.prod
+
+    def images(self, graph: Graph) -> Mapping[Value, int]:
+        """Activations around which collectives need kernels of their own -> the dim that counts images."""
+        return {}
+
+    def copied_seconds(self, shape: Sequence[int], item: int, dim: int, src: Spec, dst: Spec, mesh: Mesh) -> float:
+        """Seconds of these kernels where such an activation, of `item` bytes an element, goes from `src` to `dst`."""
+        return 0.0
+
+    def early_seconds(self, compiled: Compiled) -> float:
+        """Seconds of copies that a program has as soon as it gathers anything."""
+        return 0.0
 
     @property
     def rewrites(self) -> Passes[Lowered]:

@@ -5,12 +5,10 @@ They work on a copy of the steps; arrays that are no longer made or read stay in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from autoshard.cost.compiler.lowered import SLICE, Array, Lowered, Step
-from autoshard.cost.compiler.tpu.layout import row_major
 from autoshard.graph.ops import Op
 
 PARTS = "parts"
@@ -74,12 +72,6 @@ class Rewriter:
                 self.arrays[old].returned = False
         results = [self.instead.get(array, array) for array in self.source.results]
         return Lowered(self.arrays, self.steps, results, self.source.graph, self.source.pinned, self.source.updates)
-
-
-def by_rows(rewriter: Rewriter, like: int) -> int:
-    """A new array like one that `like` names, its last dim the innermost."""
-    shape = rewriter.arrays[like].shape or ()
-    return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))
 
 
 def without_reduce_scatter(rewriter: Rewriter, step: Step) -> None:

@@ -17,6 +17,7 @@ Target = Literal["cpu", "tpu", "gpu"]
 class Capabilities:
     """What a compiler does; nothing where nothing is said."""
 
+    compiles_for_all_kinds: bool = False  # at once, and for any number of devices
     simplifies_first: bool = False  # products and updates before it propagates shardings (`AlgebraicSimplifier`)
     folds_transposes: bool = False  # into products before that, and takes apart their rows (`TransposeFolding`)
     compares_unclipped: bool = False  # what a ReLU reads, rather than its result, for the mask of the backward pass
@@ -30,7 +31,6 @@ class Capabilities:
     rounds_for_products: bool = False  # what only products read is rounded to bf16, and moved so
     turns_products: bool = False  # a product that only a transpose reads is made transposed
     folds_into_convolutions: bool = False  # transposes and reversals of kernels
-    convolves_in_strips: bool = False  # few images are cut into strips of space
     narrows_integers: bool = False  # there are none of 64 bits; gathers take indices of 32
     exchanges_rows: bool = False  # of a concatenation of one row to a device, each is sent to where it belongs
     sums_dims_at_once: bool = False  # a sum along several dims is one all-reduce
@@ -38,7 +38,6 @@ class Capabilities:
     sums_widened_terms: bool = False  # terms that were widened in between, too
     scatters_sums: bool = False  # a sum that is sliced behind is a reduce-scatter (`ReduceScatterCreator`)
     scatters_uneven_slices: bool = False  # also of slices with padding
-    scatters_whole_tiles: bool = False  # only of slices that are whole tiles
     scatters_behind_reshapes: bool = False  # also where the dim that is cut is split and brought forward behind it
     slices_sooner: bool = False  # a slice moves before an op whose other operands are broadcasts
     splits_all_reduces: bool = False  # one over all devices of which groups take parts is two (`AllReduceSplitter`)
@@ -47,12 +46,10 @@ class Capabilities:
     gathers_no_repeats: bool = False  # along a dim that the broadcast makes nothing is gathered
     gathers_before_widening: bool = False  # and exchanges what is converted to a wider dtype (`CollectiveQuantizer`)
     gathers_dims_at_once: bool = False  # a gather along several dims is one all-gather
-    gathers_as_sums: bool = False  # small ones, and of vectors, are all-reduces of zeros with each part in place
     regathers: bool = False  # for every reader, but for readers near one another (`ScheduleAwareCollectiveOpsCSE`)
     gathers_arguments_first: bool = False  # at the start of the step
     fuses_slices: bool = False  # into products that read them
     copies_inputs_on_chip: bool = False  # whole, where a device takes a part of them
-    pads_scattered_rows: bool = False  # a scatter's rows take whole tiles
     aborts_on_padded_scatters: bool = False  # where indices that it cannot pad are split unevenly
 
 
@@ -67,7 +64,7 @@ _OF_ACCELERATORS = Capabilities(
 )
 
 CAPABILITIES: Mapping[Target, Capabilities] = {
-    "cpu": Capabilities(gathers_arguments_first=True),
+    "cpu": Capabilities(compiles_for_all_kinds=True, gathers_arguments_first=True),
     "gpu": replace(
         _OF_ACCELERATORS,
         shards_results_first=True,
@@ -88,19 +85,15 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
         rounds_for_products=True,
         turns_products=True,
         folds_into_convolutions=True,
-        convolves_in_strips=True,
         narrows_integers=True,
         exchanges_rows=True,
         scatters_uneven_slices=True,
-        scatters_whole_tiles=True,
         scatters_behind_reshapes=True,
         slices_sooner=True,
         gathers_dims_at_once=True,
-        gathers_as_sums=True,
         regathers=True,
         fuses_slices=True,
         copies_inputs_on_chip=True,
-        pads_scattered_rows=True,
         aborts_on_padded_scatters=True,
     ),
 }

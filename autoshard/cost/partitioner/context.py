@@ -7,15 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.layout import sums_whole
 from autoshard.cost.machine.targets import CAPABILITIES, Target
-from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.cuts import Cuts
 from autoshard.cost.partitioner.ops.halo import Moved
 from autoshard.cost.partitioner.partitioned import Attention, Dim, Emission, Partitioned, Tilings
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.emitted import Resharder, Step
 from autoshard.cost.partitioner.reshard.steps import Cut
+from autoshard.cost.partitioner.targets import COLLECTIVE_RULES
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
 from autoshard.cost.partitioner.transfer import Transfers
 from autoshard.dtypes import dtype_bytes
@@ -47,6 +46,7 @@ class Context(ABC):
         self.subaxes: Subaxes = shardings.subaxes
         self.target: Target = target
         self.compiler = CAPABILITIES[target]
+        self.rules = COLLECTIVE_RULES[target]
         self.transfers = Transfers(graph, self.subaxes)
         self.resharder = Resharder(self.subaxes, target)
         self.cuts = Cuts(self.subaxes, target)
@@ -129,7 +129,7 @@ class Context(ABC):
         """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.
 
         TPU and GPU fold those along several dims into one. Which are reduce-scatters says `ops/scatter.py`; `row_major`
-        as in `tiles_tpu.scattered`.
+        as in `CollectiveRules.scattered`.
         """
         if not axes:
             return []
@@ -162,21 +162,14 @@ class Context(ABC):
     ) -> list[Step] | None:
         """The reduce-scatter that a sum of `size` bytes over `axes` is, of which devices go on with parts of `cut`.
 
-        None where it stays an all-reduce. `row_major` and `summed` as in `tiles_tpu.scattered`.
+        None where it stays an all-reduce. `row_major` and `summed` as in `CollectiveRules.scattered`.
         """
         names = self.resharder.names(axes)
         if cut is None or not self.cuts.scatters(axes, cut, ordered) or not self.scatters_over(names):
             return None
-        if not self.compiler.scatters_whole_tiles:
-            return [("reduce-scatter", names, size)]
         dim = next(dim for dim, factor in enumerate(cut.factors) if factor > 1)
-        unit = tiles_tpu.scatter_unit(names, self.subaxes.mesh)
-        ways = cut.factors[dim]
-        buffer = tiles_tpu.scatter_buffer(self.subaxes.mesh)
-        packed = max(1, 4 * math.prod(cut.shape) // max(1, size))
-        found = tiles_tpu.scattered(
-            cut.shape, dim, ways, unit=unit, row_major=row_major, summed=summed, buffer=buffer, packed=packed
-        )
+        packed, mesh = max(1, 4 * math.prod(cut.shape) // max(1, size)), self.subaxes.mesh
+        found = self.rules.scattered(cut.shape, dim, names, mesh, row_major=row_major, summed=summed, packed=packed)
         if found is None:
             return None
         steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]
@@ -184,4 +177,4 @@ class Context(ABC):
 
     def scatters_over(self, axes: AxisGroup) -> bool:
         """Whether the target makes reduce-scatters over these axes at all."""
-        return not (self.compiler.scatters_whole_tiles and sums_whole(axes, self.subaxes.mesh))
+        return not self.rules.sums_whole(axes, self.subaxes.mesh)

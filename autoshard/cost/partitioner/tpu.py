@@ -16,19 +16,18 @@ tests, `test_tpu.py`, have the cases.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from autoshard.cost.machine import layout
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.machine.layout import layout
+from autoshard.cost.machine.tiles import LANES, ROWS, minor_dims
+from autoshard.cost.partitioner.collective_rules import CollectiveRules, Scattered, Shape
 from autoshard.mesh import AxisGroup, Mesh
 
-Shape = tuple[int, ...]
-
-LANES, ROWS = 128, 8
 MOST_PADDING = 1.5
 """Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
 LONGEST = 150
 """Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
+SMALL_BUFFER = 3650
 BUFFER = {"tpu-v6e": 7560}
 """Tiles, 3,650 elsewhere, that `ways` + 4 pieces of a reduce-scatter fit: a piece has at most 304 tiles over 8 chips of
 a v5e, 456 over 4, 608 over 2, and 626 to 633 over 8 of a v6e.
@@ -42,44 +41,76 @@ LATENCY_BOUND = 16 * 2**20
 MANY = 64
 
 
-@dataclass(frozen=True)
-class Scattered:
-    """A reduce-scatter.
+class TpuCollectiveRules(CollectiveRules):
+    """Arrays lie in tiles, and whole tiles are moved."""
 
-    Attributes:
-        padded: elements that it sums, over those of the array.
-        moved: elements that permutes bring into place afterwards, over those of the array.
-    """
+    def lies_row_major(self, kind: str, shape: Shape) -> bool:
+        """Gathers' results do, and products'.
 
-    padded: float = 1.0
-    moved: float = 0.0
+        So does a product of no fewer rows than its batch; of fewer the batch may be the rows of a tile (33 compiled
+        for v5e, 5 to 577 rows in batches of 8 to 64).
+        """
+        return kind == "gather" or (kind == "dot_general" and len(shape) > 2 and shape[-2] >= shape[0])
 
+    def sums_whole(self, axes: AxisGroup, mesh: Mesh) -> bool:
+        """See `layout.sums_whole`."""
+        return layout.sums_whole(axes, mesh)
 
-def lies_row_major(kind: str, shape: Shape) -> bool:
-    """Whether what an op of this StableHLO kind makes lies row-major, whatever is padded: gathers, and products.
+    def scattered(
+        self,
+        shape: Shape,
+        dim: int,
+        axes: AxisGroup,
+        mesh: Mesh,
+        *,
+        row_major: bool = False,
+        summed: bool = False,
+        packed: int = 1,
+    ) -> Scattered | None:
+        """In pieces that fit the device's buffer: see the function `scattered`."""
+        return scattered(
+            shape,
+            dim,
+            mesh.group_size(axes),
+            unit=scatter_unit(axes, mesh),
+            row_major=row_major,
+            summed=summed,
+            buffer=BUFFER.get(load_device(mesh.device).kind, SMALL_BUFFER),
+            packed=packed,
+        )
 
-    So does a product of no fewer rows than its batch; of fewer the batch may be the rows of a tile (33 compiled
-    for v5e, 5 to 577 rows in batches of 8 to 64).
-    """
-    return kind == "gather" or (kind == "dot_general" and len(shape) > 2 and shape[-2] >= shape[0])
+    def hides(self, flops: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
+        """As XLA decides (`disable_windowed_einsum` in dot_handler.cc).
 
+        It compares the longer of the two, and two more permutes, with a contraction and a collective one after the
+        other. A collective over 2x2 chips uses the links of both dims, a loop those of one; over 4x4 it is not counted
+        so.
+        """
+        device = load_device(mesh.device)
+        link = device.links[0]
+        if link.topology != "torus":
+            return False
+        ways = mesh.ways(mesh.spanned(axes))
+        computing = flops / device.peak_flops("bf16")
+        permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
+        moving = permuting / (2 if ways == 4 and scatter_unit(axes, mesh) == 4 else 1)
+        return max(computing, permuting) + 2 * permuting / ways < computing + moving
 
-def minor_dims(shape: Shape, packed: int = 1) -> tuple[int, int]:
-    """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two.
-
-    `packed` numbers of a column take one place of 32 bits: there are no fewer rows.
-    """
-    best = None
-    for lane in reversed(range(len(shape))):
-        for row in reversed(range(len(shape))):
-            if lane == row:
-                continue
-            rows = max(packed, _rows(shape[row]))
-            size = math.prod(shape) // (shape[lane] * shape[row]) * _up(shape[lane], LANES) * rows
-            if best is None or size < best[0]:
-                best = size, lane, row
-    assert best is not None
-    return best[1:]
+    def gathers_as_sum(self, shape: Shape, part: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
+        """Where parts of vectors are no whole lanes, or many chips gather little."""
+        if sum(extent > 1 for extent in shape) < 2 and part % LANES:
+            return True
+        over_all = all(axis in axes or mesh.axis_size(axis) == 1 for axis in mesh.axis_names)
+        if mesh.size < MANY or not over_all:
+            return False
+        device = load_device(mesh.device)
+        inner = device.links[0]
+        if inner.topology != "torus":
+            return False
+        dims = [dim for dim in layout.layout(mesh, device) if dim.size > 1]
+        if any(dim.link is not inner for dim in dims):
+            return False
+        return size <= LATENCY_BOUND or (len(dims) > 2 and min(dim.size for dim in dims) >= 4)
 
 
 def scattered(
@@ -90,7 +121,7 @@ def scattered(
     unit: int = 2,
     row_major: bool = False,
     summed: bool = False,
-    buffer: int = 3650,
+    buffer: int = SMALL_BUFFER,
     packed: int = 1,
 ) -> Scattered | None:
     """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
@@ -159,11 +190,6 @@ def _cuts(size: int, most: int) -> bool:
     return any(size % pieces == 0 for pieces in range(least, 2 * least + 1))
 
 
-def scatter_buffer(mesh: Mesh) -> int:
-    """Tiles that hold the pieces of a reduce-scatter."""
-    return BUFFER.get(load_device(mesh.device).kind, 3650)
-
-
 def _padded(size: int, padded: int, ways: int) -> Scattered | None:
     padding = padded / size
     return Scattered(padding, (padding - 1) * (ways - 1) / ways) if 1 <= padding <= MOST_PADDING else None
@@ -174,48 +200,8 @@ def scatter_unit(axes: AxisGroup, mesh: Mesh) -> int:
     device = load_device(mesh.device)
     if device.links[0].topology != "torus":
         return 2
-    over = [dim for dim in layout(mesh, device) if any(axis in axes and size > 1 for axis, size in dim.parts)]
+    over = [dim for dim in layout.layout(mesh, device) if any(axis in axes and size > 1 for axis, size in dim.parts)]
     return 4 if len(over) == 2 and over[0].size == over[1].size else 2
-
-
-def hides(flops: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
-    """Whether a contraction of so many FLOPs hides the permutes of a windowed einsum over `axes`.
-
-    XLA compares the longer of the two, and two more permutes, with a contraction and a collective of `size` bytes one
-    after the other (`disable_windowed_einsum` in dot_handler.cc). A collective over 2x2 chips uses the links of both
-    dims, a loop those of one; over 4x4 it is not counted so.
-    """
-    device = load_device(mesh.device)
-    link = device.links[0]
-    if link.topology != "torus":
-        return False
-    ways = mesh.ways(mesh.spanned(axes))
-    computing = flops / device.peak_flops("bf16")
-    permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
-    moving = permuting / (2 if ways == 4 and scatter_unit(axes, mesh) == 4 else 1)
-    return max(computing, permuting) + 2 * permuting / ways < computing + moving
-
-
-def gathers_as_sum(shape: Shape, part: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
-    """Whether an all-gather over `axes` is an all-reduce.
-
-    Args:
-        shape: of the whole array.
-        part: elements that each device has before.
-        size: bytes of the result.
-    """
-    if sum(extent > 1 for extent in shape) < 2 and part % LANES:
-        return True
-    if mesh.size < MANY or not set(mesh.axis_names) <= {*axes, *(a for a in mesh.axis_names if mesh.axis_size(a) == 1)}:
-        return False
-    device = load_device(mesh.device)
-    inner = device.links[0]
-    if inner.topology != "torus":
-        return False
-    dims = [dim for dim in layout(mesh, device) if dim.size > 1]
-    if any(dim.link is not inner for dim in dims):
-        return False
-    return size <= LATENCY_BOUND or (len(dims) > 2 and min(dim.size for dim in dims) >= 4)
 
 
 def _largest_prime(size: int) -> int:
@@ -231,8 +217,3 @@ def _largest_prime(size: int) -> int:
 
 def _up(size: int, to: int) -> int:
     return -(-size // to) * to
-
-
-def _rows(size: int) -> int:
-    """Rows with padding: tiles of 1, 2, 4 or 8."""
-    return 1 << (size - 1).bit_length() if 0 < size < ROWS else _up(size, ROWS)

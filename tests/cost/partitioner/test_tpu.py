@@ -8,15 +8,7 @@ import pytest
 
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
-from autoshard.cost.partitioner.tpu import (
-    Scattered,
-    gathers_as_sum,
-    hides,
-    lies_row_major,
-    minor_dims,
-    scatter_unit,
-    scattered,
-)
+from autoshard.cost.partitioner.tpu import Scattered, TpuCollectiveRules, scatter_unit, scattered
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
@@ -29,6 +21,7 @@ from tests.graph.helpers import graph_from_text
 
 MESH = Mesh((2, 4), ("data", "model"), device="tpu-v5e")
 BOTH = ("data", "model")
+RULES = TpuCollectiveRules()
 
 # (shape, dim) of sums over 8 chips of a v5e 2x4.
 SCATTERED = [
@@ -229,7 +222,6 @@ def test_slices_of_many_tiles_in_a_row_are_padded_to_pieces():
 def test_what_a_gather_made_lies_with_its_rows_along_the_lanes():
     assert scattered((2048, 4, 64), 0, 8) == Scattered()  # 2048 along the lanes
     assert scattered((2048, 4, 64), 0, 8, row_major=True) is None
-    assert (minor_dims((256, 4, 64)), minor_dims((8, 3, 7, 7)), minor_dims((2, 5, 64))) == ((0, 2), (3, 0), (2, 0))
 
 
 @pytest.mark.parametrize(
@@ -253,13 +245,13 @@ def test_gathers_of_parts_of_lanes_and_small_ones_of_many_chips_are_sums(shape, 
     for extent in shape:
         size *= extent
     lies_on = Mesh(mesh, BOTH, device="tpu-v5e")
-    assert gathers_as_sum(shape, size // 4 // lies_on.size, size, BOTH, lies_on) == reduced
+    assert RULES.gathers_as_sum(shape, size // 4 // lies_on.size, size, BOTH, lies_on) == reduced
 
 
 def test_a_gather_over_a_large_torus_of_three_dims_is_a_sum():
     cube = Mesh((4, 4, 4), ("a", "b", "c"), device="tpu-v5p")
-    assert gathers_as_sum((800, 65536), 800 * 1024, 800 * 65536 * 4, ("a", "b", "c"), cube)
-    assert not gathers_as_sum((800, 65536), 800 * 16384, 800 * 65536 * 4, ("a",), cube)
+    assert RULES.gathers_as_sum((800, 65536), 800 * 1024, 800 * 65536 * 4, ("a", "b", "c"), cube)
+    assert not RULES.gathers_as_sum((800, 65536), 800 * 16384, 800 * 65536 * 4, ("a",), cube)
 
 
 LOOKUP = """module {{
@@ -364,7 +356,7 @@ def test_long_sums_that_are_scattered_are_loops_of_permutes(k, device, shape, ki
 @pytest.mark.parametrize(("rows", "loop"), [(1024, False), (1056, True), (1152, True)])
 def test_on_v5p_loops_are_chosen_by_a_faster_link_than_its_datasheet_has(rows, loop):
     mesh = Mesh((2, 2, 2), ("data", "model", "more"), device="tpu-v5p")
-    assert hides(2 * rows * 128 * 128, 4 * 128 * 128, mesh.axis_names, mesh) == loop
+    assert RULES.hides(2 * rows * 128 * 128, 4 * 128 * 128, mesh.axis_names, mesh) == loop
 
 
 @pytest.mark.parametrize(("rows", "gathered"), [(8192, True), (8704, False), (65536, False)])
@@ -551,5 +543,5 @@ PRODUCTS = [
 @pytest.mark.parametrize(("shape", "rows"), PRODUCTS)
 def test_a_product_lies_by_rows_of_which_there_are_no_fewer_than_its_batch(shape, rows):
     # BEiT's 197 patches under its automatic plan: 72 % of all bytes were predicted as all-reduces.
-    found = scattered(shape, 0, 8, row_major=lies_row_major("dot_general", shape))
+    found = scattered(shape, 0, 8, row_major=RULES.lies_row_major("dot_general", shape))
     assert (0 if found is None else round(found.padded * shape[1])) == rows

@@ -10,12 +10,12 @@ All-reduces work in place in device memory, not on chip; collectives are combine
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-from autoshard.cost.compiler.backend import Backend, Placement
+from autoshard.cost.compiler.backend import Backend, Compiled, Placement
 from autoshard.cost.compiler.kernels import Fusion, Kernel
 from autoshard.cost.compiler.lowered import ROUNDING, Array, Lowered, Step
 from autoshard.cost.compiler.multi_output import merged_outputs
@@ -57,6 +57,8 @@ from autoshard.cost.compiler.tpu.strip_widths import (
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.passes import Passes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec
 
 THRESHOLD = 120 * 2**20
 """Bytes up to which all-reduces are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
@@ -108,6 +110,22 @@ class TpuBackend(Backend):
             return -(-array.bytes // self.alignment) * self.alignment
         size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
+
+    def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
+        """A scatter's rows take whole tiles: those of a narrow table 128 numbers each."""
+        return row_major if kind == "scatter" else super().elements_made_by(kind)
+
+    def images(self, graph: Graph) -> Mapping[Value, int]:
+        """Those that convolutions read or make: few images are cut into strips of space."""
+        return strips.batch_dims(graph)
+
+    def copied_seconds(self, shape: Sequence[int], item: int, dim: int, src: Spec, dst: Spec, mesh: Mesh) -> float:
+        """See `strips.copied_seconds`."""
+        return strips.copied_seconds(shape, item, dim, src, dst, mesh, self.device)
+
+    def early_seconds(self, compiled: Compiled) -> float:
+        """See `strips.early_seconds`."""
+        return strips.early_seconds(compiled, self.device)
 
     @property
     def rewrites(self) -> Passes[Lowered]:

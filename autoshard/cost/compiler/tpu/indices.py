@@ -12,7 +12,8 @@ import math
 from dataclasses import replace
 
 from autoshard.cost.compiler.lowered import Lowered, Step, updates_of
-from autoshard.cost.compiler.tpu.layout import LANES, row_major, tiled
+from autoshard.cost.compiler.tpu.layout import row_major, tiled
+from autoshard.cost.machine.tiles import LANES
 
 SORTED = 0.029, 0.25
 """For each row of the table, how many indices of a scatter are sorted at least and at most. As seen: 3,000 for 100,000

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from functools import lru_cache
 
-LANES, ROWS = 128, 8
+from autoshard.cost.machine.tiles import LANES, ROWS
 
 
 @lru_cache(maxsize=1 << 12)

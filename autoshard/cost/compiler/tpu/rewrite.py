@@ -17,15 +17,21 @@ from autoshard.cost.compiler.lowered import (
     Step,
     updates_of,
 )
-from autoshard.cost.compiler.rewrite import Rewriter, by_rows, writes_onto_constant
-from autoshard.cost.compiler.tpu.layout import LANES, ROWS, for_convolution, row_major, tiled
+from autoshard.cost.compiler.rewrite import Rewriter, writes_onto_constant
+from autoshard.cost.compiler.tpu.layout import for_convolution, row_major, tiled
 from autoshard.cost.compiler.tpu.strip_widths import SPLITS
+from autoshard.cost.machine.tiles import LANES, ROWS, minor_dims
 from autoshard.cost.partitioner.passes.simplify import fold
-from autoshard.cost.partitioner.tpu import minor_dims
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op, Value
 
 Dims = tuple[int, int]
+
+
+def _by_rows(rewriter: Rewriter, like: int) -> int:
+    """A new array like one that `like` names, its last dim the innermost."""
+    shape = rewriter.arrays[like].shape or ()
+    return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))
 
 
 def gathered_results(program: Lowered) -> Lowered:
@@ -125,23 +131,23 @@ def scattered_by_rows(program: Lowered) -> Lowered:
     kept = [number for number in sorted(narrow) if program.arrays[program.steps[number].reads[0]].maker not in fills]
     updates = _updates_by_rows(program, [number for number in kept if _little_padded(program, number)])
     rewriter = Rewriter(program)
-    copies = {argument: by_rows(rewriter, argument) for argument in updates.arguments}
+    copies = {argument: _by_rows(rewriter, argument) for argument in updates.arguments}
     for argument, copy in copies.items():
         rewriter.copy(argument, program.steps[program.arrays[argument].readers[0]].op, copy)
     for number, step in enumerate(program.steps):
         if number in updates.steps or number in updates.lookups:
             step = replace(step, reads=tuple(copies.get(array, array) for array in step.reads))
         if number in updates.steps and program.arrays[step.writes[0]].returned:
-            made = copies[step.writes[0]] = by_rows(rewriter, step.writes[0])
+            made = copies[step.writes[0]] = _by_rows(rewriter, step.writes[0])
             rewriter.emit(replace(step, writes=(made,)))
             rewriter.emit(Step("copy", step.op, (made,), step.writes))
         elif number in fills:
-            rewriter.instead[step.writes[0]] = by_rows(rewriter, step.writes[0])
+            rewriter.instead[step.writes[0]] = _by_rows(rewriter, step.writes[0])
             rewriter.emit(replace(step, writes=(rewriter.instead[step.writes[0]],)))
         elif number in narrow:
-            onto, made = step.reads[0], by_rows(rewriter, step.writes[0])
+            onto, made = step.reads[0], _by_rows(rewriter, step.writes[0])
             if program.arrays[onto].maker not in fills:
-                onto = rewriter.copy(step.reads[0], step.op, by_rows(rewriter, step.writes[0]))
+                onto = rewriter.copy(step.reads[0], step.op, _by_rows(rewriter, step.writes[0]))
             rewriter.emit(replace(step, reads=(onto, *step.reads[1:]), writes=(made,)))
             if number in updates.scatters:
                 copies[step.writes[0]] = made
@@ -166,7 +172,7 @@ def looked_up_by_rows(program: Lowered) -> Lowered:
         if number in narrow:
             table = step.reads[0]
             if table not in copies:
-                copies[table] = rewriter.copy(table, step.op, by_rows(rewriter, table))
+                copies[table] = rewriter.copy(table, step.op, _by_rows(rewriter, table))
             step = replace(step, reads=(copies[table], *step.reads[1:]))
         rewriter.emit(step)
     return rewriter.result()
@@ -356,11 +362,11 @@ def attentions_by_rows(program: Lowered) -> Lowered:
         for place in range(len(reads) == WITH_LOGITS, len(reads)):
             source = reads[place]
             if source not in copies and not _lies_by_rows(program, source):
-                copies[source] = rewriter.copy(source, step.op, by_rows(rewriter, source))
+                copies[source] = rewriter.copy(source, step.op, _by_rows(rewriter, source))
             reads[place] = copies.get(source, source)
         made, written = step.writes[0], step.writes[0]
         if not _lies_by_rows(program, made):
-            written = by_rows(rewriter, made)
+            written = _by_rows(rewriter, made)
         wide = written
         if len(reads) != WITH_LOGITS and program.arrays[made].dtype != "f32":
             wide = rewriter.array(written, 2 * rewriter.arrays[written].bytes)

@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
 from autoshard.cost.compiler.schedule import Dependencies, dependencies
-from autoshard.cost.compiler.tpu.layout import LANES
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.tiles import LANES
 
 COPIED = "copied"
 """The kind of the end of such a copy or lookup."""

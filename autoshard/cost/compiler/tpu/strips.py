@@ -29,7 +29,7 @@ from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.tpu.conv_loops import passes
-from autoshard.cost.compiler.tpu.layout import ROWS, for_convolution
+from autoshard.cost.compiler.tpu.layout import for_convolution
 from autoshard.cost.compiler.tpu.rewrite import KEEPS_DIMS
 from autoshard.cost.compiler.tpu.strip_widths import (
     FEW,
@@ -40,6 +40,7 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     with_images_apart,
 )
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.tiles import ROWS
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec

@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops import rounded as spmd_rounded
 from autoshard.cost.partitioner.ops.conv import ConvolutionPartitioner
@@ -60,7 +59,7 @@ def contraction(context: Context, op: Op, reads: Tilings, results: Tilings) -> E
             if cut is not None and context.compiler.turns_products and is_transposed(context, op):
                 cut = replace(cut, factors=cut.factors[::-1], places=cut.places[:, ::-1], shape=cut.shape[::-1])
             size = math.prod(step.made) * dtype_bytes(out.dtype)
-            own.extend(context.sums(step.axes, size, cut, tiles_tpu.lies_row_major(op.kind, step.made)))
+            own.extend(context.sums(step.axes, size, cut, context.rules.lies_row_major(op.kind, step.made)))
             order = context.order_of(step.axes)
         elif step.place == 2:
             dtype = "bf16" if spmd_rounded.rounds(context, Value(op.id), None) else out.dtype
@@ -96,9 +95,9 @@ def _partitioner(context: Context, op: Op) -> DotPartitioner:
 
 
 def _hides(context: Context, op: Op, macs: int, elements: int, axes: Dim) -> bool:
-    """See `tiles_tpu.hides`."""
+    """See `CollectiveRules.hides`."""
     size = elements * dtype_bytes(op.results[0].dtype)
-    return tiles_tpu.hides(2 * macs, size, context.resharder.names(axes), context.subaxes.mesh)
+    return context.rules.hides(2 * macs, size, context.resharder.names(axes), context.subaxes.mesh)
 
 
 def _moved(context: Context, op: Op, move: Resharded, dtype: str) -> tuple[MoveKey, tuple[Step, ...]]:

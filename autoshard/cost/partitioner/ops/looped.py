@@ -2,8 +2,8 @@
 
 `GetWindowedEinsumConfiguration` (xla/service/spmd/dot_handler.cc): where the devices of a group all split one operand
 and the result alike and the other operand would be gathered, its parts go round the ring while others are multiplied;
-where a contraction over all of them is scattered, partial sums do. When that pays is in `tiles_tpu.hides`. An operand
-that is gathered for another contraction too is gathered once for both.
+where a contraction over all of them is scattered, partial sums do. When that pays is in `CollectiveRules.hides`.
+An operand that is gathered for another contraction too is gathered once for both.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.partitioner import tpu as tiles_tpu
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.partitioned import OpRun, Ring
 from autoshard.cost.partitioner.reshard.steps import Cut
@@ -138,7 +137,7 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
             continue
         if context.compiler.scatters_sums and any(cut != taken[0] for cut in taken):
             continue
-        row_major = tiles_tpu.lies_row_major(op.kind, op.results[0].shape)
+        row_major = context.rules.lies_row_major(op.kind, op.results[0].shape)
         in_sums = op.kind == "gather" and is_summed(context, op)
         steps = context.scattered(axes, last.bytes, taken[0], bool(order), row_major, in_sums)
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())

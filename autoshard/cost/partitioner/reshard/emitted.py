@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.cost.machine.collectives import CollectiveKind
-from autoshard.cost.machine.targets import CAPABILITIES, Target
+from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import Tiles, tiles, tiles_of
 from autoshard.cost.partitioner.reshard.steps import CrashError, Emitted, axis_group, reshard_tiles
+from autoshard.cost.partitioner.targets import COLLECTIVE_RULES
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
-from autoshard.cost.partitioner.tpu import gathers_as_sum
 from autoshard.dtypes import dtype_bytes
 from autoshard.mesh import AxisGroup, part_of
 
@@ -30,7 +30,7 @@ class Resharder:
         """For tilings over `subaxes`, as `target`'s partitioner moves between them."""
         self.subaxes = subaxes
         self.target: Target = target
-        self.compiler = CAPABILITIES[target]
+        self.rules = COLLECTIVE_RULES[target]
         self._known: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
         self._shares: dict[tuple[Shape, Tiling, Tiling, Group], tuple[Step, ...]] = {}
         self._names: dict[tuple[int, ...], AxisGroup] = {}
@@ -60,15 +60,17 @@ class Resharder:
         if known is None:
             known = self._known[key] = self._steps(shape, source, target, outer)
         item = dtype_bytes(dtype)
-        steps = tuple((kind, axes, elements * item) for kind, axes, elements in known)
-        return tuple(self._gathered(shape, item, step) for step in steps) if self.compiler.gathers_as_sums else steps
+        return tuple(
+            (self._becomes(kind, shape, item, axes, elements), axes, elements * item) for kind, axes, elements in known
+        )
 
-    def _gathered(self, shape: Shape, item: int, step: Step) -> Step:
-        kind, axes, size = step
-        part = size // (item * self.subaxes.mesh.group_size(axes))
-        if kind != "all-gather" or not gathers_as_sum(shape, part, size, axes, self.subaxes.mesh):
-            return step
-        return "all-reduce", axes, size
+    def _becomes(self, kind: CollectiveKind, shape: Shape, item: int, axes: AxisGroup, elements: int) -> CollectiveKind:
+        """What a target makes of a collective of so many elements, of `item` bytes each."""
+        if kind != "all-gather":
+            return kind
+        mesh = self.subaxes.mesh
+        part = elements // mesh.group_size(axes)
+        return "all-reduce" if self.rules.gathers_as_sum(shape, part, elements * item, axes, mesh) else kind
 
     def destination(
         self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()
