@@ -70,7 +70,7 @@ def plan(
         seed: of the solver.
         backend: of the solver's integer programs.
         frontend: what captures: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
-        annotations: `all` pins every output of every aten op; `least` leaves out what propagation, as modelled, chooses.
+        annotations: `all` pins every output of every aten op; `least` not what propagation, as modelled, chooses too.
         refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be there: the few best candidates,
             plans written by hand among them, are compiled for it, and the best compiled one is taken. What was compiled
             is recorded in the plan, the predicted choice beside it (see `refine.py`).
