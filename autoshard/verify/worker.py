@@ -289,7 +289,7 @@ def gpu_target_config(kind: str) -> str:
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
-        "threads_per_core_limit": 2048,
+        "threads_per_core_limit": gpu["threads"],
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
         "block_dim_limit_x": 2**31 - 1,
