@@ -19,12 +19,13 @@ from models import DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
+from autoshard.manual import PLANS as MANUAL
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-BY_HAND = ("dp", "fsdp", "fsdpv2", "hsdp", "megatron", "sequence", "fsdp-tp", "vocab", "hf-tp", "expert", "embedding")
-BY_HAND = (*BY_HAND, "spatial")
+BY_HAND = tuple(MANUAL)
 TARGETS = ("cpu", "h100:8", "h100:2x4", "tpu-v5e:2x4", "tpu-v5p:2x2x2")
 TPUS = TARGETS[3:]
 SHOWN = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
-from autoshard.manual.batch import data_parallel, embedding_parallel, fsdp, fsdp_v2, hsdp
+from autoshard.manual.batch import data_parallel, embedding_parallel, fsdp, fsdp_v2, hsdp, zero_1
 from autoshard.manual.expert import expert_parallel
 from autoshard.manual.find import linears, module_outputs, subtree_outputs
 from autoshard.manual.spatial import spatial
@@ -38,10 +38,12 @@ __all__ = [
     "subtree_outputs",
     "transformers_plan",
     "vocabulary_parallel",
+    "zero_1",
 ]
 
 PLANS: Mapping[str, Callable[[Graph, Mesh], Annotations]] = {
     "dp": data_parallel,
+    "zero1": zero_1,
     "fsdp": fsdp,
     "fsdpv2": fsdp_v2,
     "hsdp": hsdp,

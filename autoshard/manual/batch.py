@@ -7,7 +7,7 @@ from math import prod
 
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.ops import Graph
+from autoshard.graph.ops import Graph, Value
 from autoshard.manual.find import subtree_outputs, token_tables, wrapped_modules
 from autoshard.manual.write import arguments, batch_split, split
 from autoshard.mesh import Mesh, Spec
@@ -21,6 +21,26 @@ _SMALL_TABLE = 10_000
 def data_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     """Inputs split over all axes on their first dim, everything else replicated; no activations are annotated."""
     return Annotations(arguments(graph, mesh, {}, mesh.axis_names))
+
+
+def zero_1(graph: Graph, mesh: Mesh) -> Annotations:
+    """ZeRO-1: data parallel, optimizer states split over all axes on their first dim that divides.
+
+    Each device updates its part of the weights, which are gathered after (arXiv:1910.02054, section 5.1; on GSPMD,
+    arXiv:2004.13336).
+
+    Raises:
+        ManualPlanError: no optimizer state can be split.
+    """
+    pins = arguments(graph, mesh, {}, mesh.axis_names)
+    states = {
+        Value(op): _first_dim(argument.type.shape, mesh, mesh.axis_names)
+        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
+        if argument.role == "optimizer_state" and argument.type.shape
+    }
+    if not any(map(any, states.values())):
+        raise ManualPlanError("the step has no optimizer states that the mesh divides")
+    return Annotations(pins | states)
 
 
 def fsdp(graph: Graph, mesh: Mesh) -> Annotations:
@@ -48,15 +68,16 @@ def hsdp(graph: Graph, mesh: Mesh) -> Annotations:
 
 
 def _fully_sharded(graph: Graph, mesh: Mesh, axes: Sequence[str]) -> Annotations:
-    specs = {}
-    for argument in graph.program.arguments:
-        if argument.role == "parameter":
-            shape = argument.type.shape
-            dim = next((d for d, size in enumerate(shape) if size % mesh.ways(axes) == 0), None)
-            specs[argument.name] = split(len(shape), {} if dim is None else {dim: axes})
+    parameters = [argument for argument in graph.program.arguments if argument.role == "parameter"]
+    specs = {each.name: _first_dim(each.type.shape, mesh, axes) for each in parameters}
     pins = arguments(graph, mesh, specs, mesh.axis_names)
     pins.update(batch_split(graph, mesh, mesh.axis_names, wrapped_modules(graph)))
     return Annotations(pins)
+
+
+def _first_dim(shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:
+    dim = next((d for d, size in enumerate(shape) if size % mesh.ways(axes) == 0), None)
+    return split(len(shape), {} if dim is None else {dim: axes})
 
 
 def fsdp_v2(graph: Graph, mesh: Mesh) -> Annotations:

@@ -212,8 +212,9 @@ def _shortened(text: str, target: Target) -> str:
 
 
 def _drop_layouts(op: Any) -> None:
-    """Remove the layouts of the capturing platform: each compiler picks its own."""
-    for name in [getattr(attribute, "name", attribute) for attribute in op.attributes]:
+    """Remove the layouts of the capturing platform: each compiler picks its own, but for what a custom call reads."""
+    names = [] if op.name == "stablehlo.custom_call" else [getattr(each, "name", each) for each in op.attributes]
+    for name in names:
         if name in _LAYOUTS or (name.startswith("mhlo") and "layout" in name) or "entry_computation" in name:
             del op.attributes[name]
     for region in op.regions:
@@ -289,7 +290,7 @@ def gpu_target_config(kind: str) -> str:
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
-        "threads_per_core_limit": 2048,
+        "threads_per_core_limit": gpu["threads"],
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
         "block_dim_limit_x": 2**31 - 1,

@@ -115,7 +115,9 @@ def source(name: str) -> Source:
 
 
 TRIED = {
-    **dict.fromkeys(("dp", "fsdp", "fsdpv2", "hsdp", "megatron", "sequence", "fsdp-tp", "vocab", "hf-tp"), "language"),
+    **dict.fromkeys(
+        ("dp", "zero1", "fsdp", "fsdpv2", "hsdp", "megatron", "sequence", "fsdp-tp", "vocab", "hf-tp"), "language"
+    ),
     "embedding": "language",
     "expert": "experts",
     "spatial": "images",

@@ -61,6 +61,25 @@ def test_data_parallel_splits_the_batch_over_every_axis_and_nothing_else(gpt2: G
     assert {value for value in annotations.pins if gpt2.ops[value.op].kind != "argument"} == set()
 
 
+def test_zero_1_splits_the_states_and_keeps_the_weights_whole(gpt2: Graph):
+    annotations = manual.zero_1(gpt2, MESH)
+    specs = named(gpt2, annotations)
+    assert specs["input_ids"] == (("data", "model"), ())
+    assert specs["transformer.h.0.attn.c_attn.weight"] == NONE
+    assert specs["transformer.h.0.attn.c_attn.weight.exp_avg"] == (("data", "model"), ())
+    assert specs["transformer.h.1.ln_1.bias.exp_avg_sq"] == (("data", "model"),)
+    costs = {plan: predict(gpt2, plan(gpt2, MESH), MESH) for plan in (manual.data_parallel, manual.zero_1)}
+    assert costs[manual.zero_1].peak_memory_bytes < costs[manual.data_parallel].peak_memory_bytes
+
+
+def test_zero_1_has_no_form_for_a_step_without_states():
+    with torch.device("meta"):
+        model = torch.nn.Linear(64, 8)
+    program = autoshard.capture(model, torch.empty(16, 64), loss_fn=torch.sum, optimizer=torch.optim.SGD)
+    with pytest.raises(ManualPlanError, match="no optimizer states"):
+        manual.zero_1(build_graph(program), MESH)
+
+
 def test_fsdp_splits_every_parameter_and_its_states_and_the_output_of_each_block(gpt2: Graph):
     annotations = manual.fsdp(gpt2, MESH)
     specs = named(gpt2, annotations)
@@ -137,7 +156,7 @@ def test_megatron_has_no_form_for_a_convolutional_network():
         manual.megatron(graph, MESH)
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp", "megatron"])
+@pytest.mark.parametrize("name", ["dp", "zero1", "fsdp", "megatron"])
 @pytest.mark.parametrize("mesh", [Mesh((8,)), Mesh((2, 4)), Mesh((2, 2, 2))], ids=lambda mesh: str(mesh.shape))
 def test_every_plan_fits_every_mesh(name: str, mesh: Mesh, gpt2: Graph):
     annotations = manual.PLANS[name](gpt2, mesh)
@@ -147,7 +166,7 @@ def test_every_plan_fits_every_mesh(name: str, mesh: Mesh, gpt2: Graph):
 
 
 def test_a_plan_that_does_not_exist_is_refused(gpt2: Graph):
-    with pytest.raises(ValueError, match=r"there are dp, fsdp, .*megatron, .*expert"):
+    with pytest.raises(ValueError, match=r"there are dp, .*fsdp, .*megatron, .*expert"):
         autoshard.manual_plan("zero", gpt2.program, MESH)
 
 

@@ -5,6 +5,7 @@ What was compiled once stays in the user's cache (`AUTOSHARD_CACHE`), so that on
 
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -299,3 +300,21 @@ def test_a_compiler_that_hangs_is_stopped(fake_worker, tmp_path):
 def test_a_program_that_xla_refuses(tmp_path):
     with pytest.raises(CompileError, match="the compiler for cpu:2 refused the program"):
         compile_module(b"module @m { func.func @other() { return } }", "cpu:2", cache_dir=tmp_path)
+
+
+FACTORS = """
+func.func public @main(%x: tensor<16x8x8xf32> {mhlo.sharding = "{devices=[8,1,1]<=[8]}"}) -> tensor<16x8x8xf32> {
+  %0:2 = stablehlo.custom_call @lapack_spotrf_ffi(%x) {
+    api_version = 4 : i32, mhlo.backend_config = {uplo = 76 : ui8}, mhlo.frontend_attributes = {num_batch_dims = "1"},
+    operand_layouts = [dense<[1, 2, 0]> : tensor<3xindex>],
+    result_layouts = [dense<[1, 2, 0]> : tensor<3xindex>, dense<0> : tensor<1xindex>]
+  } : (tensor<16x8x8xf32>) -> (tensor<16x8x8xf32>, tensor<16xi32>)
+  return %0#0 : tensor<16x8x8xf32>
+}
+"""
+
+
+def test_a_custom_call_keeps_the_layouts_that_it_reads():
+    compiled = compile_module(FACTORS.encode(), "cpu:8")
+    (call,) = re.findall(r".*custom-call\(.*lapack_spotrf_ffi.*", compiled.hlo_text)
+    assert "f32[2,8,8]{1,2,0}" in call, "LAPACK's matrices lie by columns; jax has a partitioner along the batch"

@@ -1,6 +1,6 @@
 import pytest
 
-from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.device import builtin_kinds, load_device
 from autoshard.mesh import Mesh
 from autoshard.verify import targets
 from autoshard.verify.check import default_target
@@ -84,6 +84,17 @@ def test_a_missing_compiler_names_the_extra(monkeypatch, target, missing, says):
 
 def test_versions_of_what_compiles_are_known():
     assert set(Target("cpu", "cpu", "cpu", 8).packages()) == {"jax", "jaxlib"}
+
+
+def test_every_gpu_kind_has_limits_that_agree_with_its_figures():
+    devices = [load_device(kind) for kind in builtin_kinds()]
+    assert {device.name for device in devices if device.target == "gpu"} == set(gpu_limits())
+    for kind, limits in gpu_limits().items():
+        device = load_device(kind)
+        assert device.multiprocessors == limits["multiprocessors"]
+        assert device.compute_capability == float("{}.{}".format(*limits["compute_capability"]))
+        assert device.memory_bytes == pytest.approx(limits["memory"], rel=0.08)
+        assert device.memory_bandwidth == pytest.approx(limits["bandwidth"], rel=0.05)
 
 
 def test_gpu_descriptions_hold_the_device_limits():

@@ -29,7 +29,7 @@ import numpy as np
 
 from autoshard import files, workers
 from autoshard.cost.machine.collectives import CollectiveKind, coefficients
-from autoshard.cost.machine.device import Device, DeviceError, Link, load_device
+from autoshard.cost.machine.device import Device, DeviceError, Link, builtin_kinds, load_device
 from autoshard.cost.machine.layout import standard_shape
 from autoshard.cost.machine.targets import Target
 from autoshard.errors import AutoshardError
@@ -287,7 +287,7 @@ def _built_in(facts: Mapping[str, Any]) -> str | None:
         return next((kind for words, kind in tpus.items() if text.endswith(words)), None)
     if "a100" in text:
         return "a100-40gb" if "40gb" in text else "a100-80gb"
-    return next((kind for kind in ("h100", "h200", "b200") if kind in text), None)
+    return next((kind for kind in sorted(builtin_kinds()) if kind in text), None)
 
 
 def _launch(points: Sequence[Mapping[str, Any]]) -> Fit:

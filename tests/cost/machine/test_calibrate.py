@@ -112,7 +112,12 @@ def test_what_was_not_measured_is_the_bases() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100-SXM4-80GB", "a100-80gb")],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA L40S", "l40s"),
+    ],
 )
 def test_a_gpu_is_known_by_its_name(name: str, kind: str) -> None:
     assert calibrate({**FACTS, "device": name}, synthetic(machine())).base == kind
