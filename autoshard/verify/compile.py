@@ -102,6 +102,7 @@ def compile_module(
     *,
     donate: Mapping[int, int] | None = None,
     order: Sequence[int] | None = None,
+    whole: bool = False,
     cache_dir: Path | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Compiled:
@@ -114,6 +115,8 @@ def compile_module(
         donate: argument index -> index of the result that takes over its buffer.
         order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
             `cost/machine/layout.py`); default partition i on device i.
+        whole: also have a TPU's compiler generate code, which takes most of its time: only then are its estimates of
+            cycles in the text. Other compilers always do.
         cache_dir: where compiled programs are kept; default `files.cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 
@@ -124,16 +127,17 @@ def compile_module(
     target = parse_target(target) if isinstance(target, str) else target
     versions = target.packages()
     donate = dict(sorted((donate or {}).items()))
+    whole = whole and target.family == "tpu"
     moved = [] if order is None or target.family == "cpu" or list(order) == sorted(order) else list(order)
     try:
         root = (Path(cache_dir) if cache_dir is not None else files.cache_dir()) / "compiled"
-        entry = root / _key(stablehlo, target, donate, moved, versions)
+        entry = root / _key(stablehlo, target, donate, moved, whole, versions)
         result = _kept(entry)
         cached = result is not None
         if result is None:
             root.mkdir(parents=True, exist_ok=True)
             with files.work_folder(root, "tmp-") as work:
-                _run_worker(work, stablehlo, target, donate, moved, timeout)
+                _run_worker(work, stablehlo, target, donate, moved, whole, timeout)
                 result = _publish(work, entry)
     except FileError as error:
         raise CompileError(f"cannot keep compiled programs: {error}") from None
@@ -173,7 +177,12 @@ def _digest(entry: Path, result: Mapping[str, Any], text: bytes) -> str:
 
 
 def _key(
-    stablehlo: bytes, target: Target, donate: Mapping[int, int], order: list[int], versions: Mapping[str, str]
+    stablehlo: bytes,
+    target: Target,
+    donate: Mapping[int, int],
+    order: list[int],
+    whole: bool,
+    versions: Mapping[str, str],
 ) -> str:
     digest = hashlib.sha256(stablehlo)
     described = asdict(target) | {"text": None}  # `cpu` and `cpu:8` are one target
@@ -181,6 +190,8 @@ def _key(
     facts: dict[str, Any] = {"target": described, "donate": list(donate.items()), "versions": dict(versions)}
     if order:
         facts["order"] = order
+    if whole:
+        facts["whole"] = True
     digest.update(json.dumps(facts | {"flags": flags, "worker": WORKER_VERSION}, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
@@ -204,10 +215,16 @@ def _publish(work: Path, entry: Path) -> dict[str, Any]:
 
 
 def _run_worker(
-    work: Path, stablehlo: bytes, target: Target, donate: Mapping[int, int], order: list[int], timeout: float
+    work: Path,
+    stablehlo: bytes,
+    target: Target,
+    donate: Mapping[int, int],
+    order: list[int],
+    whole: bool,
+    timeout: float,
 ) -> None:
     (work / "module.mlir").write_bytes(stablehlo)
-    request = {"module": "module.mlir", "target": asdict(target), "donate": donate, "order": order}
+    request = {"module": "module.mlir", "target": asdict(target), "donate": donate, "order": order, "whole": whole}
     (work / "request.json").write_text(json.dumps(request))
     with open(work / "stderr.txt", "wb") as errors:
         variables = {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": ""}

@@ -62,7 +62,8 @@ def main() -> None:
     def compiled() -> tuple[str, dict[str, Any]]:
         return compile_for(module, target, donate, request.get("order", []))
 
-    text, result = _dumped(request_path.parent / "dump", target, compiled) if target.family == "tpu" else compiled()
+    stopped = target.family == "tpu" and not request.get("whole")
+    text, result = _dumped(request_path.parent / "dump", target, compiled) if stopped else compiled()
     with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
