@@ -57,7 +57,7 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     module = (request_path.parent / request["module"]).read_bytes()
-    donate = {int(argument): int(output) for argument, output in request["donate"].items()}
+    donate = {int(argument): int(output) for argument, output in dict(request["donate"]).items()}
 
     def compiled() -> tuple[str, dict[str, Any]]:
         return compile_for(module, target, donate, request.get("order", []))
