@@ -75,7 +75,7 @@ class Cycles:
         lines = [
             f"kernels: {self.seconds * 1e3:.3f} ms by libtpu's cycles at {self.clock / 1e9:g} GHz, "
             f"{self.model_s * 1e3:.3f} ms under the device model",
-            f"  without an estimate (and under the device model): {without or 'none'}",
+            f"  without an estimate (time under the device model): {without or 'none'}",
         ]
         if self.loops:
             lines.append(f"  counted once, their trips unknown: {', '.join(self.loops)}")
