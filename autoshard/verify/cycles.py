@@ -1,8 +1,8 @@
 """libtpu's own estimate of a compiled step: a clock that shares nothing with the device model.
 
 A TPU's compiler that runs to its end writes `estimated_cycles` on products, fusions and copies. It writes none on
-collectives, on copies that run beside the kernels, on gathers, scatters and sorts, or on kernels written by hand
-(Pallas): those are counted by kind, and nothing is put in their place.
+collectives, on copies and sparse cores' work that run beside the kernels, on gathers, scatters and sorts, or on kernels
+written by hand (Pallas): those are counted by kind, and nothing is put in their place.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Walk:
                 found += self.called(instruction, times * self.trip_count(instruction))
             elif instruction.opcode == "conditional":
                 found += max((self.kernels(branch, times) for branch in instruction.called), key=_cycles, default=[])
-            elif instruction.opcode in ("call", "async-start"):
+            elif instruction.opcode == "call":
                 found += self.called(instruction, times)
             else:
                 found += self.at(computation, instruction, times)
@@ -202,6 +202,8 @@ class _Walk:
         opcode = instruction.opcode
         if collective := COLLECTIVE.match(opcode):
             return "" if opcode.endswith("-done") else collective[0]
+        if opcode == "async-start":  # a sparse core's, beside the kernels
+            return f"async {self.module.computations[instruction.called[0]].root.opcode}"
         if opcode == "fusion" and not kernel:
             end = self.module.async_ends(instruction)
             return "reduce-scatter" if end is None else "async collective" if end[0] == "start" else ""

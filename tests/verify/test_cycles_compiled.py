@@ -80,3 +80,17 @@ def test_a_report_has_cycles_if_they_were_asked_for():
     assert report.cycles is not None
     assert report.as_dict()["cycles"]["seconds"] == report.cycles.cycles / 1.5e9
     assert report.as_dict() | {"cycles": None} == stopped.as_dict() | {"cycles": None}
+
+
+TABLE = """module { func.func public @main(%t: tensor<2000000x32xf32>, %i: tensor<4096x1xi32>) -> tensor<4096x32xf32> {
+  %0 = "stablehlo.gather"(%t, %i) <{dimension_numbers = #stablehlo.gather<offset_dims = [1],
+    collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>,
+    slice_sizes = array<i64: 1, 32>}> : (tensor<2000000x32xf32>, tensor<4096x1xi32>) -> tensor<4096x32xf32>
+  return %0 : tensor<4096x32xf32> } }"""
+
+
+def test_what_sparse_cores_do_beside_is_named():
+    compiled = compile_module(TABLE.encode(), "tpu-v6e:2x2", whole=True)
+    found = compiled_cycles(parse_hlo(compiled.hlo_text), load_device("tpu-v6e:2x2"))
+    assert found.without["async custom-call"][0] == 1
+    assert found.cycles > 0
