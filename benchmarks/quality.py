@@ -7,7 +7,7 @@ model (`verify/judge.py`). Rows are written as they are found and compiled progr
 stopped goes on where it was, and `plan()` costs no compilation where it is one of the others; rows that other sources
 of autoshard made are kept unless `--again`. With `--best 3` only the three plans by hand that are predicted best are
 compiled; of the others the table has what is predicted, in parentheses. Batches of models with 8 rows have a row per
-device.
+device. With --cycles, libtpu compiles to the end, and its own estimate of the kernels is kept as `compiler_s`.
 
     python benchmarks/quality.py --targets tpu-v5e:2x4
     python benchmarks/quality.py --targets h100:8,h100:2x8 --best 2
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from compiled import TIME_LIMIT_S, measured_plan, mesh_on
 from models import program
-from results import RESULTS, Row, add, current, key, read
+from results import RESULTS, Row, add, current, key, read, timed
 from tables import QUALITY_MODELS
 
 from autoshard import manual
@@ -60,11 +60,20 @@ def plans(graph: Graph, mesh: Mesh, wanted: list[str]) -> tuple[dict[str, Annota
     return {name: made for name, made in found.items() if name in wanted}, left_out
 
 
-def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, again: bool, best: int | None) -> None:
+def sweep(
+    models: list[str],
+    targets: list[str],
+    wanted: list[str],
+    out: Path,
+    again: bool,
+    best: int | None,
+    cycles: bool = False,
+) -> None:
     """Make the rows that are missing or failed; with `again`, also those that other sources made.
 
     Args:
         best: how many plans by hand are compiled, those that are predicted fastest; None for all.
+        cycles: whether those that were compiled for TPUs are to have libtpu's own figure too.
     """
     known = {key(row): row for row in read(out)}
     for target in targets:
@@ -73,7 +82,9 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
         for model in models:
             row: Row = {"model": model, "target": target, "mesh": shape}
             rows = {name: known.get(key(row | {"plan": name})) for name in wanted}
-            missing = {name for name in wanted if _missing(rows[name], again, best)}
+            missing = {
+                name for name in wanted if _missing(rows[name], again, best) or (cycles and not timed(rows[name]))
+            }
             if not missing and _compiled_by_hand(rows) >= _wanted_by_hand(rows, best):
                 continue
             graph = build_graph(program(model, mesh.size))
@@ -90,7 +101,7 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
                     if name in left_out:
                         found["left_out"] = left_out[name]
                     elif name in compiled:
-                        found = {**measured_plan(graph, made[name], mesh, target), **found}
+                        found = {**measured_plan(graph, made[name], mesh, target, cycles), **found}
                     else:
                         found["predicted_s"] = times[name]
                 except Exception as error:  # a sweep goes on past one failure, and shows it in the table
@@ -132,9 +143,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.csv")
     parser.add_argument("--best", type=int, help="compile only so many plans by hand, those predicted fastest")
     parser.add_argument("--again", action="store_true", help="also make rows anew that other sources made")
+    parser.add_argument("--cycles", action="store_true", help="TPU targets: also libtpu's own estimate (slow)")
     options = parser.parse_args()
     asked = (each.split(",") for each in (options.models, options.targets, options.plans))
-    sweep(*asked, options.out, options.again, options.best)
+    sweep(*asked, options.out, options.again, options.best, options.cycles)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A row is one plan of one program on one target, or why there is none (`left_out`, `error`). Bytes are per device,
 seconds per step. `collectives` has `kind axes predicted compiled difference` of each kind over each set of axes, in
-bytes; `difference` is what has no counterpart (`autoshard/verify/fidelity.py`).
+bytes; `difference` is what has no counterpart (`autoshard/verify/fidelity.py`). `compiler_s`, if `--cycles` asked for
+it, is what libtpu itself says that the kernels take (`autoshard/verify/cycles.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FIGURES = (
     *(f"{side}_{figure}" for figure in SIDES for side in ("predicted", "compiled")),
     "compiled_overlapped_s",
 )
-COLUMNS = (*KEY, *FIGURES, "collectives", "left_out", "error", "sources", "commit", "date", "versions")
+CYCLES = "compiler_s"
+COLUMNS = (*KEY, *FIGURES, "collectives", "left_out", "error", "sources", "commit", "date", "versions", CYCLES)
+"""New ones come last, so that rows without them stay as they are."""
 PACKAGES = ("jax", "libtpu", "torch", "torch_xla", "transformers")
 
 
@@ -68,8 +71,9 @@ def flat(report: Row) -> Row:
         f"{side}_{name}": pair[n] for name, pair in figures.items() for n, side in enumerate(("predicted", "compiled"))
     }
     overlapped = {"compiled_overlapped_s": compiled["overlapped_s"]}
+    cycles = {CYCLES: report["cycles"]["seconds"]} if "cycles" in report else {}
     fidelity = float("inf") if report["fidelity"] is None else report["fidelity"]
-    return {"fidelity": fidelity, **both, **overlapped, "collectives": "; ".join(collectives)}
+    return {"fidelity": fidelity, **both, **overlapped, **cycles, "collectives": "; ".join(collectives)}
 
 
 def read(path: Path) -> list[Row]:
@@ -79,8 +83,13 @@ def read(path: Path) -> list[Row]:
     with path.open(newline="") as lines:
         rows: list[Row] = [{name: text for name, text in each.items() if text} for each in csv.DictReader(lines)]
     for row in rows:
-        row.update({name: float(row[name]) for name in FIGURES if name in row})
+        row.update({name: float(row[name]) for name in (*FIGURES, CYCLES) if name in row})
     return list({key(row): row for row in rows}.values())
+
+
+def timed(row: Row | None) -> bool:
+    """Whether a row has libtpu's own figure, or is of no plan that was compiled for a TPU."""
+    return row is None or CYCLES in row or "compiled_s" not in row or not row["target"].startswith("tpu")
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -91,12 +100,12 @@ def key(row: Row) -> tuple[str, ...]:
 def add(path: Path, row: Row) -> Row:
     """Append a row, with what made it; returns it."""
     row = made() | row
-    new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
+    head, _, rows = path.read_text().partition("\n") if path.exists() else ("", "", "")
+    if head != ",".join(COLUMNS):
+        path.write_text(",".join(COLUMNS) + "\n" + rows)
     with path.open("a", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
         values = (row.get(name, "") for name in COLUMNS)
         writer.writerow(f"{each:.6g}" if isinstance(each, float) else each for each in values)
     return row

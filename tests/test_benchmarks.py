@@ -27,7 +27,7 @@ def test_plans_are_made_for_the_topology_that_they_are_compiled_for(benchmark, m
     compiled = benchmark("compiled")
     seen = []
     monkeypatch.setattr(compiled, "annotations", lambda name, graph, mesh: seen.append(mesh))
-    monkeypatch.setattr(compiled, "measured_plan", lambda graph, chosen, mesh, text: {"mesh": mesh})
+    monkeypatch.setattr(compiled, "measured_plan", lambda graph, chosen, mesh, *rest: {"mesh": mesh})
     row = compiled.measured(None, "2x4", target, "auto")
     assert seen == [row["mesh"]]
     assert (row["mesh"].device, row["mesh"].shape) == (kind, (2, 4))
@@ -88,3 +88,18 @@ def test_rows_are_read_as_they_were_written_and_the_last_of_a_key_counts(benchma
     assert (first["model"], first["fidelity"], first["commit"]) == ("a, b", float("inf"), "1e5")
     assert (second["left_out"], results.current(first)) == ("no form", True)
     assert not results.current(first | {"sources": "others"})
+
+
+def test_rows_that_were_made_without_cycles_stay_beside_those_with(benchmark, tmp_path):
+    results = benchmark("results")
+    path = tmp_path / "rows.csv"
+    row = {"model": "mlp", "target": "tpu-v5e:2x4", "mesh": "2x4", "plan": "dp", "compiled_s": 0.25}
+    results.add(path, row)
+    head, line = path.read_text().splitlines()
+    path.write_text(f"{head.removesuffix(',compiler_s')}\n{line.removesuffix(',')}\n")  # as before there were any
+    results.add(path, row | {"plan": "fsdp", "compiler_s": 0.125})
+    without, timed = results.read(path)
+    assert ("compiler_s" in without, timed["compiler_s"], timed["plan"]) == (False, 0.125, "fsdp")
+    assert not results.timed(without)
+    assert results.timed(timed)
+    assert results.timed(without | {"target": "h100:8"})

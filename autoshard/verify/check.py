@@ -22,6 +22,7 @@ from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.guard import wrong_sums
 from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled, compile_module
+from autoshard.verify.cycles import Cycles, check_clock, compiled_cycles, loop_trips
 from autoshard.verify.fidelity import Fidelity, fidelity
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.judge import Judged, judged
@@ -45,6 +46,7 @@ class VerifyReport:
         wrong_sums: convolutions whose numbers XLA would compute wrongly (`strategies/guard.py`): the solver's plans
             have none, annotations written by hand may.
         run: three training steps under the plan against one device, if asked for.
+        cycles: libtpu's own estimate of the kernels, if asked for.
     """
 
     target: Target
@@ -55,6 +57,7 @@ class VerifyReport:
     rematerializations: tuple[str, ...] = ()
     wrong_sums: tuple[str, ...] = ()
     run: RunReport | None = None
+    cycles: Cycles | None = None
 
     def passes(self, max_fidelity: float, *, decided: bool = True) -> bool:
         """Whether fidelity is within the limit, no sum is known to be wrong and, if run, the numbers are equal.
@@ -83,6 +86,8 @@ class VerifyReport:
         }
         if self.run is not None:
             found["run"] = self.run.as_dict()
+        if self.cycles is not None:
+            found["cycles"] = self.cycles.as_dict()
         return found
 
     def __str__(self) -> str:
@@ -99,6 +104,8 @@ class VerifyReport:
             f"step time: predicted {self.prediction.step_time_s * 1e3:.3f} ms, "
             f"compiled program under the same device model {self.judged.step_time_s * 1e3:.3f} ms",
         ]
+        if self.cycles is not None:
+            lines.append(str(self.cycles))
         if self.rematerializations:
             lines.append(f"the partitioner rematerialised {len(self.rematerializations)} values in full:")
             lines += [f"  {text}" for text in self.rematerializations[:5]]
@@ -118,13 +125,22 @@ def compare_compiled(
     mesh: Mesh,
     target: Target,
     module: bytes,
+    *,
+    cycles: bool = False,
 ) -> tuple[VerifyReport, Compiled]:
-    """Compile an annotated module for `target` and hold the prediction for its device kind against it."""
+    """Compile an annotated module for `target` and hold the prediction for its device kind against it.
+
+    With `cycles` a TPU's compiler runs to its end, and what it estimates of the kernels is read too.
+    """
 
     targeted = on_target(mesh, target)
     kind = load_device(targeted.device)
+    if cycles:
+        check_clock(target, kind)
     prediction = predict(graph, annotations, targeted)
-    compiled = compile_module(module, target, donate=donated(graph.program), order=device_order(targeted, kind))
+    compiled = compile_module(
+        module, target, donate=donated(graph.program), order=device_order(targeted, kind), whole=cycles
+    )
     parsed = parse_hlo(compiled.hlo_text)
     collectives = compiled_collectives(parsed, targeted, target.family)
     names = {op.index: (op.name, op.module) for op in graph.program.ops}
@@ -145,6 +161,7 @@ def compare_compiled(
         memory_bytes=compiled.memory.peak,
         rematerializations=compiled.rematerializations,
         wrong_sums=wrong_sums(graph, annotations, targeted),
+        cycles=compiled_cycles(parsed, kind, loop_trips(graph)) if cycles else None,
     )
     return report, compiled
 
@@ -155,6 +172,7 @@ def verify_plan(
     target: str | None = None,
     *,
     run: bool = False,
+    cycles: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Compile the program under the plan for `target`, and compare.
@@ -170,16 +188,19 @@ def verify_plan(
             captured from one (a StableHLO file), whose module is then annotated as `autoshard lower` does.
         target: `cpu`, `tpu-v5e:2x4`, `h100:8`…; default the plan's own device kind.
         run: also train three steps under the plan on virtual CPU devices, against one device.
+        cycles: also have a TPU's compiler generate code, minutes at times, and sum its own estimates of the kernels.
 
     Raises:
         PlanMismatchError: the source is another program than the plan's.
-        TargetError, CompileError: the target's compiler is missing, or refuses the program.
+        TargetError, CompileError: the target's compiler is missing, refuses the program, or estimates no cycles.
     """
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
     chosen.packages()
-    on_target(plan.mesh, chosen)
+    targeted = on_target(plan.mesh, chosen)
+    if cycles:
+        check_clock(chosen, load_device(targeted.device))
     without_torch_xla = plan.program.frontend == "torchax"
     if run and isinstance(source, Program):
         raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
@@ -190,7 +211,7 @@ def verify_plan(
     else:
         graph, module = _traced_again(plan, source, say)
     say(f"compile for {chosen}")
-    report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module)
+    report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module, cycles=cycles)
     if run and not isinstance(source, Program):
         say("run")
         report = dataclasses.replace(report, run=run_equal(plan, source, program=graph.program))

@@ -102,6 +102,7 @@ def compile_module(
     *,
     donate: Mapping[int, int] | None = None,
     order: Sequence[int] | None = None,
+    whole: bool = False,
     cache_dir: Path | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Compiled:
@@ -114,6 +115,8 @@ def compile_module(
         donate: argument index -> index of the result that takes over its buffer.
         order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
             `cost/machine/layout.py`); default partition i on device i.
+        whole: also have a TPU's compiler generate code, which takes most of its time: only then are its estimates of
+            cycles in the text. Other compilers always do.
         cache_dir: where compiled programs are kept; default `files.cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 
@@ -123,17 +126,20 @@ def compile_module(
     """
     target = parse_target(target) if isinstance(target, str) else target
     versions = target.packages()
-    donate = dict(sorted((donate or {}).items()))
-    moved = [] if order is None or target.family == "cpu" or list(order) == sorted(order) else list(order)
+    how: dict[str, Any] = {"donate": sorted((donate or {}).items())}
+    if order is not None and target.family != "cpu" and list(order) != sorted(order):
+        how["order"] = list(order)
+    if whole and target.family == "tpu":
+        how["whole"] = True
     try:
         root = (Path(cache_dir) if cache_dir is not None else files.cache_dir()) / "compiled"
-        entry = root / _key(stablehlo, target, donate, moved, versions)
+        entry = root / _key(stablehlo, target, how, versions)
         result = _kept(entry)
         cached = result is not None
         if result is None:
             root.mkdir(parents=True, exist_ok=True)
             with files.work_folder(root, "tmp-") as work:
-                _run_worker(work, stablehlo, target, donate, moved, timeout)
+                _run_worker(work, stablehlo, target, how, timeout)
                 result = _publish(work, entry)
     except FileError as error:
         raise CompileError(f"cannot keep compiled programs: {error}") from None
@@ -172,16 +178,12 @@ def _digest(entry: Path, result: Mapping[str, Any], text: bytes) -> str:
     return kept.digest(entry.name.encode(), json.dumps(result, sort_keys=True).encode(), text)
 
 
-def _key(
-    stablehlo: bytes, target: Target, donate: Mapping[int, int], order: list[int], versions: Mapping[str, str]
-) -> str:
+def _key(stablehlo: bytes, target: Target, how: Mapping[str, Any], versions: Mapping[str, str]) -> str:
     digest = hashlib.sha256(stablehlo)
     described = asdict(target) | {"text": None}  # `cpu` and `cpu:8` are one target
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    facts: dict[str, Any] = {"target": described, "donate": list(donate.items()), "versions": dict(versions)}
-    if order:
-        facts["order"] = order
-    digest.update(json.dumps(facts | {"flags": flags, "worker": WORKER_VERSION}, sort_keys=True).encode())
+    facts = {"target": described, **how, "versions": dict(versions), "flags": flags, "worker": WORKER_VERSION}
+    digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
 
@@ -203,11 +205,9 @@ def _publish(work: Path, entry: Path) -> dict[str, Any]:
     return result
 
 
-def _run_worker(
-    work: Path, stablehlo: bytes, target: Target, donate: Mapping[int, int], order: list[int], timeout: float
-) -> None:
+def _run_worker(work: Path, stablehlo: bytes, target: Target, how: Mapping[str, Any], timeout: float) -> None:
     (work / "module.mlir").write_bytes(stablehlo)
-    request = {"module": "module.mlir", "target": asdict(target), "donate": donate, "order": order}
+    request = {"module": "module.mlir", "target": asdict(target), **how}
     (work / "request.json").write_text(json.dumps(request))
     with open(work / "stderr.txt", "wb") as errors:
         variables = {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": ""}

@@ -242,16 +242,31 @@ class Module:
             return None
         if not re.fullmatch(r"\d+", bound[0].arguments):
             return None
-        return -(-int(bound[0].arguments) // self._increment(loop, condition))
-
-    def _increment(self, loop: Instruction, condition: Computation) -> int:
-        """What a while adds to its counter in each turn: above 1 in an unrolled loop; 1 where it is no constant."""
         read = [i for i in map(condition.instructions.get, condition.root.operands) if i is not None]
-        counters = [match[1] for i in read if (match := re.search(r"\bindex=(\d+)", i.rest))]
+        counters = [int(match[1]) for i in read if (match := re.search(r"\bindex=(\d+)", i.rest))]
+        if len(counters) != 1:
+            return int(bound[0].arguments)
+        turns = int(bound[0].arguments) - self._start(loop, counters[0])
+        return max(0, -(-turns // self._increment(loop, counters[0])))
+
+    def _start(self, loop: Instruction, counter: int) -> int:
+        """What a while's counter begins with; 0 where it is no constant."""
+        callers = self.callers.get(loop.called[0], ()) if loop.called else ()
+        for outer in (self.computations[name].instructions for name, caller in callers if caller is loop):
+            carried = outer.get(loop.operands[0])
+            first = outer.get(carried.operands[counter]) if carried is not None and carried.opcode == "tuple" else None
+            while first is not None and first.opcode == "copy":
+                first = outer.get(first.operands[0])
+            if first is not None and first.opcode == "constant" and first.arguments.isdigit():
+                return int(first.arguments)
+        return 0
+
+    def _increment(self, loop: Instruction, counter: int) -> int:
+        """What a while adds to its counter in each turn: above 1 in an unrolled loop; 1 where it is no constant."""
         body = self.computations.get(loop.called[0]) if loop.called else None
-        if body is None or len(counters) != 1 or int(counters[0]) >= len(body.root.operands):
+        if body is None or counter >= len(body.root.operands):
             return 1
-        last = body.instructions.get(body.root.operands[int(counters[0])])
+        last = body.instructions.get(body.root.operands[counter])
         if last is None or last.opcode != "add":
             return 1
         terms = [body.instructions.get(name) for name in last.operands]

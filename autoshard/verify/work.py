@@ -23,10 +23,10 @@ _MOSAIC = "tpu_custom_call"
 _FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"')
 _BODY = re.compile(r'"body":"([^"]*)"')
 _GRID = re.compile(r"iteration_bounds = array<i64: ([\d, ]+)>")
-_COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast)"
 )
-_ASYNC_COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
+ASYNC_COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
 _PARTIAL_READS = frozenset({"slice", "dynamic-slice", "gather"})
 _NAMES = {dtype.hlo: dtype.name for dtype in DTYPES.values()}
 
@@ -108,7 +108,7 @@ class Work:
     def at(self, computation: Computation, instruction: Instruction, count: int = 1) -> Iterator[Kernel]:
         """Kernels of one top-level instruction and of the computations that it runs."""
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COLLECTIVE.match(opcode):
+        if opcode in _FREE or opcode.endswith(("-done", "-update")) or COLLECTIVE.match(opcode):
             return
         if opcode == "while":
             trips = self.module.trip_count(instruction)
@@ -123,7 +123,7 @@ class Work:
                 self.flops(computation, instruction),
                 self.bytes(computation, instruction),
                 count,
-                0 if opcode in _ASYNC_COPIES or self.is_scalar(computation, instruction) else 1,
+                0 if opcode in ASYNC_COPIES or self.is_scalar(computation, instruction) else 1,
                 aten_index(instruction.op_name),
             )
 
@@ -183,7 +183,7 @@ class Work:
         opcode = instruction.opcode
         operands = [computation.instructions.get(name) for name in instruction.operands]
         known = [operand for operand in operands if operand is not None]
-        if opcode in _ASYNC_COPIES:
+        if opcode in ASYNC_COPIES:
             return self.copy_bytes(instruction, known)
         if opcode in _PARTIAL_READS:
             return self.size(instruction) * 2 + sum(map(self.size, known[1:]))
@@ -240,7 +240,7 @@ class Work:
                     continue  # updated in place: what is not overwritten stays
                 elif _scatters(user) and user.operands[0] == name and name not in user.operands[1:]:
                     read += _scattered(inner, user)
-                elif _COLLECTIVE.match(user.opcode) or (user.opcode == "tuple" and user is inner.root):
+                elif COLLECTIVE.match(user.opcode) or (user.opcode == "tuple" and user is inner.root):
                     continue  # what a collective moves beside the fusion's work, and what is only passed on
                 else:
                     return self.size(operand)
@@ -256,7 +256,7 @@ class Work:
         for one, shape in zip(roots, fusion.shapes, strict=True):
             while one is not None and one.opcode == "bitcast":
                 one = inner.instructions.get(one.operands[0])
-            if one is not None and (one.opcode == "parameter" or _COLLECTIVE.match(one.opcode)):
+            if one is not None and (one.opcode == "parameter" or COLLECTIVE.match(one.opcode)):
                 continue
             update = None
             if one is not None and one.opcode == "dynamic-update-slice":

@@ -30,11 +30,15 @@ _PRINTED_WHOLE = 8
 _STEP = "autoshard_step"
 """The name under which a TPU's compiler writes the program down: it also compiles parts of a few ops by themselves."""
 
-_WRITTEN_LAST = "after_optimizations_after_buffer_assignment.txt"
+_SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
 """What libtpu dumps when buffers are assigned and code generation, nearly all of its time, is still to come."""
 
+_GENERATED = "after_codegen.txt"
+"""And when it has generated code: with its estimates of cycles. jaxlib cannot read some of these programs from memory
+(0.10.2: what sparse cores do meanwhile is an `async-update` of three operands)."""
+
 _BUFFERS = "after_optimizations-buffer-assignment.txt"
-"""And right before that."""
+"""What it dumps right before both."""
 
 _TABLE = re.compile(r"\(size=\d+,offset=\d+\): \(")
 """A value of a heap that says where the parts of a tuple lie: of nothing else, a heap is not made."""
@@ -57,12 +61,16 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     module = (request_path.parent / request["module"]).read_bytes()
-    donate = {int(argument): int(output) for argument, output in request["donate"].items()}
+    donate = {int(argument): int(output) for argument, output in dict(request["donate"]).items()}
 
     def compiled() -> tuple[str, dict[str, Any]]:
         return compile_for(module, target, donate, request.get("order", []))
 
-    text, result = _dumped(request_path.parent / "dump", target, compiled) if target.family == "tpu" else compiled()
+    if target.family == "tpu":
+        last = _GENERATED if request.get("whole") else _SCHEDULED
+        text, result = _dumped(request_path.parent / "dump", target, compiled, last)
+    else:
+        text, result = compiled()
     with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
@@ -71,9 +79,9 @@ def main() -> None:
 
 
 def _dumped(
-    dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]]
+    dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]], last: str
 ) -> tuple[str, dict[str, Any]]:
-    """What `compiled` returns, read from what libtpu dumps once its passes have run and buffers are assigned.
+    """What `compiled` returns, read from the file that libtpu dumps as the `last` that is waited for.
 
     Its passes take seconds, generating code minutes. Where nothing is dumped, `compiled` runs to its end.
     """
@@ -88,10 +96,10 @@ def _dumped(
     while not done:
         time.sleep(_LOOK_S)
         done = running.done()
-        for path in dump.glob(f"*.{_STEP}.*{_WRITTEN_LAST}"):
+        for path in dump.glob(f"*.{_STEP}.*{last}"):
             if done or path.stat().st_size == size > 0:
                 seconds = time.perf_counter() - start
-                buffers = path.with_name(path.name.removesuffix(_WRITTEN_LAST) + _BUFFERS).read_text()
+                buffers = path.with_name(path.name.removesuffix(last) + _BUFFERS).read_text()
                 return _shortened(path.read_text(), target), {"seconds": seconds, "memory": laid_out(buffers)}
             size = path.stat().st_size
     return running.result()

@@ -210,6 +210,13 @@ def test_a_target_that_does_not_fit_is_refused(run, tmp_path, target, message):
     assert message in err
 
 
+def test_cycles_of_what_is_no_tpu_are_refused(run, tmp_path):
+    plans.saved(tmp_path / "plan.json")
+    status, out, err = run("verify", "plan.json", "nets.py:step", "--target", "h100:8", "--cycles")
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"autoshard: only libtpu estimates cycles, and h100:8 is no TPU: choose [^\n]*\n", err)
+
+
 def test_a_plan_that_does_not_lie_on_the_target_is_refused(run, tmp_path):
     found = plans.plan()
     mesh = Mesh((2, 4), ("data", "model"), "tpu-v5e", ("dcn", "ici"))

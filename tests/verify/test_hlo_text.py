@@ -132,21 +132,25 @@ WHILE = """HloModule m, num_partitions=1
 
 ENTRY %main (p: (s32[])) -> (s32[]) {{
   %p = (s32[]) parameter(0)
-  ROOT %loop = (s32[]) while(%p), condition=%condition, body=%body{config}
+  %two = s32[] constant(2)
+  %copied = s32[] copy(%two)
+  %from_two = (s32[]) tuple(%copied)
+  ROOT %loop = (s32[]) while(%{start}), condition=%condition, body=%body{config}
 }}
 """
 
 
 @pytest.mark.parametrize(
-    ("config", "direction", "trips"),
+    ("config", "direction", "start", "trips"),
     [
-        (', backend_config={"known_trip_count":{"n":"12"},"other":{}}', "LT", 12),
-        ("", "LT", 5),
-        ("", "NE", None),
+        (', backend_config={"known_trip_count":{"n":"12"},"other":{}}', "LT", "p", 12),
+        ("", "LT", "p", 5),
+        ("", "LT", "from_two", 3),
+        ("", "NE", "p", None),
     ],
 )
-def test_trip_counts(config, direction, trips):
-    module = parse_hlo(WHILE.format(bound=5, direction=direction, config=config))
+def test_trip_counts(config, direction, start, trips):
+    module = parse_hlo(WHILE.format(bound=5, direction=direction, config=config, start=start))
     assert module.trip_count(module.computations["main"].root) == trips
 
 

@@ -22,7 +22,7 @@ from tests.verify.small import W, X, program
 WHOLE = """
 import json, pathlib, sys
 from autoshard.verify import worker
-worker._dumped = lambda dump, target, compiled: compiled()
+worker._dumped = lambda dump, target, compiled, last: compiled()
 worker.main()
 """
 

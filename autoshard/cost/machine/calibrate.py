@@ -258,6 +258,7 @@ def calibrate(
         chip_devices=start.chip_devices if start else 1,
         on_chip_bytes=start.on_chip_bytes if start else 0,
         cores=start.cores if start else 1,
+        clock=start.clock if start else 0.0,
         source=_words(facts),
     )
     skipped = tuple(
@@ -425,7 +426,7 @@ def to_toml(found: Calibration) -> str:
     for key in ("multiprocessors", "compute_capability"):
         if getattr(device, key):
             lines.append(f"{key} = {getattr(device, key)}")
-    for key, usual in (("chip_devices", 1), ("on_chip_bytes", 0), ("cores", 1)):
+    for key, usual in (("chip_devices", 1), ("on_chip_bytes", 0), ("cores", 1), ("clock", 0.0)):
         if getattr(device, key) != usual:
             lines.append(f"{key} = {getattr(device, key)}")
     lines += ["achievable = { compute = 1.0, memory = 1.0 }", f"source = {_text(_source(found))}"]

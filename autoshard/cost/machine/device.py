@@ -88,6 +88,7 @@ class Device:
         slices: slices of that topology.
         on_chip_bytes: memory beside the device memory that the compiler places values in (a TPU's VMEM or CMEM).
         cores: how many cores run one device's program: of several, each reaches its own on-chip memory alone.
+        clock: cycles per second of the cores, by which a TPU compiler's estimates are read; 0 where it is not known.
         sparse_copy_bytes: from how many bytes on sparse cores copy tables to another layout; 0 without any.
         source: where the figures come from.
     """
@@ -109,6 +110,7 @@ class Device:
     slices: int = 1
     on_chip_bytes: int = 0
     cores: int = 1
+    clock: float = 0.0
     sparse_copy_bytes: int = 0
     source: str = field(default="", repr=False, compare=False)
 
@@ -426,7 +428,7 @@ def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
         "multiprocessors", "compute_capability", "links", "source", "chip_devices", "on_chip_bytes",
-        "cores", "sparse_copy_bytes",
+        "cores", "clock", "sparse_copy_bytes",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -461,6 +463,7 @@ def _device(table: _Table, name: str) -> Device:
         chip_devices=table.whole("chip_devices") if "chip_devices" in table.value else 1,
         on_chip_bytes=table.whole("on_chip_bytes", zero=True) if "on_chip_bytes" in table.value else 0,
         cores=table.whole("cores") if "cores" in table.value else 1,
+        clock=table.number("clock") if "clock" in table.value else 0.0,
         sparse_copy_bytes=table.whole("sparse_copy_bytes", zero=True) if "sparse_copy_bytes" in table.value else 0,
         source=table.text("source"),
     )

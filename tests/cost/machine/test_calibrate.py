@@ -132,6 +132,7 @@ def test_a_tpu_is_known_by_its_name_and_fitted_as_a_torus(name: str, kind: str) 
     known = Device("known", "tpu", {"f32": 1e14}, 1e12, None, 1e-6, 1e-5, 1, 1, (base.links[0],), base.chip_devices)
     found = calibrate({**FACTS, "device": name, "platform": "tpu"}, synthetic(known))
     assert found.base == kind
+    assert found.device.clock == base.clock
     assert found.device.links[0].bandwidth == pytest.approx(base.links[0].bandwidth, rel=1e-3)
     assert found.device.links[0].latency == pytest.approx(base.links[0].latency, rel=1e-2)
 
@@ -146,6 +147,7 @@ def test_the_file_is_a_device_file(tmp_path: Path) -> None:
         assert device.flops == pytest.approx(found.device.flops, rel=1e-3)
         assert [link.name for link in device.links] == [link.name for link in found.device.links]
         assert device.links[0].dims == found.device.links[0].dims
+        assert device.clock == found.device.clock
         assert device.links[0].wrap_whole == found.device.links[0].wrap_whole
         assert "R2 1.000" in device.source
         assert "# Skipped: matmul i8: no such thing" in path.read_text()

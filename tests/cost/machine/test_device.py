@@ -41,6 +41,7 @@ def test_built_in_kinds_are_complete_and_say_where_their_figures_come_from(name:
     assert device.memory_bytes is not None
     assert [link.bandwidth for link in device.links] == sorted((li.bandwidth for li in device.links), reverse=True)
     assert device.target == ("tpu" if name.startswith("tpu-") else "cpu" if name == "cpu" else "gpu")
+    assert (device.clock > 0) == (device.target == "tpu")
 
 
 def test_a_v4_device_is_half_a_chip() -> None:
