@@ -3,7 +3,7 @@
 For each model, target and plan (auto, by hand, random) the annotated program is compiled, and its collectives, memory
 and step time under the device model are put beside what was predicted. Compiled programs are cached on disk by what
 they are compiled from, and every row is written as it is found, so a run that was stopped goes on where it was. A row
-that other sources of autoshard made is made again: that compiles only where the annotated program changed.
+that other sources of autoshard made is kept unless `--again`, which compiles only where the annotated program changed.
 
     python benchmarks/compiled.py
     python benchmarks/compiled.py --models held-out --targets tpu-v5e:2x4,tpu-v5p:2x2x2 --plans auto,dp,fsdp,megatron
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from models import SETS, program
-from results import RESULTS, Row, add, current, flat, key, read
+from results import RESULTS, Row, add, flat, kept, key, read
 from tables import PLANS, TARGETS
 
 from autoshard import manual
@@ -70,15 +70,17 @@ def measured_plan(graph: Graph, chosen: Annotations, mesh: Mesh, target_text: st
     return flat(report.as_dict())
 
 
-def sweep(models: Iterable[str], targets: Iterable[str], plans: Iterable[str], mesh: str, out: Path) -> None:
-    """Make the rows that are missing, failed or were made by other sources."""
+def sweep(
+    models: Iterable[str], targets: Iterable[str], plans: Iterable[str], mesh: str, out: Path, again: bool = False
+) -> None:
+    """Make the rows that are missing or failed; with `again` those too that other sources made."""
     known = {key(row): row for row in read(out)}
     for model in models:
         graph = None
         for target in targets:
             for plan in plans:
                 row: Row = {"model": model, "target": target, "mesh": mesh, "plan": plan}
-                if current(known.get(key(row))):
+                if kept(known.get(key(row)), again):
                     continue
                 graph = graph or build_graph(program(model))
                 try:
@@ -102,9 +104,10 @@ def main() -> None:
     parser.add_argument("--plans", default=",".join([*PLANS, *RANDOM]))
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--out", type=Path, default=RESULTS / "compiled.csv")
+    parser.add_argument("--again", action="store_true", help="rows too that other sources of autoshard made")
     options = parser.parse_args()
     models = SETS.get(options.models) or options.models.split(",")
-    sweep(models, options.targets.split(","), options.plans.split(","), options.mesh, options.out)
+    sweep(models, options.targets.split(","), options.plans.split(","), options.mesh, options.out, options.again)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from compiled import TIME_LIMIT_S, measured_plan, mesh_on
 from models import program
-from results import RESULTS, Row, add, current, key, read
+from results import RESULTS, Row, add, kept, key, read
 from tables import QUALITY_MODELS
 
 from autoshard import manual
@@ -100,7 +100,7 @@ def sweep(models: list[str], targets: list[str], wanted: list[str], out: Path, a
 
 
 def _missing(row: Row | None, again: bool, best: int | None) -> bool:
-    if row is None or "error" in row or (again and not current(row)):
+    if row is None or not kept(row, again):
         return True
     return best is None and not {"compiled_s", "left_out"} & {*row}
 

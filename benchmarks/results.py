@@ -105,3 +105,8 @@ def add(path: Path, row: Row) -> Row:
 def current(row: Row | None) -> bool:
     """Whether a row is there that today's sources made, and is no failure."""
     return row is not None and "error" not in row and row["sources"] == made()["sources"]
+
+
+def kept(row: Row | None, again: bool) -> bool:
+    """Whether a row need not be made: it is there and no failure, and with `again` today's sources made it."""
+    return row is not None and "error" not in row and (not again or current(row))
