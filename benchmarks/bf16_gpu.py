@@ -113,11 +113,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head."""
 
-    def __init__(self, block: Callable[[], nn.Module], width: int, vocab: int, tied: bool, saved: bool) -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module], width: int, vocab: int, tied: bool, saved: bool, layers: int
+    ) -> None:
         """`tied`: the head is the embedding. `saved`: activations are kept, not computed again behind checkpoints."""
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -197,11 +199,19 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def decoder(
-    *, tied: bool = True, saved: bool = False, vocab: int = 4096, width: int = 512, block: Any = Block, **settings: Any
+    *,
+    tied: bool = True,
+    saved: bool = False,
+    vocab: int = 4096,
+    width: int = 512,
+    block: Any = Block,
+    layers: int = 3,
+    batch: tuple[int, int] = (32, 256),
+    **settings: Any,
 ) -> dict[str, Any]:
-    """A decoder of three blocks on 32 rows of 256 tokens."""
-    tokens, labels = (torch.zeros(32, 256, dtype=torch.int64) for _ in range(2))
-    return step(lambda: Decoder(partial(block, width), width, vocab, tied, saved), (tokens, labels), **settings)
+    """A decoder of `layers` blocks on a batch of rows of tokens."""
+    tokens, labels = (torch.zeros(batch, dtype=torch.int64) for _ in range(2))
+    return step(lambda: Decoder(partial(block, width), width, vocab, tied, saved, layers), (tokens, labels), **settings)
 
 
 def gpt_block(width: int) -> nn.Module:
@@ -245,6 +255,15 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "ViT": vit,
     "MLP with RMSNorm": mlp,
 }
+
+large = partial(decoder, width=1024, layers=12, vocab=32000, batch=(16, 2048), tied=False)
+DEEP: dict[str, Callable[[], dict[str, Any]]] = {
+    "deep decoder": large,
+    "deep decoder, no checkpoints": partial(large, saved=True, batch=(8, 2048)),
+    "deep GPT-2, autocast": partial(large, block=gpt_block, autocast=True, saved=True, tied=True, batch=(8, 2048)),
+    "deep mixture of experts": partial(large, block=partial(Block, feed=Experts), layers=4, width=512),
+}
+"""At full depth, on 2,048 tokens a row."""
 
 
 def main() -> None:

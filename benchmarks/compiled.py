@@ -3,7 +3,7 @@
 For each model, target and plan (auto, by hand, random) the annotated program is compiled, and its collectives, memory
 and step time under the device model are put beside what was predicted. Compiled programs are cached on disk by what
 they are compiled from, and every row is written as it is found, so a run that was stopped goes on where it was. A row
-that other sources of autoshard made is made again: that compiles only where the annotated program changed.
+that other sources of autoshard made is kept unless `--again`, which compiles only where the annotated program changed.
 
     python benchmarks/compiled.py
     python benchmarks/compiled.py --models held-out --targets tpu-v5e:2x4,tpu-v5p:2x2x2 --plans auto,dp,fsdp,megatron
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from models import SETS, program
-from results import RESULTS, Row, add, current, flat, key, read, timed
+from results import RESULTS, Row, add, flat, kept, key, read
 from tables import PLANS, TARGETS
 
 from autoshard import manual
@@ -74,17 +74,22 @@ def measured_plan(graph: Graph, chosen: Annotations, mesh: Mesh, target_text: st
 
 
 def sweep(
-    models: Iterable[str], targets: Iterable[str], plans: Iterable[str], mesh: str, out: Path, cycles: bool = False
+    models: Iterable[str],
+    targets: Iterable[str],
+    plans: Iterable[str],
+    mesh: str,
+    out: Path,
+    again: bool = False,
+    cycles: bool = False,
 ) -> None:
-    """Make the rows that are missing, failed or were made by other sources; with `cycles` those too without any."""
+    """Make the rows that are missing or failed; with `again` and `cycles` others too, as `kept` says."""
     known = {key(row): row for row in read(out)}
     for model in models:
         graph = None
         for target in targets:
             for plan in plans:
                 row: Row = {"model": model, "target": target, "mesh": mesh, "plan": plan}
-                found = known.get(key(row))
-                if current(found) and (timed(found) or not cycles):
+                if kept(known.get(key(row)), again, cycles):
                     continue
                 graph = graph or build_graph(program(model))
                 try:
@@ -108,10 +113,12 @@ def main() -> None:
     parser.add_argument("--plans", default=",".join([*PLANS, *RANDOM]))
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--out", type=Path, default=RESULTS / "compiled.csv")
+    parser.add_argument("--again", action="store_true", help="rows too that other sources of autoshard made")
     parser.add_argument("--cycles", action="store_true", help="TPU targets: also libtpu's own estimate (slow)")
     options = parser.parse_args()
     models = SETS.get(options.models) or options.models.split(",")
-    sweep(models, options.targets.split(","), options.plans.split(","), options.mesh, options.out, options.cycles)
+    asked = (options.targets.split(","), options.plans.split(","), options.mesh, options.out)
+    sweep(models, *asked, options.again, options.cycles)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from compiled import TIME_LIMIT_S, measured_plan, mesh_on
 from models import program
-from results import RESULTS, Row, add, current, key, read, timed
+from results import RESULTS, Row, add, kept, key, read
 from tables import QUALITY_MODELS
 
 from autoshard import manual
@@ -82,9 +82,7 @@ def sweep(
         for model in models:
             row: Row = {"model": model, "target": target, "mesh": shape}
             rows = {name: known.get(key(row | {"plan": name})) for name in wanted}
-            missing = {
-                name for name in wanted if _missing(rows[name], again, best) or (cycles and not timed(rows[name]))
-            }
+            missing = {name for name in wanted if _missing(rows[name], again, cycles, best)}
             if not missing and _compiled_by_hand(rows) >= _wanted_by_hand(rows, best):
                 continue
             graph = build_graph(program(model, mesh.size))
@@ -110,8 +108,8 @@ def sweep(
                 print(target, model, name, _outcome(found), file=sys.stderr, flush=True)
 
 
-def _missing(row: Row | None, again: bool, best: int | None) -> bool:
-    if row is None or "error" in row or (again and not current(row)):
+def _missing(row: Row | None, again: bool, cycles: bool, best: int | None) -> bool:
+    if row is None or not kept(row, again, cycles):
         return True
     return best is None and not {"compiled_s", "left_out"} & {*row}
 

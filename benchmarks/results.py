@@ -114,3 +114,13 @@ def add(path: Path, row: Row) -> Row:
 def current(row: Row | None) -> bool:
     """Whether a row is there that today's sources made, and is no failure."""
     return row is not None and "error" not in row and row["sources"] == made()["sources"]
+
+
+def kept(row: Row | None, again: bool, cycles: bool = False) -> bool:
+    """Whether a row need not be made: it is there and no failure.
+
+    With `again` today's sources made it; with `cycles` it has libtpu's own figure where there is one.
+    """
+    if row is None or "error" in row:
+        return False
+    return (not again or current(row)) and (not cycles or timed(row))

@@ -87,7 +87,10 @@ def test_rows_are_read_as_they_were_written_and_the_last_of_a_key_counts(benchma
     first, second = results.read(tmp_path / "rows.csv")
     assert (first["model"], first["fidelity"], first["commit"]) == ("a, b", float("inf"), "1e5")
     assert (second["left_out"], results.current(first)) == ("no form", True)
-    assert not results.current(first | {"sources": "others"})
+    others = first | {"sources": "others"}
+    assert not results.current(others)
+    assert results.kept(others, again=False)
+    assert not results.kept(others, again=True)
 
 
 def test_rows_that_were_made_without_cycles_stay_beside_those_with(benchmark, tmp_path):
