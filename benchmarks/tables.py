@@ -159,7 +159,7 @@ def made(name: str) -> str:
     return text
 
 
-# docs/fidelity.md
+# docs/trust.md
 
 
 def collectives() -> str:
@@ -194,18 +194,18 @@ def outside(name: str = "compiled") -> str:
     return "\n".join([f"Outside the limits ({limits}): {len(bad)} of {len(found)}.", *([""] if lines else []), *lines])
 
 
-def means(names: tuple[str, ...] = ("compiled",)) -> str:
-    """Per target: how many plans, and how far predictions are off."""
+def means(sets: dict[str, list[Row]] | None = None) -> str:
+    """Per set and target: how many plans, and how far predictions are off."""
     lines = []
-    for name, target in product(names, TARGETS):
-        found = [row for row in judged(name) if row["target"] == target]
+    for (name, some), target in product((sets or {"": judged("compiled")}).items(), SHOWN):
+        found = [row for row in some if row["target"] == target]
         if not found:
             continue
         fidelity, memory = ([row["fidelity"] for row in found], [off(row, "memory") for row in found])
         seconds = [off(row, "s") for row in found]
         lines.append(
             [
-                *([name.replace("_", " ")] if len(names) > 1 else []),
+                *([name] if sets else []),
                 SHOWN[target],
                 f"{len(found)}, {distinct(found)}",
                 f"{mean(fidelity):.2f}, {100 * max(fidelity):.1f}",
@@ -216,7 +216,7 @@ def means(names: tuple[str, ...] = ("compiled",)) -> str:
         )
     headers = ["target", "plans, distinct", "bytes of collectives: mean, worst", "memory: mean, worst, over 15 %"]
     headers += ["step time: mean, median", "memory traffic: mean"]
-    return markdown(lines, [*(["set"] if len(names) > 1 else []), *headers])
+    return markdown(lines, [*(["set"] if sets else []), *headers])
 
 
 def summary() -> str:
@@ -236,48 +236,21 @@ def summary() -> str:
         f"cancelled (as sums {100 * max(abs(off(row, 'bytes')) for row in found):.1f} %), and exact in {exact}; "
         f"each kind within {100 * max(abs(worst_kind(row)) for row in found):.0f} %; memory within 15 % in {said}."
     )
-    random = [row for row in rows("compiled") if row["plan"].startswith("random") and "compiled_s" in row]
-    if random:
+    if random := random_rows():
         bad = sum(row["fidelity"] > 0.1 for row in random)
         text += f" Of {len(random)} random plans, one random strategy per op, {bad} are off by more than 10 %."
     return text
 
 
+def random_rows() -> list[Row]:
+    """Those of random plans that were compiled."""
+    return [row for row in rows("compiled") if row["plan"].startswith("random") and "compiled_s" in row]
+
+
 def sets() -> str:
-    """The development set beyond the twelve models, and what is held out."""
-    return means(("held_out", "developed"))
-
-
-def random_plans() -> str:
-    """Fidelity and memory of random plans."""
-    cells: dict[tuple[str, str], list[Row]] = {}
-    for row in rows("compiled"):
-        if row["plan"].startswith("random") and "compiled_s" in row:
-            cells.setdefault((row["model"], row["target"]), []).append(row)
-    lines = [
-        [
-            *place,
-            ", ".join(f"{100 * row['fidelity']:.1f}" for row in found),
-            ", ".join(percent(off(row, "memory")) for row in found),
-        ]
-        for place, found in sorted(cells.items(), key=lambda each: ([*MODELS].index(each[0][0]), each[0][1]))
-    ]
-    return markdown(lines, ["model", "target", "fidelity", "memory"])
-
-
-def bf16_gpu() -> str:
-    """Bytes predicted and compiled, and the share of the compiled ones that differ."""
-    cells = [
-        [
-            row["model"],
-            row["target"],
-            row["plan"],
-            *(f"{row[side] / 1e6:,.2f}" for side in ("predicted_bytes", "compiled_bytes")),
-            f"{row['fidelity']:.2%}",
-        ]
-        for row in rows("bf16_gpu")
-    ]
-    return markdown(cells, ["program", "target", "plan", "MB predicted", "MB compiled", "off"])
+    """What the twelve models at f32 do not show."""
+    held_out, developed, bf16 = map(judged, ("held_out", "developed", "bf16_gpu"))
+    return means({"held out": held_out, "developed": developed, "bf16": bf16, "random plans": random_rows()})
 
 
 # Quality
@@ -316,7 +289,7 @@ def ratio(value: float | None) -> str:
 
 
 def steps() -> str:
-    """Step times of the rows of docs/fidelity.md, ms."""
+    """Step times of `compiled.csv`, ms."""
     lines = [
         [*place, *(milliseconds(found.get(plan)) for plan in PLANS), best(found), ratio(over_best(found, "auto"))]
         for place, found in sorted(
@@ -450,8 +423,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sets": sets,
     "held_out": partial(outside, "held_out"),
     "developed": partial(outside, "developed"),
-    "random_plans": random_plans,
-    "bf16_gpu": bf16_gpu,
+    "bf16": partial(outside, "bf16_gpu"),
     "steps": steps,
     "quality_tpu": partial(quality, "tpu"),
     "quality_h100": partial(quality, "h100"),

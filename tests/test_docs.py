@@ -25,12 +25,12 @@ def run(command, directory):
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: page.stem)
-def test_files_and_tests_that_are_named_exist(page):
+def test_files_and_names_that_are_pointed_to_exist(page):
     for path, name in re.findall(
         r"`((?:tests|benchmarks|examples|autoshard|notebooks)/[\w/.]+)(?:::(\w+))?`", page.read_text()
     ):
         assert (ROOT / path).exists(), path
-        assert not name or re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
+        assert not name or re.search(rf"^(?:(?:def|class) )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), name
 
 
 def test_the_tutorial_shows_what_happens(tmp_path):
