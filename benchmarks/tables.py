@@ -212,10 +212,11 @@ def means(sets: dict[str, list[Row]] | None = None) -> str:
                 f"{mean(memory):.1f}, {percent(max(memory, key=abs))}, {sum(abs(each) > 0.15 for each in memory)}",
                 f"{mean(seconds):.1f}, {100 * statistics.median(map(abs, seconds)):.1f}",
                 f"{mean(off(row, 'traffic') for row in found):.1f}",
+                percent(max((off(row, "flops") for row in found), key=abs)),
             ]
         )
     headers = ["target", "plans, distinct", "bytes of collectives: mean, worst", "memory: mean, worst, over 15 %"]
-    headers += ["step time: mean, median", "memory traffic: mean"]
+    headers += ["step time: mean, median", "memory traffic: mean", "FLOPs: worst"]
     return markdown(lines, [*(["set"] if sets else []), *headers])
 
 

@@ -1,6 +1,7 @@
-"""What the tutorial shows is what happens: its files, commands and programs, run in its order."""
+"""What README and the tutorial show is what happens: their files, commands and programs, run in their order."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,17 @@ def test_files_and_names_that_are_pointed_to_exist(page):
     ):
         assert (ROOT / path).exists(), path
         assert not name or re.search(rf"^(?:(?:def|class) )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), name
+
+
+def test_readme_shows_what_happens(tmp_path):
+    pytest.importorskip("torch_xla")
+    pytest.importorskip("libtpu")
+    [block] = re.findall(r"^```\n(\$ autoshard plan hf:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            printed = run([sys.executable, "-m", *shlex.split(line[2:], comments=True)], tmp_path).splitlines()
+        elif line.strip() != "...":
+            assert line.rstrip() in [each.rstrip() for each in printed]
 
 
 def test_the_tutorial_shows_what_happens(tmp_path):
