@@ -70,7 +70,7 @@ FILES = {
         list(product(QUALITY_MODELS, ("tpu-v5e:2x4", "tpu-v5e:4x4", "h100:8", "h100:2x8"), ("solver", "plan()"))),
     ),
     "bf16_gpu": (
-        "python benchmarks/bf16_gpu.py",
+        "python benchmarks/bf16.py",
         list(product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp"))),
     ),
 }

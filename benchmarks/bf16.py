@@ -1,10 +1,14 @@
-"""Collectives of training in bf16 on H100s: bytes predicted beside compiled, of ten small programs.
+"""Training in bf16: collectives and memory predicted beside compiled, of ten small programs and four deep ones.
 
 Decoders (grouped queries, rotary embeddings, RMSNorm, SwiGLU) with and without checkpoints, tied and untied, with
-float32 masters and under autocast; GPT-2's layers, a mixture of experts, a ViT and an MLP. Each is planned and sharded
-by hand (fsdp) on 8 H100s (2x4) and on two hosts of 8 (2x8). A row that is in the file is not made again.
+float32 masters and under autocast; GPT-2's layers, a mixture of experts, a ViT and an MLP. Deep ones have 12 layers
+(the mixture of experts 4) and 2,048 tokens a row. A row that is in the file is not made again unless `--again`.
 
-    python benchmarks/bf16_gpu.py
+    python benchmarks/bf16.py
+    python benchmarks/bf16.py --targets tpu-v5e:2x4,tpu-v5p:2x2x2 --plans dp,fsdp,megatron,auto
+        --out benchmarks/results/bf16_tpu.csv
+    python benchmarks/bf16.py --deep --targets tpu-v5e:2x4 --plans dp,fsdp,megatron,auto
+        --out benchmarks/results/bf16_tpu.csv
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 
 import torch
 from compiled import measured
-from results import RESULTS, add, current, key, read
+from results import RESULTS, add, kept, key, read
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -25,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.planning import api
 from autoshard.stablehlo.reader import build_graph
 
-TARGETS = {"h100:8": "2x4", "h100:2x8": "2x8"}
-PLANS = ("auto", "fsdp")
+MESHES = {"h100:2x8": "2x8"}
+"""Target -> its mesh, where that is not 2x4."""
 HEAD = 64
 
 
@@ -269,15 +273,22 @@ DEEP: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     """Make the rows that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", help="only those whose names have one of these words, by commas")
+    parser.add_argument("--programs", default="", help="only those whose names have one of these words, by commas")
+    parser.add_argument("--deep", action="store_true", help="the deep programs")
+    parser.add_argument("--targets", default="h100:8,h100:2x8")
+    parser.add_argument("--plans", default="auto,fsdp")
+    parser.add_argument("--again", action="store_true", help="rows too that other sources of autoshard made")
     parser.add_argument("--out", type=Path, default=RESULTS / "bf16_gpu.csv")
     options = parser.parse_args()
     known = {key(row): row for row in read(options.out)}
-    words = (options.programs or "").split(",")
-    for name, make in PROGRAMS.items():
-        rows = [{"model": name, "target": t, "mesh": m, "plan": plan} for t, m in TARGETS.items() for plan in PLANS]
-        asked = [row for row in rows if not current(known.get(key(row)))]
-        if not asked or not any(word in name for word in words):
+    for name, make in (DEEP if options.deep else PROGRAMS).items():
+        rows = [
+            {"model": name, "target": target, "mesh": MESHES.get(target, "2x4"), "plan": plan}
+            for target in options.targets.split(",")
+            for plan in options.plans.split(",")
+        ]
+        asked = [row for row in rows if not kept(known.get(key(row)), options.again)]
+        if not asked or not any(word in name for word in options.programs.split(",")):
             continue
         graph = build_graph(api.capture(**make()))
         for row in asked:
