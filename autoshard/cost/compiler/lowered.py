@@ -108,7 +108,7 @@ class Step:
         values: of graph ops, the values that `reads` hold the parts of.
         inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
         parts: of the permutes of a windowed einsum, how many there are of a part each.
-        turns: of a scatter that is a loop, its rounds; of a kernel of attention, how often it reads keys and values.
+        turns: of a kernel of attention, how often it reads keys and values.
         shapes: of a `dot_general`, its operands' parts on one device, as it reads them: the array that one lies in,
             made as something else, may have another shape.
     """

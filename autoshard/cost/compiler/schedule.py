@@ -136,45 +136,6 @@ def _merged(kernels: list[Kernel], merged: Sequence[Sequence[int]]) -> list[Kern
     return in_order(sorted(result, key=lambda kernel: kernel.place))
 
 
-def combined_by_levels(
-    kernels: list[Kernel],
-    key: Callable[[Kernel], Hashable],
-    size: Callable[[Kernel], int],
-    limit: float,
-    results: Sequence[int],
-) -> list[Kernel]:
-    """Merge collectives with equal keys (None is never merged) up to `limit` bytes, those first that none waits for.
-
-    Then those that only these wait for, and so on; in the order of `results`, arrays. What does not fit is left for the
-    next one, what comes behind and is smaller still joins.
-    """
-    every = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
-    keys = {number: found for number, found in every.items() if size(kernels[number]) <= limit}
-    if len(set(keys.values())) == len(keys):
-        return kernels
-    deps = dependencies(kernels)
-    below = [0] * len(kernels)  # the most collectives in a row that wait for a kernel
-    for number in range(len(kernels) - 1, -1, -1):
-        for maker in deps.makers[number]:
-            below[maker] = max(below[maker], below[number] + (number in every))
-    place = {number: at for at, number in enumerate(post_order(deps, _makers(kernels, results)))}
-    levels: dict[Hashable, list[int]] = {}
-    for number in sorted(keys, key=lambda number: (below[number], place[number])):
-        levels.setdefault((below[number], keys[number]), []).append(number)
-    merged: list[list[int]] = []
-    for left in levels.values():
-        while left:
-            taken, rest, total = list[int](), list[int](), 0
-            for number in left:
-                fits = total + size(kernels[number]) <= limit
-                (taken if fits else rest).append(number)
-                total += size(kernels[number]) if fits else 0
-            left[:] = rest
-            if len(taken) > 1:
-                merged.append(taken)
-    return _merged(kernels, merged)
-
-
 def _makers(kernels: Sequence[Kernel], arrays: Sequence[int]) -> list[int]:
     """The kernels that make these arrays, in their order, each once."""
     maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
@@ -269,33 +230,21 @@ def _readers(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
     return readers
 
 
-def _bytes_made(
-    kernels: Sequence[Kernel], arrays: Sequence[Array], updates: Callable[[Kernel], bool] | None
-) -> list[int]:
-    """Bytes that each kernel adds; see `greedy`."""
-    return [
-        sum(arrays[array].bytes for array in kernel.writes if not (placed and arrays[array].donated))
-        for kernel, placed in ((kernel, updates is not None and updates(kernel)) for kernel in kernels)
-    ]
-
-
 def greedy(
     kernels: Sequence[Kernel],
     deps: Dependencies,
     arrays: Sequence[Array],
-    updates: Callable[[Kernel], bool] | None = None,
     late: bool = False,
 ) -> list[int]:
     """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
 
     Args:
-        updates: whether results of a kernel that take over an argument's buffer add nothing; default never.
         late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
             then adds as much as that.
     """
     readers = _readers(kernels)
     left = {array: len(reading) + arrays[array].returned for array, reading in readers.items()}
-    made = _bytes_made(kernels, arrays, updates)
+    made = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
     scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
     done = bytearray(len(kernels))
     filled = {n for n, kernel in enumerate(kernels) if late and not kernel.reads and deps.frees[n] and not scalar[n]}

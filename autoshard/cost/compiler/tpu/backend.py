@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -24,23 +23,18 @@ from autoshard.cost.compiler.schedule import (
     Dependencies,
     Liveness,
     combined,
-    combined_by_levels,
     greedy,
-    liveness,
     summed_over,
 )
 from autoshard.cost.compiler.tpu import rewrite, strips
-from autoshard.cost.compiler.tpu.ahead import fetched_ahead
 from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, convolves, reads_from_memory
-from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces, scattered_in_turns
+from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
-from autoshard.cost.compiler.tpu.hidden import asynchronous, filling, hidden, hides_latency, right_before
-from autoshard.cost.compiler.tpu.indices import flattened_indices
+from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_latency
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
 from autoshard.cost.compiler.tpu.loops import as_loops, with_bodies
 from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
-from autoshard.cost.compiler.tpu.order import behind_collectives, made_again, one_core_order
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
 from autoshard.cost.compiler.tpu.sparse_copies import beside_sparse_cores
@@ -71,23 +65,6 @@ def _put_together(program: Lowered, array: int) -> bool:
     """Whether an array is gathered in pieces, so that no result takes over its buffer."""
     maker = program.arrays[array].maker
     return maker >= 0 and program.steps[maker].kind == JOINED
-
-
-def _rounded_once(kernels: list[Kernel]) -> list[Kernel]:
-    """What is rounded for several gathers is rounded once, unless an update makes it."""
-    first: dict[tuple[int, ...], int] = {}
-    instead: dict[int, int] = {}
-    found: list[Kernel] = []
-    for kernel in kernels:
-        if kernel.kind == ROUNDING and len(kernel.steps) == 1:
-            same = first.setdefault(kernel.reads, kernel.writes[0])
-            if same != kernel.writes[0]:
-                instead[kernel.writes[0]] = same
-                continue
-        if kernel.kind == "all-gather" and not instead.keys().isdisjoint(kernel.reads):
-            kernel = replace(kernel, reads=tuple(instead.get(array, array) for array in kernel.reads))
-        found.append(kernel)
-    return found
 
 
 def _in_groups_and_strips(program: Lowered) -> Lowered:
@@ -135,20 +112,17 @@ class TpuBackend(Backend):
                 rewrite.attentions_by_rows,
                 partial(gathered_in_pieces, kind=self.device.kind),
                 rewrite.gathered_as_sums,
-                partial(scattered_in_turns, kind=self.device.kind),
                 rewrite.gathered_results,
                 partial(with_bodies, device=self.device),
                 as_loops,
                 rewrite.updated_kernels,
                 rewrite.masks_of_operands,
-                rewrite.results_as_they_lie,
                 scattered_onto,
                 rewrite.scattered_by_rows,
                 rewrite.looked_up_by_rows,
                 rewrite.moved_by_rows,
                 as_images,
                 _in_groups_and_strips,
-                flattened_indices,
             )
         )
 
@@ -170,7 +144,7 @@ class TpuBackend(Backend):
             lambda kernel: None if kernel.kind == ROUNDING else self._loop_over(kernel, program),
             lambda array: True,
         )
-        kernels = several_results(strips.sums_together(kernels, program), program)
+        kernels = several_results(kernels, program)
 
         for kernel in kernels:
             if kernel.kind in IN_PLACE:
@@ -181,17 +155,13 @@ class TpuBackend(Backend):
         def size(kernel: Kernel) -> int:
             return sum(program.arrays[array].bytes for array in kernel.reads)
 
-        if convolves(program):
-            kernels = combined(kernels, partial(summed_over, program), size, THRESHOLD, results=program.results)
-        else:
-            kernels = combined_by_levels(kernels, partial(summed_over, program), size, THRESHOLD, program.results)
-        kernels = merged_outputs(
+        kernels = combined(kernels, partial(summed_over, program), size, THRESHOLD, results=program.results)
+        return merged_outputs(
             kernels,
             lambda kernel: self._loop_over(kernel, program),
             lambda array: True,
             alike=lambda one, other: (one.kind == ROUNDING) != (other.kind == ROUNDING),
         )
-        return _rounded_once(kernels)
 
     @staticmethod
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
@@ -217,25 +187,12 @@ class TpuBackend(Backend):
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The memory scheduler's; where collectives run beside kernels the latency hiding scheduler's.
 
-        In nets of convolutions what frees most first, updates counted as in place or as new arrays, whichever needs
-        less memory, then as collectives let it.
+        Not so in nets of convolutions.
         """
-        late = made_again(kernels, deps, program) | filling(kernels, deps)
-        lowest = right_before(self.lowest_peak(kernels, deps, program), late, deps.makers)
-        if not self._hides(kernels, program):
+        lowest = self.lowest_peak(kernels, deps, program)
+        if not self._hides(kernels, program) or convolves(program):
             return lowest
-        if not convolves(program):
-            return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
-        orders = [one_core_order(kernels, deps, program, updates) for updates in (True, False)]
-
-        def peaks(order: list[int]) -> list[int]:
-            counted = (
-                liveness(kernels, order, program.arrays, self.buffer_bytes, results=held) for held in (True, False)
-            )
-            return [live.peak for live in counted]
-
-        order = orders[0] if orders[0] == orders[1] else min(orders, key=peaks)
-        return behind_collectives(order, kernels, program)
+        return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
 
     def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The order of three that libtpu counts least for.
@@ -302,15 +259,13 @@ class TpuBackend(Backend):
         """
         if not self._hides(kernels, program) or convolves(program):
             order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
-        kernels, order = strips.shifted_copies(kernels, order, program)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
         return beside_sparse_cores(kernels, order, program, self.device)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
-        ahead = fetched_ahead(kernels, program, self.buffer_bytes, self.device.on_chip_bytes)
-        return Placing(self.device, self.buffer_bytes, kernels, program, live, ahead).placement()
+        return Placing(self.device, self.buffer_bytes, kernels, program, live).placement()
 
 
 class _Rounded:

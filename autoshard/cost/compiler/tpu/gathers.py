@@ -1,22 +1,18 @@
-"""Gathers and scatters of long rows on a TPU: in pieces, and in a loop.
+"""Gathers of long rows on a TPU: in pieces.
 
 libtpu's passes `tpu_gather_split` and `concat-decomposer`, read off compiled single gathers (libtpu 0.0.51; v5e, v5p
 and v6e, f32 and bf16): a row of more than 2^18 numbers, tiles filled up, is gathered in so many pieces that none is
 longer (2^19 on v6e). The table is cut up first, whole. Up to four pieces that one step reads are put together inside of
 that; more, or for several readers, one after the other are written into their place in an array.
-
-Rows of more than 1.34 million numbers (1,280 x 1,024 are not, 1,344 are; on v6e 2,048 x 1,024 are not, 4,096 are) are
-scattered one by one, in a loop of three kernels: of a table in device memory each reads a row, and writes it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.lowered import Array, Lowered, Step, updates_of
+from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.tpu.layout import row_major
 
@@ -25,12 +21,6 @@ PIECE = 2**18
 
 LONGER = {"tpu-v6e": 2**19}
 """On other device kinds."""
-
-SCATTERED, SCATTERED_LONGER = 1.34e6, {"tpu-v6e": 2.7e6}
-"""Numbers of the longest row that is scattered at once, and on other device kinds."""
-
-TURN = 3
-"""Kernels in which the loop over longer ones adds one."""
 
 INSIDE = 4
 """Pieces that are put together inside of what reads them."""
@@ -58,41 +48,6 @@ def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
         rewriter.emit(replace(step, reads=(slices, *step.reads[1:]), writes=(part,)))
         rewriter.emit(Step("concatenate" if inside else JOINED, step.op, (part,), (made,)))
     return rewriter.result()
-
-
-def scattered_in_turns(program: Lowered, kind: str) -> Lowered:
-    """`program`, in which scatters of long rows know how many kernels they run; for a device kind."""
-    longest = SCATTERED_LONGER.get(kind, SCATTERED)
-    turns = [_turns(program, step, longest) for step in program.steps]
-    steps = [
-        replace(step, turns=count, inner=(0.0, TURN * count - 1.0)) if count else step
-        for step, count in zip(program.steps, turns, strict=True)
-    ]
-    return replace(program, steps=steps)
-
-
-def _turns(program: Lowered, step: Step, longest: float) -> int:
-    """How many rows a step scatters one by one; 0 where it is no scatter of longer ones."""
-    if step.kind != "scatter" or len(step.reads) < 2 or len(step.writes) > 1:
-        return 0
-    updates = updates_of(program, step).shape
-    window = program.graph.ops[step.op].attrs["window_dims"]
-    if updates is None or max(window, default=0) >= len(updates):
-        return 0
-    row = math.prod(updates[dim] for dim in window)
-    return math.prod(updates) // row if row > longest else 0
-
-
-def turned_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int] | None:
-    """Array -> bytes of it that a loop over rows to scatter reads and writes; None for any other kernel."""
-    if kernel.kind != "scatter":
-        return None
-    last = program.steps[kernel.steps[-1]]
-    if not last.turns:
-        return None
-    moved = sizes(updates_of(program, last))
-    around = dict.fromkeys((last.reads[0], *last.writes), moved)
-    return {array: sizes(program.arrays[array]) for array in kernel.reads} | around
 
 
 def joined_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int]:

@@ -27,7 +27,6 @@ class Life:
         far: what makes it writes to device memory.
         half: from where on half of it is on chip before its first use, where a copy comes in slices.
         argument: whether the first position is where it is fetched, not made.
-        ahead: whether it is fetched before the program begins, and stays until its last use.
     """
 
     bytes: int
@@ -36,7 +35,6 @@ class Life:
     far: bool = False
     half: int | None = None
     argument: bool = False
-    ahead: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -104,9 +102,6 @@ def off_chip(
     found: dict[int, Buffered] = {}
     for place in sorted(range(len(lives)), key=lambda place: (*_urgency(lives[place]), place)):
         life = lives[place]
-        if life.ahead and fits(0, life.uses[-1], life.bytes):
-            found[place] = Buffered(frozenset(life.uses), 1, life.uses[0], life.uses[:1])
-            continue
         gaps = list(zip(life.uses, life.uses[1:], strict=False))
         if life.far or not all(short(*gap) for gap in gaps) or not fits(*life.span, life.bytes):
             evicted = not life.far and beside(life.uses[0], life.bytes)
@@ -115,9 +110,9 @@ def off_chip(
     return found
 
 
-def _urgency(life: Life) -> tuple[bool, float, int]:
+def _urgency(life: Life) -> tuple[float, int]:
     """By what values are sorted: their gain to five digits, as sums of equal parts may differ; the larger first."""
-    return not life.ahead, float(f"{-life.gain / math.sqrt(max(life.bytes, 1)):.5g}"), -life.bytes
+    return float(f"{-life.gain / math.sqrt(max(life.bytes, 1)):.5g}"), -life.bytes
 
 
 def _buffered(

@@ -16,7 +16,7 @@ from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
 from autoshard.cost.compiler.schedule import Liveness
 from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
-from autoshard.cost.compiler.tpu.gathers import JOINED, joined_bytes, turned_bytes
+from autoshard.cost.compiler.tpu.gathers import JOINED, joined_bytes
 from autoshard.cost.compiler.tpu.on_chip import Life, off_chip
 from autoshard.cost.compiler.tpu.sparse_copies import COPIED
 from autoshard.cost.compiler.tpu.strips import passes_of
@@ -88,12 +88,8 @@ class Placing:
         kernels: Sequence[Kernel],
         program: Lowered,
         live: Liveness,
-        ahead: int | None = None,
     ) -> None:
-        """`kernels` in the order in which they run; `live` what is in memory meanwhile.
-
-        `ahead` is the argument that is on chip when the program begins (`cost/compiler/tpu/ahead.py`).
-        """
+        """`kernels` in the order in which they run; `live` what is in memory meanwhile."""
         self.device, self.buffer_bytes = device, buffer_bytes
         self.kernels, self.program, self.live = kernels, program, live
         self.slices = any(step.kind == SLICE for step in program.steps)
@@ -106,7 +102,6 @@ class Placing:
         self.read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
         self.gains: dict[int, float] = {}
         self.written: list[Life] = []
-        self.ahead = ahead
         self._count()
 
     def _count(self) -> None:
@@ -153,7 +148,7 @@ class Placing:
                 known = held in uses or held in read
                 reads = array in self.reads[position]
                 if known and held in beside and (position in beside[held].fetched if reads else beside[held].evicted):
-                    copies[array] = self.buffer_bytes(self.program.arrays[array]) if array == self.ahead else size
+                    copies[array] = size
                     continue
                 near = known and (held not in beside or (reads and position in beside[held].near))
                 if not near and kernel.kind not in STILL:
@@ -170,8 +165,6 @@ class Placing:
 
     def _argument(self, array: int, at: Sequence[int]) -> Life:
         size = self.buffer_bytes(self.program.arrays[array])
-        if array == self.ahead:
-            return Life(size, tuple(at[1:]), self.gains[array], far=True, argument=True, ahead=True)
         half = self._fetched(at[0], size) if at[0] and self._in_slices(size) else None
         return Life(size, tuple(dict.fromkeys(at)), self.gains[array], far=True, half=half, argument=True)
 
@@ -188,7 +181,7 @@ class Placing:
 
     def _tables(self, life: Life, count: int) -> int:
         """Tables of parts that `count` copies of a value to on-chip memory take."""
-        return count * (2 * SLICES if self._in_slices(life.bytes) and not life.ahead else 1)
+        return count * (2 * SLICES if self._in_slices(life.bytes) else 1)
 
     def _in_slices(self, size: int) -> bool:
         return size >= SLICED and self.device.cores == 1
@@ -259,9 +252,6 @@ class Placing:
         """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
         if kernel.kind == JOINED:
             return joined_bytes(kernel, self.program, self.buffer_bytes)
-        turned = turned_bytes(kernel, self.program, self.buffer_bytes)
-        if turned is not None:
-            return turned
         sizes = {array: self.buffer_bytes(self.program.arrays[array]) for array in kernel.writes}
         most = sum(sizes.values()) if kernel.kind in INDEXED else None
         sliced = self._sliced(kernel) if most is None and self.slices else {}

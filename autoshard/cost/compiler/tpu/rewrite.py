@@ -20,7 +20,7 @@ from autoshard.cost.compiler.lowered import (
 from autoshard.cost.compiler.rewrite import Rewriter, writes_onto_constant
 from autoshard.cost.compiler.tpu.layout import for_convolution, row_major, tiled
 from autoshard.cost.compiler.tpu.strip_widths import SPLITS
-from autoshard.cost.machine.tiles import LANES, ROWS, minor_dims
+from autoshard.cost.machine.tiles import LANES, ROWS
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Graph, Op, Value
@@ -62,37 +62,6 @@ def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
     for result in results:
         rewriter.instead[result] = rewriter.copy(result, program.steps[program.arrays[result].maker].op)
     return rewriter.result()
-
-
-def results_as_they_lie(program: Lowered) -> Lowered:
-    """A result lies as pads least; a product's with its last two dims in tiles. Where these are others it is copied.
-
-    And what is elementwise behind the product. So logits of 50,257 words whose batch is 2 or 8 (compiled for v5e and
-    v5p, 88 results of products, alone, with a bias, an activation or a norm behind them; f32 and bf16).
-    """
-    copied = [array for array in dict.fromkeys(program.results) if _lies_otherwise(program, array)]
-    return _with_results_copied(Rewriter(program), copied) if copied else program
-
-
-def _lies_otherwise(program: Lowered, array: int) -> bool:
-    shape = program.arrays[array].shape
-    if array in program.updates or shape is None or len(shape) < 3 or not math.prod(shape):
-        return False
-    packed = max(1, 4 * program.arrays[array].elements // program.arrays[array].bytes)
-    if {*minor_dims(shape, packed)} == {len(shape) - 2, len(shape) - 1}:
-        return False
-    seen, behind = set[int](), [array]
-    while behind:
-        maker = program.arrays[behind.pop()].maker
-        if maker < 0 or maker in seen:
-            continue
-        seen.add(maker)
-        step = program.steps[maker]
-        if step.kind == "dot_general":
-            return True
-        if step.kind in ELEMENTWISE:
-            behind += [read for read in step.reads if program.arrays[read].shape == shape]
-    return False
 
 
 def gathered_as_sums(program: Lowered) -> Lowered:

@@ -19,14 +19,13 @@ the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered, Step
-from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.tpu.conv_loops import passes
 from autoshard.cost.compiler.tpu.layout import for_convolution
@@ -92,17 +91,11 @@ def early_seconds(compiled: Compiled, device: Device) -> float:
     """
     kernels, program = compiled.kernels, compiled.program
     backward = _backward(kernels, program) if device.cores == 1 else None
-    if backward is None:
+    if backward is None or not any(_in_flight(kernel, program) for kernel in kernels):
         return 0.0
-    gathers = [position for position, kernel in enumerate(kernels) if _in_flight(kernel, program)]
-    made, uses = _uses(kernels)
-    size = 0
-    for array, position in made.items():
-        late = next((use for use in uses.get(array, ()) if use >= backward), None)
-        if late is not None and position < backward and program.arrays[array].strips:
-            ready = max([position, *(use for use in uses[array] if use < backward)])
-            size += program.arrays[array].bytes * any(ready < gather < late for gather in gathers)
-    return 2 * size / device.reachable_bandwidth
+    made = {array for kernel in kernels[:backward] for array in kernel.writes if program.arrays[array].strips}
+    late = {array for kernel in kernels[backward:] for array in kernel.reads}
+    return 2 * sum(program.arrays[array].bytes for array in made & late) / device.reachable_bandwidth
 
 
 def copied_seconds(
@@ -401,21 +394,6 @@ def _count(array: Array) -> int:
     return math.prod(array.shape) if array.shape is not None else array.bytes // 4
 
 
-def sums_together(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-    """Sums that read one mask run as one, if neither needs another: what they sum waits for the last of them."""
-    masks = {step.writes[0] for step in program.steps if step.kind == MASK}
-    if not masks:
-        return kernels
-
-    def key(kernel: Kernel) -> Hashable:
-        step = program.steps[kernel.steps[-1]]
-        if step.kind != "reduce" or step.reads[-1] not in masks:
-            return None
-        return program.arrays[step.reads[0]].shape
-
-    return merged_outputs(kernels, key, lambda array: array in masks)
-
-
 def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
     rewriter = Rewriter(program)
     moving = {n for n, step in enumerate(program.steps) if step.kind in MOVING and _moves(step, strips)}
@@ -478,45 +456,6 @@ def halo_passes(program: Lowered, step: Step) -> int:
     return 6 if gradient else 2 if arrays[step.reads[0]].strips else 4
 
 
-def shifted_copies(kernels: list[Kernel], order: list[int], program: Lowered) -> tuple[list[Kernel], list[int]]:
-    """Strips whose edges a convolution takes from their neighbours are kept twice until its kernel's gradient.
-
-    Once as they are made, once as images in strips; the gradient puts them together anew.
-    """
-    found, behind = list(kernels), dict[int, int]()
-    for kernel in kernels:
-        for place in kernel.steps:
-            step = program.steps[place]
-            if halo_passes(program, step) <= 1 or program.graph.ops[step.op].attrs["stride"][-1] != 1:
-                continue
-            array = step.reads[0]
-            if not program.arrays[array].strips or taps_of(program, step)[1]:
-                continue
-            gradients = [reader for reader in program.arrays[array].readers if _gradient_of(program, reader, array)]
-            readers = [one for one, other in enumerate(kernels) if any(g in other.steps for g in gradients)]
-            if array not in kernel.reads or not readers or array in behind:
-                continue
-            kind = program.arrays[array]
-            size = kind.bytes // 2 if kind.dtype == "f32" else kind.bytes  # as products read it
-            program.arrays.append(Array(None, "bf16", size, kind.maker, strips=kind.strips, tiles=kind.tiles))
-            copy = len(program.arrays) - 1
-            behind[array] = len(found)
-            found.append(Kernel((), (array,), (copy,), "copy", kernel.place))
-            for one in readers[-1:]:
-                found[one] = replace(
-                    found[one], reads=tuple(copy if each == array else each for each in found[one].reads)
-                )
-    makers = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-    after = {makers[array]: copy for array, copy in behind.items() if array in makers}
-    return found, [each for number in order for each in ((number, after[number]) if number in after else (number,))]
-
-
-def _gradient_of(program: Lowered, number: int, array: int) -> bool:
-    """Whether a step is the gradient of the kernel that an activation was convolved with."""
-    step = program.steps[number]
-    return step.kind in ("convolution", EDGES) and step.reads[0] == array and taps_of(program, step)[1]
-
-
 def arguments_beside_gathers(
     kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, early: bool
 ) -> list[int]:
@@ -558,15 +497,3 @@ def _backward(kernels: Sequence[Kernel], program: Lowered) -> int | None:
         if step.kind == "convolution" and len(step.reads) > 1 and step.reads[1] in computed
     }
     return next((at for at, kernel in enumerate(kernels) if not gradients.isdisjoint(kernel.steps)), None)
-
-
-def _uses(kernels: Sequence[Kernel]) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """Array -> the position at which it is made, and those at which it is read."""
-    made: dict[int, int] = {}
-    uses: dict[int, list[int]] = {}
-    for position, kernel in enumerate(kernels):
-        for array in kernel.writes:
-            made[array] = position
-        for array in kernel.reads:
-            uses.setdefault(array, []).append(position)
-    return made, uses

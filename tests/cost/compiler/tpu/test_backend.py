@@ -15,8 +15,7 @@ from autoshard.cost.compiler.heap import packed
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import scattered_onto
-from autoshard.cost.compiler.schedule import dependencies, liveness
-from autoshard.cost.compiler.tpu import order as order_tpu
+from autoshard.cost.compiler.schedule import dependencies, greedy, liveness
 from autoshard.cost.compiler.tpu.backend import TpuBackend
 from autoshard.cost.compiler.tpu.fusion import TpuFusion
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, tiled
@@ -170,20 +169,6 @@ def test_a_gather_beside_a_product_counts_three_times() -> None:
     assert times[3] - times[2] == pytest.approx(2.04e-6 + 3.44e-6, rel=0.02)
 
 
-def test_of_gradients_that_are_summed_together_the_smallest_is_applied_first() -> None:
-    """As in 14 of 21 programs compiled for v5e (7 go down in size); each has two results."""
-
-    gradients = [Array((64 * size,), "f32", 256 * size, 0) for size in (3, 1, 2)]
-    arrays = [*gradients, *(replace(array, maker=1, readers=[]) for array in gradients)]
-    arrays += [replace(array, donated=True, returned=True) for array in (*gradients, *gradients)]
-    kernels = [Kernel((0,), (), (0, 1, 2), "dot_general", 0, flops=1.0)]
-    kernels += [Kernel((0,), (0, 1, 2), (3, 4, 5), "all-reduce", 0)]
-    kernels += [Kernel((0,), (3 + n,), (6 + n, 9 + n), "add", 0) for n in range(3)]
-    program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
-    found = order_tpu.one_core_order(kernels, dependencies(kernels), program, True)
-    assert found == [0, 1, 3, 4, 2]
-
-
 def test_two_cores_share_on_chip_what_loops_and_sums_make_and_nothing_else() -> None:
     """A product and what an all-reduce makes of it lie in device memory on a v5p, all of it on chip on a v5e."""
 
@@ -268,45 +253,6 @@ def ordered(program: Lowered) -> list[int]:
     return [kernels[number].writes[0] for number in order]
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_two_scatters_run_behind_both_copies_unless_a_copy_follows_them(copied: bool) -> None:
-    """T5's gradients of relative positions on v5e: 134 MB each, under FSDP together, else one after the other.
-
-    By the rules that are left for nets of convolutions.
-    """
-    steps: list[Step] = []
-    arrays = arguments(2)
-    gathered = step(steps, arrays, "all-gather", (0,))
-    made = step(steps, arrays, "convolution", (gathered, 1))
-    chains = []
-    for _ in range(2):
-        chain = [step(steps, arrays, "copy", (step(steps, arrays, "all-reduce", (made,)),))]
-        chain.append(step(steps, arrays, "scatter", (step(steps, arrays, "broadcast_in_dim", ()), chain[0])))
-        if copied:
-            chain.append(step(steps, arrays, "copy", (chain[1],)))
-        chains.append([*chain, step(steps, arrays, "subtract", (1, chain[-1]))])
-    updates = [chain[-1] for chain in chains]
-    for array in updates:
-        arrays[array].returned = arrays[array].donated = True
-    order = ordered(Lowered(arrays, steps, updates, None))  # type: ignore[arg-type]
-    first, second = sorted(([order.index(array) for array in chain] for chain in chains), key=lambda at: at[1])
-    assert (second[0] < first[1]) != copied
-
-
-@pytest.mark.parametrize(("summed", "waits"), [("all-reduce", False), ("transpose", True)])
-def test_an_update_runs_right_after_its_all_reduce_and_others_at_the_end(summed: str, waits: bool) -> None:
-    steps: list[Step] = []
-    arrays = arguments(2)
-    made = step(steps, arrays, "convolution", (step(steps, arrays, "all-gather", (0,)), 1))
-    scattered = [step(steps, arrays, "scatter", (made, 1)) for _ in range(2)]
-    sums = [step(steps, arrays, summed, (one,)) for one in scattered]
-    updates = [step(steps, arrays, "subtract", (1, one)) for one in sums]
-    for array in updates:
-        arrays[array].returned = arrays[array].donated = True
-    order = ordered(Lowered(arrays, steps, updates, None))  # type: ignore[arg-type]
-    assert (sorted(order[-2:]) == updates) == waits
-
-
 def test_rows_of_a_narrow_table_are_padded_while_they_are_scattered() -> None:
     def sizes(columns: int, constant: bool) -> list[tuple[str, int]]:
         steps: list[Step] = []
@@ -354,9 +300,7 @@ programs = st.lists(
 
 
 @given(programs, st.booleans())
-def test_every_kernel_runs_once_and_after_all_that_it_reads(
-    parts: list[tuple[int, set[int], int]], updates: bool
-) -> None:
+def test_every_kernel_runs_once_and_after_all_that_it_reads(parts: list[tuple[int, set[int], int]], late: bool) -> None:
     kernels, arrays = list[Kernel](), list[Array]()
     for number, (kind, back, size) in enumerate(parts):
         reads = tuple(sorted({max(0, number - each) for each in back} - {number}))
@@ -364,22 +308,10 @@ def test_every_kernel_runs_once_and_after_all_that_it_reads(
         kernels.append(Kernel((number,), reads, (number,), name, number, flops=float(kind == 3)))
         arrays.append(Array((size,), "f32", 4 * size, number))
     deps = dependencies(kernels)
-    program = Lowered(arrays, [], [], MATRICES)  # type: ignore[arg-type]
-    found = order_tpu.one_core_order(kernels, deps, program, updates)
+    found = greedy(kernels, deps, arrays, late)
     assert sorted(found) == list(range(len(kernels)))
     place = {number: at for at, number in enumerate(found)}
     assert all(place[maker] < place[number] for number in found for maker in deps.makers[number])
-
-
-def test_no_gather_runs_beside_another_before_what_else_its_reader_needs() -> None:
-    """What a weight's gradient gathers of activations: kept from the forward pass on, +24 % (Llama's FSDP on v5e)."""
-    kinds = ["add", "dot_general", "all-gather", "dot_general", "all-gather", "all-reduce", "dot_general"]
-    reads = [(), (0,), (), (1, 2), (1,), (3,), (3, 4)]
-    kernels = [Kernel((n,), reads[n], (n,), kind, n, flops=float(kind[0] == "d")) for n, kind in enumerate(kinds)]
-    program = Lowered([Array((64,), "f32", 256, n) for n in range(7)], [], [], MATRICES)  # type: ignore[arg-type]
-    found = order_tpu.one_core_order(kernels, dependencies(kernels), program, True)
-    assert found[:4] == [0, 1, 2, 3]
-    assert found.index(4) + 1 == found.index(6)
 
 
 blocks = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 100)), max_size=20)
