@@ -66,6 +66,8 @@ def test_views_and_sums_of_no_elements(device: str) -> None:
 
     found = predicted(device, between, (12, 0), (4, 4, 1, 1), (16, 64))
     assert flops(found) == 0
+    padded = predicted(device, lambda x: jnp.pad(jnp.sin(x), ((0, 1), (1, 1))), (8, 0), first=(("data",), ("model",)))
+    assert not padded.collectives
     assert not found.collectives
 
 

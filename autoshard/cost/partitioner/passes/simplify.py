@@ -145,13 +145,13 @@ def _with_zeros(graph: Graph) -> Graph | None:
 
 
 def _of_nothing(op: Op, graph: Graph) -> Op | None:
-    """The constant that an op is which makes no elements or takes products of none; of a sum over none its start."""
+    """The constant that an op is which makes no elements or products of none; the fill of a sum or pad of none."""
     if op.kind in ("argument", "constant") or len(op.results) != 1:
         return None
     reads_none = any(0 in graph.type_of(value).shape for value in op.operands)
     if 0 in op.results[0].shape or (reads_none and op.kind in CONTRACTIONS):
         return replace(op, kind="constant", operands=(), attrs={"value": 0})
-    if reads_none and op.kind == "reduce":
+    if reads_none and op.kind in ("reduce", "reduce_window", "pad") and len(op.operands) == 2:
         return replace(op, kind="broadcast_in_dim", operands=op.operands[1:], attrs={"dims": ()})
     return None
 
