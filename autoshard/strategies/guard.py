@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.dtypes import is_whole
 from autoshard.errors import AutoshardError
@@ -38,6 +39,7 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
     """Convolutions whose numbers would be wrong: op id -> the specs of input and kernel as they are found."""
     if not any(op.kind == "convolution" for op in graph.ops):
         return {}
+    graph = simplified(graph, load_device(mesh.device).target)  # where one without elements is none
     target = load_device(mesh.device).target
     shardings = propagate(graph, annotations, mesh, target)
     runs = partition(graph, shardings, "cpu").runs
