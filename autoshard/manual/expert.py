@@ -31,8 +31,8 @@ def expert_parallel(graph: Graph, mesh: Mesh) -> Annotations:
         if each.product is not None:
             shape = graph.type_of(each.product).shape
             dims: dict[int, Sequence[str]] = {each.dims[0]: (model,)}
-            other = next(dim for dim in range(len(shape)) if dim not in each.dims)
-            if shape[other] % mesh.ways(data) == 0:
+            other = next((dim for dim in range(len(shape)) if dim not in each.dims), None)
+            if other is not None and shape[other] % mesh.ways(data) == 0:
                 dims[other] = tuple(data)
             pins[each.product] = split(len(shape), dims)
     return Annotations(arguments(graph, mesh, specs, mesh.axis_names) | pins)

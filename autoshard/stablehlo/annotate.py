@@ -258,7 +258,9 @@ class _Writer:
                 owner.operands[position] = written[chain]
 
     def aten_of(self, op: Any) -> int | None:
-        """The aten op of an op of main, calls inlined."""
+        """The aten op of an op of main, calls inlined; in a region that of the loop or branch of main around it."""
+        while (around := op.parent.operation) != self.function.operation:
+            op = around
         return self.aten.get(op.results[0]) if len(op.results) else None
 
     def is_argument(self, value: Any) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.dtypes import is_whole
 from autoshard.errors import AutoshardError
@@ -38,6 +39,7 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
     """Convolutions whose numbers would be wrong: op id -> the specs of input and kernel as they are found."""
     if not any(op.kind == "convolution" for op in graph.ops):
         return {}
+    graph = simplified(graph, load_device(mesh.device).target)  # where one without elements is none
     target = load_device(mesh.device).target
     shardings = propagate(graph, annotations, mesh, target)
     runs = partition(graph, shardings, "cpu").runs
@@ -186,6 +188,27 @@ def _indices_whole(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annota
             elif not of_updates:
                 for value in _whole_numbers_behind(graph, op.operands[len(op.results)]) & pins.keys():
                     pins[value] = ((),) * len(graph.type_of(value).shape)
+        annotations = replace(annotations, pins=pins, copies=copies)
+    return _whole_around(graph, annotations, mesh)
+
+
+def _whole_around(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
+    """With whole values around scatters whose indices would be spread, in every round one op further from them.
+
+    The gradient of a sort scatters by positions that take no annotation, and are split as whatever is sorted with them.
+
+    Raises:
+        UncompilableError: they would be spread with everything whole.
+    """
+    near: set[Value] = set()
+    while found := spread_indices(graph, annotations, mesh):
+        before, near = len(near), near | {Value(number) for number in found}
+        around = ({*op.operands, *(Value(op.id, n) for n in range(len(op.results)))} for op in graph.ops)
+        near = near.union(*[values for values in around if not near.isdisjoint(values)])
+        if len(near) == before:
+            break
+        pins = {value: ((),) * len(spec) if value in near else spec for value, spec in annotations.pins.items()}
+        copies = {key: spec for key, spec in annotations.copies.items() if key[0] not in near}
         annotations = replace(annotations, pins=pins, copies=copies)
     check_compiles(graph, annotations, mesh)
     return annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,8 +13,10 @@ from autoshard.cost.predict import predict
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
+from autoshard.program import AtenOp, TensorType
 from autoshard.sources import load_source
 from autoshard.stablehlo.reader import build_graph
+from tests.graph.helpers import graph_from_text
 
 pytest.importorskip("transformers")
 
@@ -245,6 +249,19 @@ def test_megatron_splits_inside_every_expert_and_expert_parallelism_between_them
     assert between["tokens"] == (("data", "model"), ())
     made = [spec for value, spec in annotations.pins.items() if tiny["moe"].ops[value.op].kind == "dot_general"]
     assert made == [(("model",), ("data",), (), ())] * 2
+
+
+def test_experts_that_read_a_vector_each_have_no_batch_to_split():
+    text = """
+    func.func @main(%arg0: tensor<8x16x32xf32>, %arg1: tensor<8x16xf32>) -> tensor<8x32xf32> {
+      %0 = stablehlo.dot_general %arg1, %arg0, batching_dims = [0] x [0], contracting_dims = [1] x [1]
+        : (tensor<8x16xf32>, tensor<8x16x32xf32>) -> tensor<8x32xf32> loc("op0:0")
+      return %0 : tensor<8x32xf32>
+    }
+    """
+    ops = [AtenOp(0, "aten.bmm.default", "", "forward", (TensorType((8, 32), "f32"),))]
+    graph = dataclasses.replace(graph_from_text(text, ops=ops), aten_outputs={(0, 0): Value(2)})
+    assert manual.expert_parallel(graph, MESH).pins[Value(2)] == (("model",), ())
 
 
 def test_embedding_parallelism_splits_the_rows_of_large_tables(tiny: dict[str, Graph]):

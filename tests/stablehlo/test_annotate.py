@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
+from autoshard.program import AtenOp, TensorType
 from autoshard.stablehlo.annotate import AnnotationError, annotate, donated, gspmd_sharding
 from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from tests.graph.helpers import program_from_text
 from tests.verify.small import MESH, W, X, program
 
 SPLIT_ROWS = "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"
@@ -173,3 +176,28 @@ def test_what_cannot_be_annotated_is_refused_by_name():
         written(Annotations({y: (("z",), ())}))
     with pytest.raises(AnnotationError, match="argument 'w' is not read by aten op 2"):
         written(Annotations({}, {(W, 2): ((), ())}))
+
+
+def test_what_a_loop_or_branch_reads_inside_gets_its_copy():
+    """jax passes a branch nothing: it reads what is around it."""
+    made = program_from_text(
+        """
+        func.func @main(%arg0: tensor<8x8xf32>, %arg1: tensor<i32>) -> tensor<8x8xf32> {
+          %0 = "stablehlo.case"(%arg1) ({
+            stablehlo.return %arg0 : tensor<8x8xf32>
+          }, {
+            %1 = stablehlo.sine %arg0 : tensor<8x8xf32> loc("op0")
+            stablehlo.return %1 : tensor<8x8xf32>
+          }) : (tensor<i32>) -> tensor<8x8xf32> loc("op0")
+          return %0 : tensor<8x8xf32>
+        }
+        """,
+        ops=[AtenOp(0, "case", "", {}, (TensorType((8, 8), "f32"),), "forward")],
+    )
+    graph = build_graph(made)
+    x = Value(graph.arguments[0])
+    with mlir_context():
+        text = str(parse_module(annotate(made, graph, Annotations({}, {(x, 0): (("data",), ())}), MESH)))
+    assert text.count("@Sharding(%arg0)") == 1
+    assert "stablehlo.sine %0 " in text
+    assert "stablehlo.return %0 " in text

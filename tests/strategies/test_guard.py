@@ -1,10 +1,13 @@
 """Convolutions that XLA would sum over idle devices too are read whole in space; indices that libtpu pads, whole."""
 
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from autoshard.cost.machine.device import load_device
+from autoshard.frontends.stablehlo_file import read_program
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.torch_xla.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
@@ -155,3 +158,25 @@ def test_indices_that_are_spread_unevenly_over_all_devices_are_whole(indices, sp
             compile_module(annotate(graph.program, graph, annotations, mesh), f"cpu:{mesh.size}")
     else:
         assert safe == annotations
+
+
+def test_positions_that_a_sort_splits_are_whole():
+    """The gradient of a sort: no argument and no value that takes an annotation makes its positions."""
+    jax = pytest.importorskip("jax")
+
+    def step(x):
+        return x - jax.grad(lambda x: jax.numpy.sin(jax.lax.sort(x, dimension=1)).sum())(x)
+
+    shape = jax.ShapeDtypeStruct((5, 99, 100), "float32")
+    with tempfile.NamedTemporaryFile(suffix=".mlir") as file, jax.enable_x64(True):
+        Path(file.name).write_text(jax.jit(step).lower(shape).as_text())
+        graph = build_graph(read_program(file.name))
+    mesh = Mesh((3,), ("data",), device="cpu")
+    split = ((), (), ("data",))
+    annotations = Annotations(dict.fromkeys([Value(0), *graph.aten_outputs.values()], split))
+    annotations = Annotations({value: split for value in annotations.pins if len(graph.type_of(value).shape) == 3})
+    assert spread_indices(graph, annotations, mesh)
+    safe = guarded(graph, annotations, mesh)
+    assert not spread_indices(graph, safe, mesh)
+    assert split in safe.pins.values()
+    compile_module(annotate(graph.program, graph, safe, mesh), "cpu:3")

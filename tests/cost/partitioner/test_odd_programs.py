@@ -56,6 +56,22 @@ def test_arrays_without_elements(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100", "tpu-v5e", "tpu-v5p"])
+def test_views_and_sums_of_no_elements(device: str) -> None:
+    """They are constants, as is a sum over none: without a kernel or a collective."""
+
+    def between(x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        of_none = jnp.sum(jnp.ones((1, 8, 3, 0)), (0, 1, 3))
+        none = convolution(jnp.sin(jnp.reshape(x, (1, 0, 12))).reshape(1, 4, 0, 3), w)
+        return none, jnp.einsum("ab,bcd->acd", y, jnp.ones((64, 32, 0))).sum(2), of_none
+
+    found = predicted(device, between, (12, 0), (4, 4, 1, 1), (16, 64))
+    assert flops(found) == 0
+    padded = predicted(device, lambda x: jnp.pad(jnp.sin(x), ((0, 1), (1, 1))), (8, 0), first=(("data",), ("model",)))
+    assert not padded.collectives
+    assert not found.collectives
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100", "tpu-v5e", "tpu-v5p"])
 def test_a_barrier_of_which_nothing_that_is_computed_is_read(device: str) -> None:
     """What is computed again behind a checkpoint inside a checkpoint may need arguments alone."""
 

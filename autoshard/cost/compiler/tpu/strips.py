@@ -380,7 +380,7 @@ def _negated(program: Lowered, array: int) -> int:
 def _over_images(program: Lowered, step: Step) -> bool:
     """Whether a sum leaves the features alone."""
     made = program.arrays[step.writes[0]]
-    read = program.arrays[step.reads[0]].shape or ()
+    read = (program.arrays[step.reads[0]].shape or ()) if step.reads else ()  # none: of what costs nothing to make
     return 0 in program.graph.ops[step.op].attrs["dims"] and len(read) > 1 and _count(made) == read[1]
 
 

@@ -46,7 +46,7 @@ def before_broadcast(
     op = context.graph.ops[value.op]
     while op.kind == "broadcast_in_dim" and op.results[0] == context.graph.type_of(op.operands[0]):
         op = context.graph.ops[op.operands[0].op]
-    if op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps):
+    if op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps) or 0 in op.results[0].shape:
         return steps
     small, large = context.graph.type_of(op.operands[0]).shape, op.results[0].shape
     carried = {to for size, to in zip(small, op.attrs["dims"], strict=True) if size == large[to]}

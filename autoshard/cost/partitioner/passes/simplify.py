@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.passes import Passes
 from autoshard.dtypes import is_float
@@ -138,6 +139,24 @@ def _rewrite(make: Callable[[Graph], Graph | None]) -> Callable[[Graph], Graph]:
 
 
 @_rewrite
+def _with_zeros(graph: Graph) -> Graph | None:
+    """`graph` with constants for arrays without elements and for sums over none; None where it has none."""
+    return _with_ops(graph, [made for op in graph.ops if (made := _of_nothing(op, graph)) is not None])
+
+
+def _of_nothing(op: Op, graph: Graph) -> Op | None:
+    """The constant that an op is which makes no elements or products of none; the fill of a sum or pad of none."""
+    if op.kind in ("argument", "constant") or len(op.results) != 1:
+        return None
+    reads_none = any(0 in graph.type_of(value).shape for value in op.operands)
+    if 0 in op.results[0].shape or (reads_none and op.kind in CONTRACTIONS):
+        return replace(op, kind="constant", operands=(), attrs={"value": 0})
+    if reads_none and op.kind in ("reduce", "reduce_window", "pad") and len(op.operands) == 2:
+        return replace(op, kind="broadcast_in_dim", operands=op.operands[1:], attrs={"dims": ()})
+    return None
+
+
+@_rewrite
 def _with_reshapes(graph: Graph) -> Graph | None:
     """`graph` with reshapes for broadcasts that repeat nothing and move nothing; None where it has none."""
     broadcasts = (op for op in graph.ops if op.kind == "broadcast_in_dim")
@@ -178,20 +197,21 @@ def _with_squares(graph: Graph) -> Graph | None:
 
 
 SIMPLIFIED_BY: Mapping[Target, Passes[Graph]] = {
-    "cpu": Passes((_with_reshapes,)),
-    "gpu": Passes((_with_reshapes, _with_pads, _with_outer_products, _with_squares)),
-    "tpu": Passes((_with_reshapes, _with_pads, _with_outer_products)),
+    "cpu": Passes((_with_zeros, _with_reshapes)),
+    "gpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products, _with_squares)),
+    "tpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products)),
 }
 
 
 def simplified(graph: Graph, target: Target) -> Graph:
     """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
 
-    For all a broadcast that only adds dims of one element is a reshape (MLIR's canonicalization), through which
-    shardings pass. For TPUs and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is
-    written at a known place (the gradient of a slice) is that part, padded; a product that sums nothing is broadcasts
-    of its operands, multiplied, and is marked `outer`. On GPUs squares are products, so that no sharding passes from
-    one to another through the exponent that they share. The CPU's compiler does so after partitioning.
+    For all an array without elements, or a sum over none, is a constant (`ZeroSizedHloElimination`), and a broadcast
+    that only adds dims of one element is a reshape (MLIR's canonicalization), through which shardings pass. For TPUs
+    and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is written at a known place
+    (the gradient of a slice) is that part, padded; a product that sums nothing is broadcasts of its operands,
+    multiplied, and is marked `outer`. On GPUs squares are products, so that no sharding passes from one to another
+    through the exponent that they share. The CPU's compiler does so after partitioning.
     """
     return SIMPLIFIED_BY[target](graph)
 
