@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
-from models import DEVELOPED, HELD_OUT, LARGE, MODELS
+from models import DEEP, DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
@@ -47,6 +47,11 @@ BF16_PROGRAMS = (
     *("decoder", "decoder, no checkpoints", "decoder, untied", "decoder, 32,000 tokens", "decoder, float32 masters"),
     *("decoder, autocast", "GPT-2's layers, autocast, untied", "mixture of experts", "ViT", "MLP with RMSNorm"),
 )
+SOLVED = {
+    "folded": ([*DEEP], ["h100:8"], ["folded", "whole"]),
+    "tight": (["mlp", "gpt2", "llama", "vit", "bert", "dlrm"], ["h100:8", "tpu-v5p:2x2x2"], ["unlimited", "tight"]),
+}
+"""Tables of `limits.py`: models, targets and plans."""
 FILES = {
     "compiled": (
         "python benchmarks/compiled.py",
@@ -72,6 +77,10 @@ FILES = {
     "bf16_gpu": (
         "python benchmarks/bf16_gpu.py",
         list(product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp"))),
+    ),
+    "limits": (
+        "python benchmarks/limits.py",
+        [each for table in SOLVED.values() for each in product(*table)],
     ),
 }
 """Name of a file -> the command that makes its rows, and the (model, target, plan) that are to be in it."""
@@ -280,6 +289,50 @@ def bf16_gpu() -> str:
     return markdown(cells, ["program", "target", "plan", "MB predicted", "MB compiled", "off"])
 
 
+# docs/solver.md
+
+
+def folded() -> str:
+    """Objective, nodes and CPU seconds, folded and whole."""
+    lines = []
+    for (model, _), found in by_place("limits").items():
+        if "objective_s" in found.get("whole", {}):
+            both = [found["folded"], found["whole"]]
+            lines.append(
+                [
+                    model,
+                    ", ".join(f"{row['nodes']:.0f}" for row in both),
+                    *(f"{1e3 * row['objective_s']:.3f}" for row in both),
+                    f"{both[0]['objective_s'] / both[1]['objective_s'] - 1:.2%}",
+                    f"{both[1]['gap']:.2%}",
+                    ", ".join(f"{row['solver_cpu_s']:.1f}" for row in both),
+                ]
+            )
+    headers = ["model", "nodes: folded, whole", "objective, ms: folded", "whole", "more", "gap, whole"]
+    return markdown(lines, [*headers, "CPU s: folded, whole"])
+
+
+def tight() -> str:
+    """Memory, MB as predicted and as compiled, and steps without a limit and within a tight one."""
+
+    def memory(row: Row) -> str:
+        return ", ".join(f"{row[f'{side}_memory'] / 1e6:.1f}" for side in ("predicted", "compiled"))
+
+    lines = []
+    for (model, target), found in sorted(by_place("limits").items(), key=lambda each: TARGETS.index(each[0][1])):
+        free, within = found.get("unlimited", {}), found.get("tight", {})
+        if "compiled_s" not in free:
+            continue
+        line = [model, SHOWN[target], memory(free), f"{within['limit'] / 1e6:.1f}", "none found", milliseconds(free)]
+        if "compiled_s" in within:
+            line[4] = memory(within)
+            line += [milliseconds(within), ratio(within["compiled_s"] / free["compiled_s"])]
+            line += [f"{within['gap']:.2%}" if "gap" in within else "not known"]
+        lines.append(line)
+    headers = ["model", "target", "no limit: MB predicted, compiled", "limit, MB", "within it: MB predicted, compiled"]
+    return markdown(lines, [*headers, "step, ms: no limit", "within it", "within it / no limit", "gap"])
+
+
 # Quality
 
 
@@ -452,6 +505,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "developed": partial(outside, "developed"),
     "random_plans": random_plans,
     "bf16_gpu": bf16_gpu,
+    "folded": folded,
+    "tight": tight,
     "steps": steps,
     "quality_tpu": partial(quality, "tpu"),
     "quality_h100": partial(quality, "h100"),
