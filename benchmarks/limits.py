@@ -1,22 +1,26 @@
 """What folding costs, and whether tight memory limits are kept: the solver on real programs.
 
-    python benchmarks/limits.py folded [--models gpt2-12,vit-12,llama-8]
-    python benchmarks/limits.py memory [--models gpt2,mlp,…] [--slack 1.1] [--compile]
+    python benchmarks/limits.py [folded] [tight] [--models gpt2-12,mlp] [--targets h100:8] [--again]
 
-`folded`: the objective when repeated layers decide together, against that of the whole problem. `memory`: the least
-memory predicted of the plans that were found (others may need less); then a plan under a limit of `--slack` times that,
-with what is predicted of it and, with `--compile`, what the target's compiler reports.
+`folded`: the solver's objective when repeated layers decide together, against that of the `whole` problem. `tight`: a
+plan within `SLACK` times the least memory predicted of the plans that were found (others may need less), against the
+`unlimited` one, both compiled. Every row is written as it is found, as `compiled.py` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 import time
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import product
+from pathlib import Path
 
-from compiled import measured_plan, mesh_on
-from models import MODELS, built, hf, program
+from compiled import TIME_LIMIT_S, measured_plan, mesh_on
+from models import program
+from results import RESULTS, Row, add, kept, key, read
+from tables import SOLVED
 
 from autoshard.cost.machine.device import load_device
 from autoshard.graph.ops import Graph
@@ -26,86 +30,95 @@ from autoshard.planning.one_mesh import OneMesh
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.objective import evaluate
+from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.solve import solve
 from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.formulate import formulate
 
-MODELS |= {
-    "gpt2-12": partial(hf, "gpt2"),
-    "vit-12": partial(hf, "vit", batch=32, seq=None),
-    "llama-8": partial(
-        hf, "llama", num_hidden_layers=8, hidden_size=2048, intermediate_size=5632, num_attention_heads=16
-    ),
-    "moe-8": partial(built, "moe", layers=8),
-}
+SLACK = 1.1
 
 
-def folded(name: str, mesh: Mesh) -> str:
-    """One row: nodes, objective and CPU seconds, folded and whole."""
-    graph = build_graph(program(name))
+def folded(graph: Graph, mesh: Mesh, _: str) -> dict[str, Row]:
+    """Rows `folded` and `whole`."""
     problem = formulate(graph, mesh, load_device(mesh.device)).problem
     small, expand = fold(problem, classes_of(problem))
+    _solved(small)  # the first solve of a process brings in its compiled loops
+    first, of_folded = _solved(small)
+    _, of_whole = _solved(problem)
+    of_folded["objective_s"] = evaluate(problem, expand(first.choice)).objective
+    return {"folded": of_folded, "whole": of_whole}
+
+
+def _solved(problem: Problem) -> tuple[Solution, Row]:
     start = time.process_time()
-    first = solve(small, fold=False)
-    middle = time.process_time()
-    whole = solve(problem, fold=False)
-    end = time.process_time()
-    restricted = evaluate(problem, expand(first.choice)).objective
-    return (
-        f"{name:10s} {len(small.node_costs):6d} {len(problem.node_costs):6d} {1e3 * restricted:12.6f} "
-        f"{1e3 * whole.objective:12.6f} {restricted / whole.objective - 1:9.4%} {whole.gap:8.3%} "
-        f"{middle - start:6.1f} {end - middle:6.1f}"
-    )
+    found = solve(problem, time_limit=TIME_LIMIT_S, fold=False)
+    row = {"objective_s": found.objective, "nodes": len(problem.node_costs), "gap": found.gap}
+    return found, row | {"solver_cpu_s": time.process_time() - start}
 
 
-def least_memory(graph: Graph, mesh: Mesh) -> float:
+def tight(graph: Graph, mesh: Mesh, target: str) -> dict[str, Row]:
+    """Rows `unlimited` and `tight`."""
+    problem = OneMesh(graph, mesh, seconds=TIME_LIMIT_S)
+    free = problem.candidate(None)
+    limit = SLACK * min(_least_memory(problem), free.prediction.peak_memory_bytes)
+    rows: dict[str, Row] = {"unlimited": measured_plan(graph, free.annotations, mesh, target), "tight": {}}
+    try:
+        found = within_limit(problem, limit)
+    except NoPlanError as error:
+        rows["tight"]["left_out"] = str(error)
+    else:
+        rows["tight"] = measured_plan(graph, found.annotations, mesh, target) | {"gap": found.solver.gap}
+    rows["tight"]["limit"] = limit
+    return rows
+
+
+def _least_memory(problem: OneMesh) -> float:
     """The least predicted peak that a plan was found for: the answer to a limit of one byte."""
     try:
-        within_limit(OneMesh(graph, mesh), 1.0)
+        return within_limit(problem, 1.0).prediction.peak_memory_bytes
     except NoPlanError as error:
         return error.least
-    return math.nan
 
 
-def limited(name: str, mesh: Mesh, target: str, slack: float, compiled: bool) -> str:
-    """One row: least memory, the limit, and what the plan under it takes."""
-    graph = build_graph(program(name))
-    most = OneMesh(graph, mesh).candidate(None).prediction
-    least = min(least_memory(graph, mesh), most.peak_memory_bytes)
-    limit = slack * least
-    try:
-        found = within_limit(OneMesh(graph, mesh), limit)
-    except NoPlanError as error:
-        return f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} none: {error}"
-    real = ""
-    if compiled:
-        real = f"{measured_plan(graph, found.annotations, mesh, target)['compiled_memory'] / 1e6:9.1f}"
-    return (
-        f"{name:10s} {most.peak_memory_bytes / 1e6:9.1f} {least / 1e6:9.1f} {limit / 1e6:9.1f} "
-        f"{found.prediction.peak_memory_bytes / 1e6:9.1f} {real:>9s} {1e3 * most.step_time_s:10.3f} "
-        f"{1e3 * found.time:10.3f} {found.solver.status} {found.solver.gap:.3%}"
-    )
+MADE: dict[str, Callable[[Graph, Mesh, str], dict[str, Row]]] = {"folded": folded, "tight": tight}
+
+
+def sweep(table: str, models: Iterable[str], targets: Iterable[str], mesh: str, out: Path, again: bool = False) -> None:
+    """Make the rows of a table that are missing or failed; with `again`, also those that other sources made."""
+    known = {key(row): row for row in read(out)}
+    for model, target in product(models, targets):
+        place: Row = {"model": model, "target": target, "mesh": mesh}
+        if all(kept(known.get(key(place | {"plan": plan})), again) for plan in SOLVED[table][2]):
+            continue
+        try:
+            made = MADE[table](graph_of(model), mesh_on(target, mesh), target)
+        except Exception as error:  # a sweep goes on past one failure, and shows it in the table
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            made = {plan: {"error": text} for plan in SOLVED[table][2]}
+        for plan, row in made.items():
+            add(out, place | {"plan": plan} | row)
+            print(model, target, plan, row, file=sys.stderr, flush=True)
+
+
+@cache
+def graph_of(model: str) -> Graph:
+    """Of the model's training step."""
+    return build_graph(program(model))
 
 
 def main() -> None:
-    """Print one of the tables, a row as it is made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["folded", "memory"])
+    parser.add_argument("tables", nargs="*", default=[*SOLVED], help=f"of {', '.join(SOLVED)}; default all")
     parser.add_argument("--models")
+    parser.add_argument("--targets", help="device kinds of the mesh, and what plans are compiled for")
     parser.add_argument("--mesh", default="2x4")
-    parser.add_argument("--target", default="h100:8", help="device kind of the mesh, and what --compile compiles for")
-    parser.add_argument("--slack", type=float, default=1.1)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "limits.csv")
+    parser.add_argument("--again", action="store_true", help="rows too that other sources of autoshard made")
     options = parser.parse_args()
-    mesh = mesh_on(options.target, options.mesh)
-    if options.table == "folded":
-        print("model       folded  whole  folded (ms)   whole (ms)      more      gap CPU s folded, whole")
-        for name in (options.models or "gpt2-12,vit-12,llama-8").split(","):
-            print(folded(name, mesh), flush=True)
-        return
-    print("MB:        no limit     least     limit predicted  compiled  ms: free    limited   solver")
-    for name in (options.models or "mlp,gpt2,llama,vit,bert,dlrm").split(","):
-        print(limited(name, mesh, options.target, options.slack, options.compile), flush=True)
+    for table in options.tables:
+        asked = [each and each.split(",") for each in (options.models, options.targets)]
+        models, targets = (some or own for some, own in zip(asked, SOLVED[table], strict=False))
+        sweep(table, models, targets, options.mesh, options.out, options.again)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,16 @@ LARGE: dict[str, Callable[..., Source]] = {
 """The kinds of models that PyTorch/XLA's auto-sharding was benchmarked on, at widths of two billion parameters (24
 layers of GPT-2 or Llama 2 so wide; GPT-Neo 2.7B has 32) and one layer (GPT-Neo: one of each kind of attention)."""
 
+DEEP: dict[str, Callable[..., Source]] = {
+    "gpt2-12": partial(hf, "gpt2"),
+    "vit-12": partial(hf, "vit", batch=32, seq=None),
+    "llama-8": partial(
+        hf, "llama", num_hidden_layers=8, hidden_size=2048, intermediate_size=5632, num_attention_heads=16
+    ),
+    "moe-8": partial(built, "moe", layers=8),
+}
+"""Models of `MODELS` with more layers."""
+
 
 def deit() -> Source:
     """DeiT as a classifier of images; `hf:deit` would be the model of masked images."""
@@ -197,6 +207,6 @@ def program(name: str, devices: int = 8) -> Program:
     """The captured training step of the model called `name`; at least a row of the batch for each of `devices`."""
     from autoshard.frontends.torch_xla.program import capture
 
-    made = (MODELS | LARGE | HELD_OUT | DEVELOPED)[name]
+    made = (MODELS | LARGE | DEEP | HELD_OUT | DEVELOPED)[name]
     source = made(batch=devices) if devices > 8 and name in ROW_PER_DEVICE else made()
     return capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)

@@ -3,7 +3,8 @@
 A row is one plan of one program on one target, or why there is none (`left_out`, `error`). Bytes are per device,
 seconds per step. `collectives` has `kind axes predicted compiled difference` of each kind over each set of axes, in
 bytes; `difference` is what has no counterpart (`autoshard/verify/fidelity.py`). `compiler_s`, if `--cycles` asked for
-it, is what libtpu itself says that the kernels take (`autoshard/verify/cycles.py`).
+it, is what libtpu itself says that the kernels take (`autoshard/verify/cycles.py`). Of a solve: the `limit` of memory
+that it was to keep, the objective, the problem's nodes, the gap as a part of the objective, its CPU seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FIGURES = (
     "compiled_overlapped_s",
 )
 CYCLES = "compiler_s"
-COLUMNS = (*KEY, *FIGURES, "collectives", "left_out", "error", "sources", "commit", "date", "versions", CYCLES)
+SOLVE = ("limit", "objective_s", "nodes", "gap", "solver_cpu_s")
+COLUMNS = (*KEY, *FIGURES, "collectives", "left_out", "error", "sources", "commit", "date", "versions", CYCLES, *SOLVE)
 """New ones come last, so that rows without them stay as they are."""
 PACKAGES = ("jax", "libtpu", "torch", "torch_xla", "transformers")
 
@@ -83,7 +85,7 @@ def read(path: Path) -> list[Row]:
     with path.open(newline="") as lines:
         rows: list[Row] = [{name: text for name, text in each.items() if text} for each in csv.DictReader(lines)]
     for row in rows:
-        row.update({name: float(row[name]) for name in (*FIGURES, CYCLES) if name in row})
+        row.update({name: float(row[name]) for name in (*FIGURES, CYCLES, *SOLVE) if name in row})
     return list({key(row): row for row in rows}.values())
 
 

@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
-from models import DEVELOPED, HELD_OUT, LARGE, MODELS
+from models import DEEP, DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
@@ -47,6 +47,12 @@ BF16_PROGRAMS = (
     *("decoder", "decoder, no checkpoints", "decoder, untied", "decoder, 32,000 tokens", "decoder, float32 masters"),
     *("decoder, autocast", "GPT-2's layers, autocast, untied", "mixture of experts", "ViT", "MLP with RMSNorm"),
 )
+SOLVED = {
+    "folded": ([*DEEP], ["h100:8"], ["folded", "whole"]),
+    "tight": (["mlp", "gpt2", "llama", "vit", "bert", "dlrm"], ["h100:8", "tpu-v5p:2x2x2"], ["unlimited", "tight"]),
+}
+"""Tables of `limits.py`: models, targets and plans."""
+BF16_DEEP = ("deep decoder", "deep decoder, no checkpoints", "deep GPT-2, autocast", "deep mixture of experts")
 FILES = {
     "compiled": (
         "python benchmarks/compiled.py",
@@ -72,6 +78,18 @@ FILES = {
     "bf16_gpu": (
         "python benchmarks/bf16.py",
         list(product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp"))),
+    ),
+    "bf16_tpu": (
+        "python benchmarks/bf16.py --targets tpu-v5e:2x4,tpu-v5p:2x2x2 --plans dp,fsdp,megatron,auto "
+        "--out benchmarks/results/bf16_tpu.csv`, and with `--deep --targets tpu-v5e:2x4",
+        [
+            *product(BF16_PROGRAMS, TPUS, ("dp", "fsdp", "megatron", "auto")),
+            *product(BF16_DEEP, TPUS[:1], ("dp", "fsdp", "megatron", "auto")),
+        ],
+    ),
+    "limits": (
+        "python benchmarks/limits.py",
+        [each for table in SOLVED.values() for each in product(*table)],
     ),
 }
 """Name of a file -> the command that makes its rows, and the (model, target, plan) that are to be in it."""
@@ -250,8 +268,52 @@ def random_rows() -> list[Row]:
 
 def sets() -> str:
     """What the twelve models at f32 do not show."""
-    held_out, developed, bf16 = map(judged, ("held_out", "developed", "bf16_gpu"))
-    return means({"held out": held_out, "developed": developed, "bf16": bf16, "random plans": random_rows()})
+    files = {"held out": "held_out", "developed": "developed", "bf16": "bf16_gpu", "bf16, TPU": "bf16_tpu"}
+    return means({name: judged(file) for name, file in files.items()} | {"random plans": random_rows()})
+
+
+# docs/solver.md
+
+
+def folded() -> str:
+    """Objective, nodes and CPU seconds, folded and whole."""
+    lines = []
+    for (model, _), found in by_place("limits").items():
+        if "objective_s" in found.get("whole", {}):
+            both = [found["folded"], found["whole"]]
+            lines.append(
+                [
+                    model,
+                    ", ".join(f"{row['nodes']:.0f}" for row in both),
+                    *(f"{1e3 * row['objective_s']:.3f}" for row in both),
+                    f"{both[0]['objective_s'] / both[1]['objective_s'] - 1:.2%}",
+                    f"{both[1]['gap']:.2%}",
+                    ", ".join(f"{row['solver_cpu_s']:.1f}" for row in both),
+                ]
+            )
+    headers = ["model", "nodes: folded, whole", "objective, ms: folded", "whole", "more", "gap, whole"]
+    return markdown(lines, [*headers, "CPU s: folded, whole"])
+
+
+def tight() -> str:
+    """Memory, MB as predicted and as compiled, and steps without a limit and within a tight one."""
+
+    def memory(row: Row) -> str:
+        return ", ".join(f"{row[f'{side}_memory'] / 1e6:.1f}" for side in ("predicted", "compiled"))
+
+    lines = []
+    for (model, target), found in sorted(by_place("limits").items(), key=lambda each: TARGETS.index(each[0][1])):
+        free, within = found.get("unlimited", {}), found.get("tight", {})
+        if "compiled_s" not in free:
+            continue
+        line = [model, SHOWN[target], memory(free), f"{within['limit'] / 1e6:.1f}", "none found", milliseconds(free)]
+        if "compiled_s" in within:
+            line[4] = memory(within)
+            line += [milliseconds(within), ratio(within["compiled_s"] / free["compiled_s"])]
+            line += [f"{within['gap']:.2%}" if "gap" in within else "not known"]
+        lines.append(line)
+    headers = ["model", "target", "no limit: MB predicted, compiled", "limit, MB", "within it: MB predicted, compiled"]
+    return markdown(lines, [*headers, "step, ms: no limit", "within it", "within it / no limit", "gap"])
 
 
 # Quality
@@ -425,6 +487,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "held_out": partial(outside, "held_out"),
     "developed": partial(outside, "developed"),
     "bf16": partial(outside, "bf16_gpu"),
+    "bf16_tpu": partial(outside, "bf16_tpu"),
+    "folded": folded,
+    "tight": tight,
     "steps": steps,
     "quality_tpu": partial(quality, "tpu"),
     "quality_h100": partial(quality, "h100"),

@@ -33,14 +33,24 @@ def test_plans_are_made_for_the_topology_that_they_are_compiled_for(benchmark, m
     assert (row["mesh"].device, row["mesh"].shape) == (kind, (2, 4))
 
 
-@pytest.mark.parametrize(("script", "arguments"), [("limits", ["memory", "--models", "mlp", "--target", "h100:2x4"])])
-def test_limits_too(benchmark, monkeypatch, script, arguments):
-    module = benchmark(script)
+def test_limits_too_and_a_row_that_is_there_is_kept(benchmark, monkeypatch, tmp_path):
+    limits, results = benchmark("limits"), benchmark("results")
     seen = []
-    monkeypatch.setattr(module, "limited", lambda name, mesh, *rest: seen.append(mesh.device))
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    module.main()
-    assert seen == ["h100:2x4"]
+
+    def made(graph, mesh, target):
+        seen.append((graph, mesh.device))
+        return {"unlimited": {"predicted_s": 0.25}, "tight": {"left_out": "none", "limit": 8.0, "gap": 0.5}}
+
+    monkeypatch.setattr(limits, "graph_of", lambda name: name)
+    monkeypatch.setitem(limits.MADE, "tight", made)
+    out = tmp_path / "rows.csv"
+    monkeypatch.setattr(sys, "argv", f"limits tight --models mlp --targets h100:2x4 --out {out}".split())
+    limits.main()
+    limits.main()
+    assert seen == [("mlp", "h100:2x4")]
+    first, second = results.read(out)
+    assert (first["plan"], first["predicted_s"], "limit" in first) == ("unlimited", 0.25, False)
+    assert (second["plan"], second["limit"], second["gap"]) == ("tight", 8.0, 0.5)
 
 
 def test_pages_say_what_the_rows_say(benchmark):
@@ -59,7 +69,7 @@ def test_rows_say_what_made_them(benchmark):
         found = results.read(path)
         assert found
         for row in found:
-            assert {"left_out", "error", "fidelity", "predicted_s"} & {*row}, row
+            assert {"left_out", "error", "fidelity", "predicted_s", "objective_s"} & {*row}, row
             assert all(row[name] for name in ("sources", "commit", "date", "versions")), row
 
 

@@ -88,10 +88,7 @@ MESH = ("--mesh", "2x4")
         (["plan", "hf:gpt2", *MESH, "--axes", "x,x"], "mesh axis names must differ: x is used more than once"),
         (["plan", "hf:gpt2", *MESH, "--axes", "x"], "mesh shape (2, 4) has 2 axes but 1 names: x"),
         (["plan", "hf:gpt2", *MESH, "--device", "abacus"], "no device kind is called 'abacus'; known are a100-40gb"),
-        (
-            ["plan", "hf:gpt2", *MESH, "--device", "tpu-v5e:8"],
-            "a TPU needs its topology, chips per torus dim such as 2x4",
-        ),
+        (["plan", "hf:gpt2", *MESH, "--device", "tpu-v5e:8"], "tpu-v5e needs its topology, chips per torus dim such"),
         (["plan", "hf:gpt2", *MESH, "--device", "tpu-v5e:4x4"], "mesh 2x4 has 8 devices, tpu-v5e:4x4 has 16"),
         (["plan", "hf:gpt2", *MESH, "--device", "tpu-v4:2x4"], "tpu-v4:2x4x1 has 16 (XLA counts 2 per chip)"),
         (["plan", "hf:gpt2", *MESH, "--device", "tpu-v5e:2x2x2"], "tpu-v5e is a torus of 2 dims"),

@@ -40,8 +40,8 @@ def test_the_forms_of_a_target(text, family, device, devices, topology, slices):
     [
         ("tpu-v9:2x4", 8, "TPU kinds are tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e"),
         ("rocm:8", 8, "unknown target 'rocm:8': known are cpu, tpu-v4"),
-        ("tpu-v5e", 8, "a TPU needs its topology"),
-        ("tpu-v5e:8", 8, "a TPU needs its topology"),
+        ("tpu-v5e", 8, "tpu-v5e needs its topology"),
+        ("tpu-v5e:8", 8, "tpu-v5e needs its topology"),
         ("tpu-v5e:2x2x2", 8, "tpu-v5e is a torus of 2 dims"),
         ("tpu-v5e:2x4:slices", 8, "number of slices such as 2slices"),
         ("tpu-v5e:2x4:2slices:3", 8, "number of slices"),

@@ -190,8 +190,8 @@ def _torus_topology(device: Device, text: str) -> tuple[tuple[int, ...], int]:
     first, *rest = text.split(":")
     link, dims = device.links[0], device.links[0].dims
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+" if dims > 1 else r"[1-9]\d*", first):
-        why = "a TPU needs its topology" if device.target == "tpu" else f"{device.name} needs its topology"
-        raise _malformed(device, text, f"{why}, chips per torus dim such as {'x'.join(['2'] * (dims - 1) + ['4'])}")
+        example = "x".join(["2"] * (dims - 1) + ["4"])
+        raise _malformed(device, text, f"{device.name} needs its topology, chips per torus dim such as {example}")
     slices = 1
     if rest:
         match = re.fullmatch(r"([1-9]\d*)slices?", rest[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,59 +21,60 @@ def _of_dims(value: Any, rank: int) -> list[int]:
     return list(value) * (rank // len(value)) if isinstance(value, tuple | list) else [value] * rank
 
 
-def _convolves(*functions: Any) -> None:
-    for rank, function in enumerate(functions, 1):
-        replaces("groups", function)(partial(_convolution, function, rank))
+def _replace_convolution(convolve: Any, rank: int) -> None:
+    """Of so many dims in space."""
+
+    @replaces("groups", convolve)
+    def convolution(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        if groups == 1 or weight.shape[1] == 1 or input.dim() != rank + 2 or isinstance(padding, str):
+            return UNTOUCHED
+        if input.shape[1] != groups * weight.shape[1] or weight.shape[0] % groups:
+            return UNTOUCHED  # torch says what is wrong
+        stride, padding, dilation = (_of_dims(value, rank) for value in (stride, padding, dilation))
+        input, weight = same_dtype(input, weight)
+        return _biased(grouped_convolution(input, weight, stride, padding, dilation, groups, convolve), bias)
 
 
-def _convolution(
-    convolve: Any,
-    rank: int,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    if groups == 1 or weight.shape[1] == 1 or input.dim() != rank + 2 or isinstance(padding, str):
-        return UNTOUCHED
-    if input.shape[1] != groups * weight.shape[1] or weight.shape[0] % groups:
-        return UNTOUCHED  # torch says what is wrong
-    stride, padding, dilation = (_of_dims(value, rank) for value in (stride, padding, dilation))
-    input, weight = same_dtype(input, weight)
-    out = grouped_convolution(input, weight, stride, padding, dilation, groups, convolve)
-    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * rank)
+def _replace_transposed(convolve: Any, rank: int) -> None:
+    """Of so many dims in space."""
+
+    @replaces("groups", convolve)
+    def transposed(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        if groups == 1 or input.dim() != rank + 2 or input.shape[1] != weight.shape[0] or weight.shape[0] % groups:
+            return UNTOUCHED
+        stride, padding, output_padding, dilation = (
+            _of_dims(value, rank) for value in (stride, padding, output_padding, dilation)
+        )
+        input, weight = same_dtype(input, weight)
+        out = grouped_transposed(input, weight, stride, padding, output_padding, dilation, groups, convolve)
+        return _biased(out, bias)
 
 
-_convolves(F.conv1d, F.conv2d, F.conv3d)
+def _biased(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * (out.dim() - 2))
 
 
-def _transposed(
-    convolve: Any,
-    rank: int,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    if groups == 1 or input.dim() != rank + 2 or input.shape[1] != weight.shape[0] or weight.shape[0] % groups:
-        return UNTOUCHED
-    stride, padding, output_padding, dilation = (
-        _of_dims(value, rank) for value in (stride, padding, output_padding, dilation)
-    )
-    input, weight = same_dtype(input, weight)
-    out = grouped_transposed(input, weight, stride, padding, output_padding, dilation, groups, convolve)
-    return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * rank)
-
-
+for _rank, _function in enumerate((F.conv1d, F.conv2d, F.conv3d), 1):
+    _replace_convolution(_function, _rank)
 for _rank, _function in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1):
-    replaces("groups", _function)(partial(_transposed, _function, _rank))
+    _replace_transposed(_function, _rank)
 
 
 # Interpolation.

@@ -27,9 +27,11 @@ tensors on an XLA device.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -364,39 +366,32 @@ def _embedding(
 
 
 @replaces("embedding", F.embedding_bag)
-def _embedding_bag(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: torch.Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Any:
-    if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
+def _embedding_bag(*args: Any, **named: Any) -> Any:
+    call = inspect.signature(F.embedding_bag).bind(*args, **named)
+    call.apply_defaults()
+    asked = SimpleNamespace(**call.arguments)
+    input, weight, offsets, per_sample = asked.input, asked.weight, asked.offsets, asked.per_sample_weights
+    if asked.mode not in ("sum", "mean", "max") or (per_sample is not None and asked.mode != "sum"):
         return UNTOUCHED
-    rows = _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    padding = None if asked.padding_idx is None else asked.padding_idx % weight.shape[0]
+    rows = _embedding(input, weight, padding, asked.max_norm, asked.norm_type, asked.scale_grad_by_freq, asked.sparse)
     if rows is UNTOUCHED or (input.dim() == 2) == (offsets is not None):
         return UNTOUCHED
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if mode == "max":
-        return _largest_in_bags(rows, input, offsets, None if padding_idx is None else padding_idx % weight.shape[0])
+    if per_sample is not None:
+        rows = rows * per_sample.unsqueeze(-1)
+    if asked.mode == "max":
+        return _largest_in_bags(rows, input, offsets, padding)
     counted = torch.ones_like(input, dtype=rows.dtype)
-    if padding_idx is not None:
-        counted = (input != padding_idx % weight.shape[0]).to(rows.dtype)
+    if padding is not None:
+        counted = (input != padding).to(rows.dtype)
         rows = rows * counted.unsqueeze(-1)
     if offsets is None:
         total, count = rows.sum(1), counted.sum(1)
     else:
-        bag = _bags(input, starts := offsets[:-1] if include_last_offset else offsets)
+        bag = _bags(input, starts := offsets[:-1] if asked.include_last_offset else offsets)
         total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
         count = rows.new_zeros(len(starts)).index_add(0, bag, counted)
-    return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
+    return total if asked.mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
 
 
 def _bags(input: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

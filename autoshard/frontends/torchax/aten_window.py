@@ -129,7 +129,7 @@ def _kernel_gradient(
 
 
 def _window(
-    x: Any, out: jax.ShapeDtypeStruct, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+    x: Any, out: Any, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[list[int], list[int], list[tuple[int, int]], list[int]]:
     """Window, strides, edges and dilation over all dims; the far edge as the output's extent wants it (ceil mode)."""
     rank = len(_each(kernel, 2)) if not isinstance(kernel, int) else x.ndim - 2
@@ -170,13 +170,11 @@ def _max_pool_indices(
 
 
 @lowers("max_pool2d_with_indices_backward max_pool3d_with_indices_backward")
-def _max_pool_backward(
-    out: Types, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Any
-) -> Any:
-    window = _window(x, jax.ShapeDtypeStruct(grad.shape, grad.dtype), kernel, stride, padding, dilation)
-    if all(gap == 1 for gap in window[3]):
-        zero = np.array(0, x.dtype)
-        return _select_and_scatter(x, lax.ge, window[0], window[1], window[2], grad, zero, lax.add)
+def _max_pool_backward(out: Types, grad: Any, x: Any, kernel: Any, *settings_and_indices: Any) -> Any:
+    *settings, _, indices = settings_and_indices
+    size, step, edges, gap = _window(x, grad, kernel, *settings)
+    if all(each == 1 for each in gap):
+        return _select_and_scatter(x, lax.ge, size, step, edges, grad, np.array(0, x.dtype), lax.add)
     rank = len(kernel)
     flat = (*x.shape[:-rank], math.prod(x.shape[-rank:]))
     into = lax.full(flat, 0, x.dtype)
@@ -184,41 +182,29 @@ def _max_pool_backward(
     return lax.reshape(scatter_add(into, -1, lax.reshape(indices, rows), lax.reshape(grad, rows)), x.shape)
 
 
-def _avg_pool(out: Types, x: Any, kernel: Any, stride: Any, padding: Any, counts_pads: bool, divisor: Any) -> Any:
-    window = _window(x, out[0], kernel, stride, padding)
+@lowers("avg_pool2d avg_pool3d")
+def _avg_pool(
+    out: Types, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, counts_pads: bool = True,
+    divisor: Any = None,
+) -> Any:  # fmt: skip
+    size, step, edges, _ = _window(x, out[0], kernel, stride, padding)
     zero = np.array(0, x.dtype)
-    total = lax.reduce_window(x, zero, lax.add, *window[:3])
+    total = lax.reduce_window(x, zero, lax.add, size, step, edges)
     if divisor is not None:
         return lax.div(total, lax.full_like(total, divisor))
-    if all(edge == (0, 0) for edge in window[2]):
-        return lax.div(total, lax.full_like(total, math.prod(window[0])))
+    if all(edge == (0, 0) for edge in edges):
+        return lax.div(total, lax.full_like(total, math.prod(size)))
     ones = lax.full(x.shape, 1, x.dtype)
-    edges = window[2]
     if counts_pads:  # the padding asked for counts, what the ceiling adds does not
         asked = [(low, min(low, high)) for low, high in edges]
         ones = lax.pad(ones, np.array(1, x.dtype), [(*edge, 0) for edge in asked])
         edges = [(0, high - more) for (_, high), (_, more) in zip(edges, asked, strict=True)]
-    return lax.div(total, lax.reduce_window(ones, zero, lax.add, window[0], window[1], edges))
-
-
-@lowers("avg_pool2d avg_pool3d")
-def _avg_pool_nd(
-    out: Types, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, counts_pads: bool = True,
-    divisor: Any = None,
-) -> Any:  # fmt: skip
-    return _avg_pool(out, x, kernel, stride, padding, counts_pads, divisor)
+    return lax.div(total, lax.reduce_window(ones, zero, lax.add, size, step, edges))
 
 
 @lowers("avg_pool2d_backward avg_pool3d_backward")
-def _avg_pool_backward(
-    out: Types, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, ceil: bool, counts_pads: bool, divisor: Any
-) -> Any:
-    pooled = (jax.ShapeDtypeStruct(grad.shape, grad.dtype),)
-
-    def average(each: Any) -> Any:
-        return _avg_pool(pooled, each, kernel, stride, padding, counts_pads, divisor)
-
-    return jax.linear_transpose(average, x)(grad)[0]
+def _avg_pool_backward(out: Types, grad: Any, x: Any, *settings: Any) -> Any:
+    return jax.linear_transpose(lambda each: _avg_pool((grad,), each, *settings), x)(grad)[0]
 
 
 def _adaptive(x: Any, sizes: Sequence[int]) -> Any:

@@ -180,8 +180,8 @@ def test_a_kind_with_its_topology(text: str, name: str, devices: int, islands: l
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("tpu-v5e:8", "'tpu-v5e:8': a TPU needs its topology, chips per torus dim such as 2x4"),
-        ("tpu-v5e:", "a TPU needs its topology"),
+        ("tpu-v5e:8", "'tpu-v5e:8': tpu-v5e needs its topology, chips per torus dim such as 2x4"),
+        ("tpu-v5e:", "tpu-v5e needs its topology"),
         ("tpu-v5e:2x2x2", "tpu-v5e is a torus of 2 dims"),
         ("tpu-v5e:32x16", "a slice of tpu-v5e has at most 256 chips, not 512"),
         ("tpu-v4:32x16x16", "a slice of tpu-v4 has at most 4096 chips"),
