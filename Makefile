@@ -19,7 +19,7 @@ export JAX_PLATFORMS ?= cpu
 export PJRT_DEVICE ?= CPU
 
 .DEFAULT_GOAL := help
-.PHONY: help install core demo docs graph picture examples notebooks golden tables check hypothesis test test-latest lock lint format clean
+.PHONY: help install core demo docs graph picture examples notebooks golden tables lines check hypothesis test test-latest lock lint format clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -68,6 +68,10 @@ graph: $(STAMP) ## draw which package imports which, for the documentation
 
 picture: $(STAMP) ## plan README's example for GPUs and draw it, for README.md
 	$(BIN)/python docs/plan_picture.py
+
+lines: ## how many lines the package has, by folder
+	@for folder in autoshard autoshard/*/ autoshard/cost/*/; do \
+		printf '%6d  %s\n' "$$(find $$folder -name '*.py' -exec cat {} + | wc -l)" "$$folder"; done | grep -v __pycache__
 
 check: lint ## before every commit: lint, and the tests that compile nothing, in five minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not compiles and not slow'
