@@ -197,10 +197,10 @@ def verify_plan(
 
     say = progress or (lambda stage: None)
     chosen = parse_target(target or default_target(plan.mesh), plan.mesh.size)
-    chosen.packages()
     targeted = on_target(plan.mesh, chosen)
     if cycles:
         check_clock(chosen, load_device(targeted.device))
+    chosen.packages()
     without_torch_xla = plan.program.frontend == "torchax"
     if run and isinstance(source, Program):
         raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
