@@ -146,7 +146,7 @@ class Backend:
         return -(-array.bytes // self.alignment) * self.alignment
 
     def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
-        """How many elements, padding included, an array of some shape takes that an op of this kind makes."""
+        """Shape -> elements, padding included, of an array that an op of this StableHLO kind makes."""
         return math.prod
 
     def images(self, graph: Graph) -> Mapping[Value, int]:

@@ -185,9 +185,9 @@ class TpuBackend(Backend):
         return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The memory scheduler's; where collectives run beside kernels the latency hiding scheduler's.
+        """The memory scheduler's order; where collectives are asynchronous, the latency hiding scheduler's.
 
-        Not so in nets of convolutions.
+        Nets of convolutions keep the memory scheduler's.
         """
         lowest = self.lowest_peak(kernels, deps, program)
         if not self._hides(kernels, program) or convolves(program):

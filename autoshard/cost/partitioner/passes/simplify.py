@@ -145,7 +145,7 @@ def _with_zeros(graph: Graph) -> Graph | None:
 
 
 def _of_nothing(op: Op, graph: Graph) -> Op | None:
-    """The constant that an op is which makes no elements or products of none; the fill of a sum or pad of none."""
+    """What replaces an op on arrays without elements: a constant, or the fill of a sum or pad; None for other ops."""
     if op.kind in ("argument", "constant") or len(op.results) != 1:
         return None
     reads_none = any(0 in graph.type_of(value).shape for value in op.operands)
