@@ -12,17 +12,17 @@ from autoshard.mesh import Mesh
 from autoshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from autoshard.api import Plan, capture, evaluate, manual_plan, plan, plan_program, register_rule
     from autoshard.auto.policy import auto_policy, use_spmd
     from autoshard.comparison.compared import Comparison, compare
-    from autoshard.planning.api import capture, evaluate, manual_plan, plan, plan_program, register_rule
-    from autoshard.plans.value import Plan, PlanError, PlanMismatchError
+    from autoshard.plans.value import PlanError, PlanMismatchError
     from autoshard.show.explanation import Explanation, explain
 
 _MODULES = {
     "auto.policy": ("auto_policy", "use_spmd"),
     "comparison.compared": ("Comparison", "compare"),
-    "planning.api": ("capture", "evaluate", "manual_plan", "plan", "plan_program", "register_rule"),
-    "plans.value": ("Plan", "PlanError", "PlanMismatchError"),
+    "api": ("Plan", "capture", "evaluate", "manual_plan", "plan", "plan_program", "register_rule"),
+    "plans.value": ("PlanError", "PlanMismatchError"),
     "show.explanation": ("Explanation", "explain"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -91,7 +91,7 @@ def sources() -> Iterator[tuple[str, Callable[[], Graph], list[dict[str, Any]]]]
     """Every program with its rows: a name, what builds its graph, and the rows that were compiled."""
     from bf16 import DEEP, PROGRAMS
 
-    from autoshard.planning import api
+    from autoshard import api
 
     rows: dict[str, list[dict[str, Any]]] = {}
     for file in ("compiled", "developed", "bf16_gpu", "bf16_tpu"):

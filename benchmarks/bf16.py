@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.planning import api
+from autoshard import api
 from autoshard.stablehlo.reader import build_graph
 
 MESHES = {"h100:2x8": "2x8"}

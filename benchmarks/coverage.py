@@ -94,11 +94,12 @@ def plan_and_run(name: str, folder: Path) -> None:
     from autoshard.frontends.torch_xla.program import prepare_runtime
 
     prepare_runtime(DEVICES)
+    from autoshard.api import plan_program
     from autoshard.errors import AutoshardError
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.graph.rules.base import GATHERED
     from autoshard.mesh import Mesh
-    from autoshard.planning.api import collector_paused, plan_program
+    from autoshard.planning.collector import collector_paused
     from autoshard.verify import run_worker
 
     source = builders()[name]()

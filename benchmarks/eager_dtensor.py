@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 import autoshard
+from autoshard.api import Plan
 from autoshard.errors import LoweringError
 from autoshard.lower.dtensor.distribute import DTensorPlan
 from autoshard.mesh import Mesh
-from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.verify.eager import Comparison, Numbers
 from benchmarks import eager_cases, eager_steps

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import autoshard
+from autoshard.api import Plan
 from autoshard.mesh import Mesh
-from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
 from autoshard.verify.batches import random_batch

@@ -20,7 +20,7 @@ from typing import Any
 from search_cost import llama, spent
 from tabulate import tabulate
 
-from autoshard.plans.value import Plan
+from autoshard.api import Plan
 
 LLAMA_8B = llama(32, 4096, 14336, 32)
 JOBS: dict[str, list[str]] = {

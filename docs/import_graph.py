@@ -24,7 +24,7 @@ def layers() -> list[list[str]]:
 
 
 def packages(rows: list[list[str]]) -> nx.DiGraph:
-    """What imports what; what a Plan's methods hand on to is left out, as the contract does."""
+    """What imports what."""
     known = {*itertools.chain(*rows)}
 
     def package(module: str) -> str:
@@ -33,7 +33,7 @@ def packages(rows: list[list[str]]) -> nx.DiGraph:
 
     graph = grimp.build_graph("autoshard")
     found = nx.DiGraph()
-    for one in graph.modules - {"autoshard", "autoshard.__main__", "autoshard.plans.facade"}:
+    for one in graph.modules - {"autoshard", "autoshard.__main__"}:
         found.add_edges_from((package(one), package(to)) for to in graph.find_modules_directly_imported_by(one))
     found.remove_edges_from(list(nx.selfloop_edges(found)))
     return nx.transitive_reduction(found)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import files, kept
+from autoshard.api import Plan, plan_program
 from autoshard.errors import FileError
 from autoshard.mesh import Mesh
-from autoshard.planning.api import plan_program
 from autoshard.plans import json_format as plan_json
-from autoshard.plans.value import Plan, PlanError
+from autoshard.plans.value import PlanError
 from autoshard.program import Program
 from autoshard.stablehlo.reader import mlir_context, parse_module
 from autoshard.version import __version__
@@ -116,7 +116,7 @@ def _read(path: Path, program: Program, meshes: Sequence[Mesh]) -> Plan | None:
         content = kept.read(path)
         if content is None:
             return None
-        found = plan_json.from_dict(json.loads(content))
+        found = Plan.of(plan_json.from_dict(json.loads(content)))
     except (kept.DamagedError, PlanError, ValueError, KeyError, TypeError) as error:
         _warn(path, str(error))
         return None

@@ -25,10 +25,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autoshard.api import Plan
 from autoshard.errors import AutoShardingError
 from autoshard.mesh import Mesh
 from autoshard.planning.meshes import candidate_meshes
-from autoshard.plans.value import Plan
 from autoshard.quantities import parse_bytes
 
 if TYPE_CHECKING:

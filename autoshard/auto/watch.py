@@ -21,6 +21,8 @@ import torch_xla
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
+from autoshard import api
+from autoshard.api import Plan
 from autoshard.auto.plan_cache import cached_plan
 from autoshard.auto.recorded_loss import LossRecorder
 from autoshard.errors import AutoshardError, AutoShardingError, AutoShardingWarning, CaptureError
@@ -31,8 +33,6 @@ from autoshard.lower.torch_xla.even import split_evenly, unsplit
 from autoshard.lower.torch_xla.follower import Follower
 from autoshard.lower.torch_xla.mark_sharding import annotate
 from autoshard.mesh import Mesh
-from autoshard.planning import api
-from autoshard.plans.value import Plan
 
 _IN_A_CLOSURE = "the model is called in optimizer.step(closure)"
 MOST_PASSES = 10

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import click
 
 from autoshard import files
+from autoshard.api import Plan
 from autoshard.cli.comparing import compare, explain
 from autoshard.cli.lowering import lower
 from autoshard.cli.options import (
@@ -49,7 +50,6 @@ from autoshard.cli.source import (
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError
-from autoshard.plans.value import Plan
 from autoshard.quantities import parse_bytes
 from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
@@ -250,7 +250,8 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
-    from autoshard.planning.api import collector_paused, plan_program
+    from autoshard.api import plan_program
+    from autoshard.planning.collector import collector_paused
     from autoshard.planning.meshes import device_for, meshes_for
 
     # All that can be wrong with the command itself, before torch or jax is imported.

@@ -9,6 +9,7 @@ from typing import Literal
 import click
 
 from autoshard import files
+from autoshard.api import Plan
 from autoshard.cli.options import SECONDS, pairs, parse_hint, parse_setting
 from autoshard.cli.progress import Stages
 from autoshard.cli.source import (
@@ -21,7 +22,6 @@ from autoshard.cli.source import (
     with_source,
 )
 from autoshard.mesh import Mesh
-from autoshard.plans.value import Plan
 from autoshard.quantities import parse_bytes
 from autoshard.show.terminal import say
 
@@ -66,7 +66,7 @@ def compare(
     if device is not None:
         known_device(device)
     from autoshard.comparison import compared as comparison
-    from autoshard.planning.api import collector_paused
+    from autoshard.planning.collector import collector_paused
     from autoshard.planning.options import PlanningOptions
 
     if device is None and placement is None:

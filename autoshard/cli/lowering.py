@@ -9,10 +9,10 @@ from typing import Literal
 import click
 
 from autoshard import files
+from autoshard.api import Plan
 from autoshard.cli.options import pairs, parse_setting
 from autoshard.cli.progress import Stages
 from autoshard.cli.source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
-from autoshard.plans.value import Plan
 from autoshard.show.terminal import say
 
 
@@ -48,7 +48,7 @@ def lower(
     as_json: bool,
 ) -> None:
     """Write the StableHLO module of SOURCE with the plan's annotations in it."""
-    from autoshard.planning.api import collector_paused
+    from autoshard.planning.collector import collector_paused
     from autoshard.stablehlo.annotate import annotate, check_steps
     from autoshard.stablehlo.reader import build_graph
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoshard.api import Plan
 from autoshard.cli.progress import Stages
 from autoshard.frontends.choose import FRONTENDS
-from autoshard.plans.value import Plan
 from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
 
@@ -58,7 +58,7 @@ def captured(
     if is_stablehlo(source):
         return module(source, batch, seq, fields, train, stages)
     found = loaded(source, batch, seq, fields, train, stages)
-    from autoshard.planning.api import capture
+    from autoshard.api import capture
 
     stages.begin("capture")
     return capture(

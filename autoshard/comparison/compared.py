@@ -11,17 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from autoshard.api import Plan, capture
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Graph
 from autoshard.manual import PLANS, plan_named
 from autoshard.mesh import Mesh, describe_mesh
-from autoshard.planning.api import capture, collector_paused
+from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.options import DEVICE_MEMORY, Hint, PlanningOptions, Progress
 from autoshard.planning.road import plan_graph
 from autoshard.planning.written import written_plan
+from autoshard.plans.annotated import annotations_of
+from autoshard.plans.check import check_program
 from autoshard.plans.json_format import predicted_to
-from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted
+from autoshard.plans.value import CollectiveTotal, NoPlanError, PlanMismatchError, Predicted
 from autoshard.program import Program
 from autoshard.show.plots import plot_comparison
 from autoshard.show.report import bytes_by_kind, duration, mesh_text, size
@@ -259,10 +262,10 @@ def compare_program(
     for name in names:
         try:
             if name == AUTO:
-                made[name] = plan_graph(graph, [mesh], options)
+                made[name] = Plan.of(plan_graph(graph, [mesh], options))
             else:
                 options.progress("plans by hand")
-                made[name] = written_plan(graph, mesh, plan_named(name)(graph, mesh))
+                made[name] = Plan.of(written_plan(graph, mesh, plan_named(name)(graph, mesh)))
         except (ManualPlanError, NoPlanError) as error:
             if plans is None and isinstance(error, ManualPlanError) and name in PLANS:
                 continue  # nobody asked for it
@@ -294,16 +297,17 @@ def check_names(plans: Sequence[str] | None) -> tuple[str, ...]:
 
 def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """A plan that was made elsewhere, predicted on this mesh by this cost model."""
-    plan.check_program(graph.program)
+    check_program(plan, graph.program)
     if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
         raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
-    return written_plan(graph, mesh, plan.annotations(graph), options=plan.options, solver=plan.solver)
+    found = written_plan(graph, mesh, annotations_of(plan, graph), options=plan.options, solver=plan.solver)
+    return Plan.of(found)
 
 
 def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress) -> Row:
     """The row with what the target's compiler makes of its plan."""
     say(f"compile {row.name} for {target}")
-    annotations = row.plan.annotations(graph)
+    annotations = annotations_of(row.plan, graph)
     try:
         report, _ = compare_compiled(
             graph, annotations, mesh, target, annotate(graph.program, graph, annotations, mesh)

@@ -31,6 +31,8 @@ from autoshard.graph.ops import Graph
 from autoshard.lower.arrays import to_numpy, to_torch
 from autoshard.lower.devices import device_ids
 from autoshard.mesh import Mesh, Spec
+from autoshard.plans.annotated import annotations_of
+from autoshard.plans.check import check_program
 from autoshard.plans.value import ROLES, ActivationKey, Plan
 from autoshard.program import Argument, Program
 from autoshard.stablehlo.annotate import annotate, check_steps
@@ -207,16 +209,16 @@ class JaxStep:
         if precision not in ("default", "highest"):
             raise ValueError(f"precision {precision!r}: default or highest")
         plan = shardings.plan
-        plan.check_program(program)
+        check_program(plan, program)
         check_steps(program)
         _warn_of_reads(program)
         graph = build_graph(program)
         if plan.solver is None:
-            check_compiles(graph, plan.annotations(graph), plan.mesh)
-            warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
+            check_compiles(graph, annotations_of(plan, graph), plan.mesh)
+            warn_of_wrong_sums(graph, annotations_of(plan, graph), plan.mesh)
         self.shardings, self.program, self.partitioner = shardings, program, partitioner
         self._mesh = plan.mesh
-        module = annotate(program, graph, plan.annotations(graph), plan.mesh, partitioner)
+        module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitioner)
         self._call = _exported_call(module, program, plan.mesh.size, precision)
         self._types = {argument.name: argument.type for argument in program.arguments}
         specs = {argument.name: plan.argument(argument) for argument in program.arguments}

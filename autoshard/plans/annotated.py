@@ -105,7 +105,7 @@ def plan_of(
     outputs: Mapping[Value, Spec] | None = None,
     **recorded: Unpack[Recorded],
 ) -> Plan:
-    """The plan that writes these annotations: `plan_of(graph, mesh, a).annotations(graph)` says what `a` does.
+    """The plan that writes these annotations: `annotations_of(plan_of(graph, mesh, a), graph)` says what `a` does.
 
     Arguments without a pin are replicated. A value that is output of several aten ops (views that compute nothing) is
     annotated at the first of them.

@@ -1,8 +1,8 @@
 """What was decided: the sharding of every tensor that lowering annotates, and what it is predicted to cost.
 
-A `Plan` is a value. `Plan.save` and `Plan.load` are inverse (`json_format.py`; the format is published as
-`plan_schema.json`), `Plan.annotations` gives the pins and copies on a graph that prediction, verification and lowering
-share, and `plan_of` is its inverse: the Plan that says what given annotations say.
+A `Plan` is a value; `api.Plan` has its methods. `json_format.py` writes and reads it (`plan_schema.json` describes the
+format), `annotations_of` gives the pins and copies on a graph that prediction, verification and lowering share, and
+`plan_of` is its inverse: the Plan that says what given annotations say.
 
 Bytes are per device, times are seconds of one step. Floats keep nine significant digits, so that a plan is equal to
 itself read back, and the same call gives the same bytes.
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.mesh import Mesh, Spec
-from autoshard.plans.facade import PlanMethods
 from autoshard.plans.figures import CollectiveTotal as CollectiveTotal
 from autoshard.plans.figures import MeshTried as MeshTried
 from autoshard.plans.figures import ModuleCost as ModuleCost
@@ -182,7 +181,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Plan(PlanMethods):
+class Plan:
     """How a program is split over a mesh; see the module's docstring.
 
     Attributes:

@@ -18,12 +18,14 @@ from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
-from autoshard.planning.api import collector_paused
 from autoshard.planning.candidate import Candidate
+from autoshard.planning.collector import collector_paused
 from autoshard.planning.hints import value_named
 from autoshard.planning.memory import within_limit
 from autoshard.planning.one_mesh import OneMesh, decide, formulated
 from autoshard.planning.options import PlanningOptions, Progress, silent
+from autoshard.plans.annotated import annotations_of
+from autoshard.plans.check import check_program
 from autoshard.plans.value import NoPlanError, Plan, PlanError
 from autoshard.program import Program, TensorType
 from autoshard.show.report import duration, layout, size
@@ -184,7 +186,7 @@ def explain_all(
     program = program or plan.captured
     if program is None:
         raise PlanError("this plan was read from a file: pass its program, autoshard.capture(model, inputs, ...)")
-    plan.check_program(program)
+    check_program(plan, program)
     with collector_paused():
         say("graph")
         graph = build_graph(program)
@@ -238,7 +240,7 @@ def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, val
     except ValueError as error:
         raise PlanError(f"{name}: {error}") from None
     common = [spec for spec in per_value[0] if all(spec in specs for specs in per_value)]
-    planned = plan.annotations(graph)
+    planned = annotations_of(plan, graph)
     chosen = planned.pins.get(values[0])
     if chosen is None:  # of a plan that pins no more than it has to
         chosen = predict(graph, planned, plan.mesh).specs[values[0]]

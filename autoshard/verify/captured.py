@@ -24,6 +24,7 @@ from autoshard.lower.arrays import to_numpy
 from autoshard.lower.host_scalars import HostScalars
 from autoshard.lower.to_jax import optimizer_scalars, padded, to_jax
 from autoshard.mesh import Spec
+from autoshard.plans.annotated import annotations_of
 from autoshard.plans.value import Plan
 from autoshard.program import Program, TensorType
 from autoshard.stablehlo.annotate import annotate, check_steps
@@ -59,7 +60,7 @@ class CapturedStep:
         module, devices = program.stablehlo, jax.local_devices(backend="cpu")[:1]
         if plan is not None:
             self._jax = to_jax(plan, jax.local_devices(backend="cpu")[: plan.mesh.size])
-            module = annotate(program, graph, plan.annotations(graph), plan.mesh, partitions=True)
+            module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitions=True)
             devices = list(self._jax.mesh.devices.flatten())
         self._executable = _compiled(module, devices, len(program.outputs))
         self._device = jax.sharding.SingleDeviceSharding(devices[0])

@@ -14,6 +14,8 @@ from autoshard.frontends.choose import capture_of
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
+from autoshard.plans.annotated import annotations_of
+from autoshard.plans.check import check_program
 from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
@@ -211,7 +213,7 @@ def verify_plan(
     else:
         graph, module = _traced_again(plan, source, say)
     say(f"compile for {chosen}")
-    report, _ = compare_compiled(graph, plan.annotations(graph), plan.mesh, chosen, module, cycles=cycles)
+    report, _ = compare_compiled(graph, annotations_of(plan, graph), plan.mesh, chosen, module, cycles=cycles)
     if run and not isinstance(source, Program):
         say("run")
         report = dataclasses.replace(report, run=run_equal(plan, source, program=graph.program))
@@ -226,10 +228,10 @@ def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], Non
         source = capture_of(plan.program.frontend)(
             source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer
         )
-    plan.check_program(source)
+    check_program(plan, source)
     graph = build_graph(source)
     say("lower")
-    return graph, annotate(source, graph, plan.annotations(graph), plan.mesh)
+    return graph, annotate(source, graph, annotations_of(plan, graph), plan.mesh)
 
 
 def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
@@ -239,7 +241,7 @@ def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tup
 
     say("capture")
     program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
-    plan.check_program(program)
+    check_program(plan, program)
     graph = build_graph(program)
     say("lower")
     module = annotated_program(plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)

@@ -39,6 +39,7 @@ from typing import Any
 
 from autoshard import files, workers
 from autoshard.errors import AutoshardError
+from autoshard.plans.json_format import save
 from autoshard.plans.value import OpSignature, Plan
 from autoshard.program import Program
 from autoshard.sources import Source
@@ -225,7 +226,7 @@ def run_equal(
             took too long.
     """
     with files.work_folder(Path(tempfile.gettempdir()), "autoshard-run-") as folder:
-        plan.save(folder / "plan.json")
+        save(plan, folder / "plan.json")
         request: dict[str, Any] = {"steps": steps, "origin": _origin(source), "path": sys.path}
         if request["origin"] is None:
             _send(source, folder / "source.pt")

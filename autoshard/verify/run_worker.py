@@ -19,7 +19,9 @@ from autoshard.errors import AutoshardError
 from autoshard.frontends.switches import table as switches
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing.optimizer import make_optimizer
+from autoshard.lower.torch_xla.mark_sharding import annotate, apply
 from autoshard.lower.torch_xla.place import free_of_weak_references
+from autoshard.plans.json_format import load
 from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source, load_source
@@ -48,7 +50,7 @@ def main() -> None:
             source = Source(model, inputs, loss_fn, optimizer, train)
         kept = folder / "program.pickle"
         program = pickle.loads(kept.read_bytes()) if kept.exists() else captured(source)
-        result = compare(Plan.load(folder / "plan.json"), source, request["steps"], program)
+        result = compare(load(folder / "plan.json"), source, request["steps"], program)
     except AutoshardError as error:
         result = {"error": str(error)}
     (folder / "result.json").write_text(json.dumps(result))
@@ -260,7 +262,7 @@ class _Run:
         batches = [place(batch) for batch in batches]
         on_xla = any(isinstance(t, torch.Tensor) and t.device.type == "xla" for t in tree_leaves(batches))
         if plan is not None:
-            plan.apply(self.model, self.made)
+            apply(plan, self.model, self.made)
         elif on_xla:
             _move(self.model)
         if on_xla:
@@ -269,7 +271,7 @@ class _Run:
             torch_xla.manual_seed(SEED)
         for number, batch in enumerate(batches):
             before = _compiles()
-            with plan.annotate() if plan is not None else contextlib.nullcontext():
+            with annotate(plan) if plan is not None else contextlib.nullcontext():
                 result = eager_step(self.model, self.made, batch, self.source.loss_fn, train)
             if on_xla:
                 torch_xla.sync()

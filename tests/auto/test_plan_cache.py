@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autoshard import files, kept
+from autoshard import api, files, kept
 from autoshard.auto.plan_cache import cached_plan, key
 from autoshard.errors import FileError
 from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
-from autoshard.planning import api
 from tests.frontends.test_stablehlo_file import FORWARD
 
 MESH = Mesh((2, 2))

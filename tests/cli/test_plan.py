@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from autoshard.api import Plan
 from autoshard.cli.source import planned_with
 from autoshard.mesh import Mesh
-from autoshard.plans.value import Plan, TensorPlan
+from autoshard.plans.value import TensorPlan
 from autoshard.verify.check import VerifyReport
 from tests.plans import made as plans
 

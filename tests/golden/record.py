@@ -15,8 +15,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from autoshard.api import Plan
 from autoshard.mesh import as_spec, format_spec
-from autoshard.plans.value import Plan
 
 FOLDER = Path(__file__).parent
 LOCK = FOLDER.parents[1] / "requirements" / "xla.txt"

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autoshard.api import plan_program
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
-from autoshard.planning.api import plan_program
 from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.random_plans import random_annotations
 from tests.frontends.models import Mlp, mean_square, sample

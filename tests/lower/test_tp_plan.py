@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.api import Plan
 from autoshard.mesh import Mesh
-from autoshard.plans.value import Plan, PlanMismatchError
+from autoshard.plans.value import PlanMismatchError
 from tests.plans import made as plans
 
 transformers = pytest.importorskip("transformers")

@@ -14,6 +14,7 @@ os.environ.update(
 )
 
 import autoshard
+from autoshard.api import Plan
 from autoshard.manual import PLANS
 from autoshard.planning.written import written_plan
 from autoshard.stablehlo.reader import build_graph
@@ -28,7 +29,7 @@ def trained(name):
     source = models.source(models.TRIED[name])
     program = autoshard.capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     graph = build_graph(program)
-    plan = written_plan(graph, models.MESH, PLANS[name](graph, models.MESH))
+    plan = Plan.of(written_plan(graph, models.MESH, PLANS[name](graph, models.MESH)))
     report = _report(compare(plan, source, steps=2))
     return {"equal": report.equal, "compiled_once": report.compiled_once, "said": str(report)}
 

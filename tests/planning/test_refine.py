@@ -5,11 +5,12 @@ import json
 import pytest
 
 import autoshard
+from autoshard.api import Plan
 from autoshard.mesh import spec_axes
 from autoshard.planning import refine
 from autoshard.planning.one_mesh import candidate_on
 from autoshard.planning.options import PlanningOptions
-from autoshard.plans.value import Plan, RefineCandidate, Refinement
+from autoshard.plans.value import RefineCandidate, Refinement
 from autoshard.show.report import refined_lines
 from autoshard.stablehlo.reader import build_graph
 from tests.plans import made

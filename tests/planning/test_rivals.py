@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import autoshard
+from autoshard.api import Plan
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.manual import PLANS
@@ -15,7 +16,7 @@ from autoshard.planning import rivals
 from autoshard.planning.candidate import Candidate
 from autoshard.planning.options import PlanningOptions
 from autoshard.planning.written import written_plan
-from autoshard.plans.value import Plan, SolverInfo
+from autoshard.plans.value import SolverInfo
 from autoshard.show.report import solver_line
 from autoshard.stablehlo.reader import build_graph
 
@@ -49,7 +50,7 @@ def or_by_hand(found, graph):
 
 
 def written(graph, found):
-    return written_plan(graph, MESH, found.annotations, found.prediction, solver=found.solver)
+    return Plan.of(written_plan(graph, MESH, found.annotations, found.prediction, solver=found.solver))
 
 
 def predicted(graph, name):
@@ -98,7 +99,7 @@ def test_what_a_plan_by_hand_says_nothing_of_is_whole():
     batch = (torch.zeros(64, 256), torch.zeros(64, 256))
     counted = build_graph(autoshard.capture(layers, batch, loss_fn=torch.nn.functional.mse_loss))
     made = PLANS["dp"](counted, MESH)
-    own = written_plan(counted, MESH, made).annotations(counted)
+    own = Plan.of(written_plan(counted, MESH, made)).annotations(counted)
     assert len(made.pins) < len(own.pins)
     assert rivals._arguments(counted, made) == rivals._arguments(counted, own)
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autoshard.api import Plan
 from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import Candidate
@@ -12,7 +13,7 @@ from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.options import PlanningOptions
 from autoshard.planning.search import best_mesh
 from autoshard.plans.annotated import plan_of
-from autoshard.plans.value import NoPlanError, Plan, Predicted, SolverInfo
+from autoshard.plans.value import NoPlanError, Predicted, SolverInfo
 from autoshard.solver.solve import GoalOutOfReachError
 from tests.plans import made as plans
 
@@ -46,7 +47,9 @@ def search(monkeypatch):
         monkeypatch.setattr("autoshard.planning.search.candidate_on", candidate_on)
         best, tried = best_mesh(graph, meshes, PlanningOptions(time_limit=seconds))
         predicted = Predicted(best.time, best.time, 0.0, best.time, 0.1, (), 10)
-        return plan_of(graph, best.mesh, best.annotations, predicted=predicted, solver=best.solver, search=tried)
+        return Plan.of(
+            plan_of(graph, best.mesh, best.annotations, predicted=predicted, solver=best.solver, search=tried)
+        )
 
     return searched
 

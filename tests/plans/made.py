@@ -1,10 +1,11 @@
 """Small programs, their graphs and plans, made by hand: what tests of plans, reports and the command line share."""
 
+from autoshard.api import Plan
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Mesh
 from autoshard.plans.annotated import plan_of
-from autoshard.plans.value import CollectiveTotal, Options, Plan, Predicted, ReplicatedOp, SolverInfo
+from autoshard.plans.value import CollectiveTotal, Options, Predicted, ReplicatedOp, SolverInfo
 from autoshard.program import Argument, AtenOp, Output, Program, TensorType
 
 MESH = Mesh((2, 4), ("data", "model"), "tpu-v5e")
@@ -94,9 +95,11 @@ def plan(of=None, mesh=MESH, options=None, predicted=PREDICTED, solver=SOLVER, r
         else:
             copies[value, index + 1] = ((data,), ())
     copies[Value(0), 0] = ((), ())
-    return plan_of(
-        on, mesh, Annotations(pins, copies), options=options, predicted=predicted, solver=solver,
-        replicated_ops=replicated,
+    return Plan.of(
+        plan_of(
+            on, mesh, Annotations(pins, copies), options=options, predicted=predicted, solver=solver,
+            replicated_ops=replicated,
+        )
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from autoshard.api import Plan
 from autoshard.errors import FileError
 from autoshard.files import check_writable
 from autoshard.graph.annotations import Annotations
@@ -26,7 +27,6 @@ from autoshard.plans.value import (
     ModuleCost,
     OpSignature,
     Options,
-    Plan,
     PlanError,
     PlanMismatchError,
     Predicted,
@@ -395,7 +395,7 @@ def test_a_plan_says_what_its_annotations_say():
         {weight: ((), ("model",)), hidden: (("data",), ("model",))},
         {(weight, 2): ((), ()), (unpinned, 2): (("data",), ())},
     )
-    plan = plan_of(graph, plans.MESH, written)
+    plan = Plan.of(plan_of(graph, plans.MESH, written))
     read = plan.annotations(graph)
     assert read.copies == written.copies
     arguments = {Value(i) for i, argument in enumerate(program.arguments) if argument.role != "scalar"}
@@ -410,7 +410,7 @@ def test_hops_are_kept_and_a_plan_without_any_is_as_it_was():
     weight = Value(0)
     copies = {(weight, 0): ((), ("data",)), (weight, 2): ((), ("data",)), (weight, 3): ((), ())}
     hops = {(weight, ((), ("data",))): ((("data",), ("model",)), ((), ("model", "data")))}
-    plan = plan_of(graph, plans.MESH, Annotations({weight: (("data",), ())}, copies, hops))
+    plan = Plan.of(plan_of(graph, plans.MESH, Annotations({weight: (("data",), ())}, copies, hops)))
     read = Plan.from_json(plan.to_json())
     assert read == plan
     assert read.annotations(graph).hops == hops
@@ -429,7 +429,7 @@ def test_hops_are_kept_and_a_plan_without_any_is_as_it_was():
 def test_results_are_recorded_as_propagation_has_them():
     graph = plans.graph(plans.program())
     loss = graph.outputs[0]
-    outputs = plan_of(graph, plans.MESH, Annotations(), outputs={loss: ()}).outputs
+    outputs = Plan.of(plan_of(graph, plans.MESH, Annotations(), outputs={loss: ()})).outputs
     assert outputs == {"loss": TensorPlan((), "f32", ())}
 
 
@@ -437,7 +437,7 @@ def test_an_annotation_that_lowering_cannot_write_is_refused():
     graph = plans.graph(plans.program())
     inside = Value(graph.outputs[0].op - 1)
     with pytest.raises(PlanError, match=r"op \d+ \(multiply\) is inside an aten op: lowering cannot annotate it"):
-        plan_of(graph, plans.MESH, Annotations({inside: (("data",), ())}))
+        Plan.of(plan_of(graph, plans.MESH, Annotations({inside: (("data",), ())})))
 
 
 def test_annotations_of_another_graph_are_refused():

@@ -3,7 +3,8 @@
 import pytest
 
 import autoshard
-from autoshard.plans.value import Plan, PlanError, PlanMismatchError
+from autoshard.api import Plan
+from autoshard.plans.value import PlanError, PlanMismatchError
 from autoshard.show.explanation import Alternative, Explanation
 
 torch = pytest.importorskip("torch")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.api import Plan
 from autoshard.cost.machine.device import load_device
 from autoshard.frontends.stablehlo_file import read_program
 from autoshard.graph.annotations import Annotations
@@ -13,7 +14,6 @@ from autoshard.graph.ops import Value
 from autoshard.lower.torch_xla.mark_sharding import _warn_of_wrong_sums as warn_of_wrong_sums
 from autoshard.mesh import Mesh
 from autoshard.planning.written import written_plan
-from autoshard.plans.value import Plan
 from autoshard.program import AtenOp
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
@@ -50,13 +50,13 @@ def test_a_sum_over_idle_devices_is_found_and_avoided(name, first, second):
     assert list(overcounted(graph, annotations, MESH).values()) == [(first, second)]
     said = r"wrong numbers under this plan: it sums convolution op \d+ in"
     with pytest.warns(WrongSumsWarning, match=said):
-        plan = written_plan(graph, MESH, annotations)
+        plan = Plan.of(written_plan(graph, MESH, annotations))
     loaded = Plan.from_json(plan.to_json())
     assert loaded.wrong_sums == plan.wrong_sums != ()
     with pytest.warns(WrongSumsWarning, match=said):
         warn_of_wrong_sums(loaded)
     safe = guarded(graph, annotations, MESH)
-    assert written_plan(graph, MESH, safe).wrong_sums == ()  # warnings are errors here
+    assert Plan.of(written_plan(graph, MESH, safe)).wrong_sums == ()  # warnings are errors here
     assert overcounted(graph, safe, MESH) == {}
     assert safe.pins == annotations.pins
     assert safe.copies[Value(0), 0] == WHOLE
@@ -153,7 +153,7 @@ def test_indices_that_are_spread_unevenly_over_all_devices_are_whole(indices, sp
     compile_module(annotate(graph.program, graph, safe, mesh), f"cpu:{mesh.size}")
     if found:
         with pytest.raises(UncompilableError, match=r"the compiler would abort on scatter op \d+ .* i64\[3\]"):
-            written_plan(graph, mesh, annotations)
+            Plan.of(written_plan(graph, mesh, annotations))
         with pytest.raises(CompileError, match="crashed"):
             compile_module(annotate(graph.program, graph, annotations, mesh), f"cpu:{mesh.size}")
     else:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autoshard import manual
+from autoshard.api import Plan
 from autoshard.frontends.torch_xla.program import capture
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
@@ -74,7 +75,7 @@ def test_gradients_are_scattered_over_axes_in_any_order(dtype, monkeypatch):
     mesh = Mesh((2, 4), device="h100")
     annotations = reversed_axes(manual.fsdp(graph, mesh))
     rows = {value: (mesh.axis_names[::-1], ()) for value in graph.aten_outputs.values() if batched(graph, value)}
-    plan = written_plan(graph, mesh, dataclasses.replace(annotations, pins={**rows, **annotations.pins}))
+    plan = Plan.of(written_plan(graph, mesh, dataclasses.replace(annotations, pins={**rows, **annotations.pins})))
     assert plan.parameters["0.weight"].spec[0] == ("model", "data")
 
     kinds = {row.kind: row for row in verify_plan(plan, source, "h100:8").fidelity.rows}

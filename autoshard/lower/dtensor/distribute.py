@@ -38,6 +38,7 @@ from autoshard.lower.dtensor.modules import Border, Placements, border_of, place
 from autoshard.lower.dtensor.rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.lower.torch_xla import place
+from autoshard.lower.tp_plan import to_tp_plan
 from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plans.value import Plan, TensorPlan
 from autoshard.program import PYTORCH
@@ -218,7 +219,7 @@ class DTensorPlan:
             model: the planned model: `tp_plan` knows `nn.Linear` and `nn.Embedding`.
             axis: the mesh axis of tensor parallelism; default the last.
         """
-        return self.plan.to_tp_plan(model, axis)
+        return to_tp_plan(self.plan, model, axis)
 
 
 class PlannedModule(ParallelStyle):  # type: ignore[misc]

@@ -36,6 +36,7 @@ from autoshard.lower.torch_xla.first_steps import FirstSteps
 from autoshard.lower.torch_xla.follower import Follower
 from autoshard.lower.torch_xla.retrace import annotated_program
 from autoshard.lower.torch_xla.schedule import Schedule
+from autoshard.plans.annotated import annotations_of
 from autoshard.plans.value import Plan
 from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.guard import check_compiles, warn_of, warn_of_wrong_sums
@@ -97,7 +98,7 @@ def _check_compiles(plan: Plan) -> None:
 
     if plan.captured is not None and plan.solver is None:
         graph = build_graph(plan.captured)
-        check_compiles(graph, plan.annotations(graph), plan.mesh)
+        check_compiles(graph, annotations_of(plan, graph), plan.mesh)
 
 
 def _warn_of_wrong_sums(plan: Plan) -> None:
@@ -107,7 +108,7 @@ def _warn_of_wrong_sums(plan: Plan) -> None:
         warn_of(plan.wrong_sums)
         return
     graph = build_graph(program)
-    warn_of_wrong_sums(graph, plan.annotations(graph), plan.mesh)
+    warn_of_wrong_sums(graph, annotations_of(plan, graph), plan.mesh)
 
 
 @contextmanager

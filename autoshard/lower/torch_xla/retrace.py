@@ -14,6 +14,7 @@ from autoshard.frontends.tracing.sequence import WRITES_BACK, Call
 from autoshard.lower.torch_xla import runtime
 from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.lower.torch_xla.step import StepWriter
+from autoshard.plans.check import check_program
 from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.stablehlo.annotate import set_boundary
@@ -50,7 +51,7 @@ def annotated_program(
             train=plan.program.kind == "train",
             switches=plan.program.switches,
         )
-    plan.check_program(program)
+    check_program(plan, program)
     return set_boundary(program, _arguments(program, schedule), plan.mesh)
 
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from autoshard.api import Plan
 from autoshard.errors import LoweringError
-from autoshard.plans.value import Plan
 from tests.lower.dtensor.dtensor_ops import differences, written
 from tests.lower.optimizers import masters
 

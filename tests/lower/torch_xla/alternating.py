@@ -2,6 +2,7 @@
 
 import random
 
+from autoshard.api import Plan
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.plans.annotated import plan_of
@@ -58,4 +59,4 @@ def alternating(program, mesh, seed=0, pins=0.5, copies=0.2, hops=0.5):
         if draw.random() < hops:
             shape = graph.type_of(value).shape
             hopped[value, wanted] = tuple(spec(shape) for _ in range(draw.choice((1, 2))))
-    return plan_of(graph, mesh, Annotations(pinned, copied, hopped))
+    return Plan.of(plan_of(graph, mesh, Annotations(pinned, copied, hopped)))

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 
 import autoshard
+from autoshard import api
 from autoshard.auto import policy as auto
 from autoshard.errors import LoweringError
-from autoshard.planning import api
 from tests.lower.torch_xla import scenarios
 from tests.lower.torch_xla.annotations_traced import lacking, placed_otherwise
 

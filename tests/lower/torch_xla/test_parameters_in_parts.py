@@ -9,7 +9,7 @@ import sys
 CODE = """
 import torch
 from torch import nn
-from autoshard.planning.api import plan_program
+from autoshard.api import plan_program
 from autoshard.sources import Source
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh

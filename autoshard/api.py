@@ -1,25 +1,34 @@
-"""The public functions: from a PyTorch program to its plan.
+"""The public functions, from a PyTorch program to its plan, and what can be done with one.
 
-Light to import: what plans (`road.py`), predicts and reads modules is imported when it is called.
+Light to import: what plans (`planning/road.py`), predicts, lowers and shows is imported when it is called.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from autoshard.frontends.choose import capture_of, choose
 from autoshard.mesh import Mesh
+from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import meshes_for
 from autoshard.planning.options import DEVICE_MEMORY, Hint, OptionKeywords, PlanningOptions, Progress, silent
+from autoshard.plans import json_format, value
+from autoshard.plans.annotated import annotations_of
+from autoshard.plans.check import check_mesh, check_program
+from autoshard.plans.value import Keep
 
 if TYPE_CHECKING:
     from autoshard.cost.predict import Prediction
-    from autoshard.plans.value import Keep, Plan
+    from autoshard.graph.annotations import Annotations
+    from autoshard.graph.ops import Graph
+    from autoshard.lower.dtensor.distribute import DTensorPlan
+    from autoshard.lower.to_jax import JaxShardings
     from autoshard.program import Program
+    from autoshard.show.explanation import Explanation
 
 
 def plan(
@@ -104,21 +113,6 @@ def plan(
         )
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Hold back the cyclic garbage collector: a capture and a graph are many small objects that all stay alive.
-
-    With torch loaded, walking all objects again and again doubles the time of building a graph.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def capture(
     model: Any,
     sample_inputs: Any,
@@ -143,10 +137,10 @@ def plan_program(program: Program, mesh: Mesh | Sequence[Mesh], **options: Unpac
 
     asked = PlanningOptions(**options)  # type: ignore[arg-type]
     asked.progress("graph")
-    return plan_graph(build_graph(program), [mesh] if isinstance(mesh, Mesh) else mesh, asked)
+    return Plan.of(plan_graph(build_graph(program), [mesh] if isinstance(mesh, Mesh) else mesh, asked))
 
 
-def evaluate(program: Program, plan: Plan) -> Prediction:
+def evaluate(program: Program, plan: value.Plan) -> Prediction:
     """The cost model's figures for any plan of a program, full or partial, made by whomever.
 
     What the plan does not give follows from propagation as XLA does it, not from the solver.
@@ -157,9 +151,9 @@ def evaluate(program: Program, plan: Plan) -> Prediction:
     from autoshard.cost.predict import predict
     from autoshard.stablehlo.reader import build_graph
 
-    plan.check_program(program)
+    check_program(plan, program)
     graph = build_graph(program)
-    return predict(graph, plan.annotations(graph), plan.mesh)
+    return predict(graph, annotations_of(plan, graph), plan.mesh)
 
 
 def register_rule(
@@ -187,4 +181,113 @@ def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
 
     by_hand = plan_named(name)
     graph = build_graph(program)
-    return written_plan(graph, mesh, by_hand(graph, mesh))
+    return Plan.of(written_plan(graph, mesh, by_hand(graph, mesh)))
+
+
+@dataclass(frozen=True)
+class Plan(value.Plan):
+    """A plan with what can be done with it: each method hands on to the package that does it."""
+
+    @classmethod
+    def of(cls, plan: value.Plan) -> Plan:
+        """The same plan, with methods."""
+        if isinstance(plan, Plan):
+            return plan
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(plan) if each.init})
+
+    def to_json(self) -> str:
+        """The plan as JSON, version 1; the same plan always gives the same text."""
+        return json_format.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "plan") -> Plan:
+        """The plan that `to_json` wrote; `source` is what to call the text in messages.
+
+        Raises:
+            PlanError: not JSON, another format, an unknown version, or malformed: with the path of the bad field.
+        """
+        return cls.of(json_format.loads(text, source))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            PlanError: the path cannot be written.
+        """
+        json_format.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or as `from_json`.
+        """
+        return cls.of(json_format.load(path))
+
+    def check_program(self, program: Program) -> None:
+        """Refuse a program that is not the planned one.
+
+        Raises:
+            PlanMismatchError: with the first difference: kind, switches, argument, aten op.
+        """
+        check_program(self, program)
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Refuse a mesh of another shape, with other axis names, or of another device kind.
+
+        Raises:
+            PlanMismatchError: with both meshes.
+        """
+        check_mesh(self, mesh)
+
+    def annotations(self, graph: Graph) -> Annotations:
+        """The pins and copies that this plan writes on the graph of its program.
+
+        Raises:
+            PlanMismatchError: the graph is of another program.
+            PlanError: two entries pin one value differently, or an entry names a value that the graph has not.
+        """
+        return annotations_of(self, graph)
+
+    def __str__(self) -> str:
+        """A report for a person: what splits what per module, totals, what could not be split."""
+        from autoshard.show.report import plan_report
+
+        return plan_report(self)
+
+    def to_html(self, explanations: Sequence[Explanation] = ()) -> str:
+        """The plan as one self-contained page, with what `autoshard.explain` said of some tensors."""
+        from autoshard.show.page import page
+
+        return page(self, explanations)
+
+    def apply(self, model: Any, optimizer: Any = None) -> Any:
+        """Move `model` to the XLA devices, sharded as planned, with its optimizer state; see `lower.torch_xla`."""
+        from autoshard.lower.torch_xla.mark_sharding import apply
+
+        return apply(self, model, optimizer)
+
+    def annotate(self) -> AbstractContextManager[Any]:
+        """A context for one ordinary step, whose values are annotated as planned; see `lower.torch_xla`."""
+        from autoshard.lower.torch_xla.mark_sharding import annotate
+
+        return annotate(self)
+
+    def to_jax(self, devices: Sequence[Any] | None = None) -> JaxShardings:
+        """The plan in jax's words, on jax's devices: NamedShardings, and the step as a function; see `lower.to_jax`."""
+        from autoshard.lower.to_jax import to_jax
+
+        return to_jax(self, devices)
+
+    def to_dtensor(self, device_mesh: Any) -> DTensorPlan:
+        """The plan in DTensor's words, on a `torch.distributed` device mesh; see `lower.dtensor`."""
+        from autoshard.lower.dtensor.distribute import to_dtensor
+
+        return to_dtensor(self, device_mesh)
+
+    def to_tp_plan(self, model: Any, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
+        """The plan in the words of transformers' `tp_plan`, and what it cannot say; see `lower.tp_plan`."""
+        from autoshard.lower.tp_plan import to_tp_plan
+
+        return to_tp_plan(self, model, axis)
