@@ -17,7 +17,6 @@ from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import meshes_for
 from autoshard.planning.options import DEVICE_MEMORY, Hint, OptionKeywords, PlanningOptions, Progress, silent
 from autoshard.plans import json_format, value
-from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_mesh, check_program
 from autoshard.plans.value import Keep
 
@@ -149,6 +148,7 @@ def evaluate(program: Program, plan: value.Plan) -> Prediction:
         PlanError: the plan is for another program; says the first difference.
     """
     from autoshard.cost.predict import predict
+    from autoshard.plans.annotated import annotations_of
     from autoshard.stablehlo.reader import build_graph
 
     check_program(plan, program)
@@ -248,6 +248,8 @@ class Plan(value.Plan):
             PlanMismatchError: the graph is of another program.
             PlanError: two entries pin one value differently, or an entry names a value that the graph has not.
         """
+        from autoshard.plans.annotated import annotations_of
+
         return annotations_of(self, graph)
 
     def __str__(self) -> str:
