@@ -33,7 +33,7 @@ from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
 from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_latency
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
-from autoshard.cost.compiler.tpu.loops import as_loops, with_bodies
+from autoshard.cost.compiler.tpu.loops import as_loops
 from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
@@ -113,9 +113,7 @@ class TpuBackend(Backend):
                 partial(gathered_in_pieces, kind=self.device.kind),
                 rewrite.gathered_as_sums,
                 rewrite.gathered_results,
-                partial(with_bodies, device=self.device),
                 as_loops,
-                rewrite.updated_kernels,
                 rewrite.masks_of_operands,
                 scattered_onto,
                 rewrite.scattered_by_rows,
@@ -181,8 +179,10 @@ class TpuBackend(Backend):
         return tuple(shapes) if loop and not matrices and len(shapes) == 1 else None
 
     def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
-        """Whether the latency hiding scheduler has anything to do."""
-        return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
+        """Whether the latency hiding scheduler has anything to do; a program with checkpoints keeps its order."""
+        if not hides_latency(self.device) or any(kernel.kind == BARRIER for kernel in kernels):
+            return False
+        return any(asynchronous(kernel, program) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The memory scheduler's order; where collectives are asynchronous, the latency hiding scheduler's.

@@ -13,17 +13,12 @@ Read off loops compiled for v5e and v5p, products of 0.3 to 1.1 GB alone in a pr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.cost.compiler.lowered import Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
-from autoshard.cost.compiler.tpu.conv_loops import adds_up
-from autoshard.cost.compiler.tpu.layout import for_convolution
 from autoshard.cost.compiler.tpu.place import multiplies_matrices
 from autoshard.cost.machine.compute import CONTRACTIONS
-from autoshard.cost.machine.device import Device
 
 RING = 4
 """Fewest devices that a loop is made for."""
@@ -33,11 +28,6 @@ IN_FLIGHT, SUMMED = 4, 8
 
 UNROLLED = 2
 """Parts of either where four devices exchange them."""
-
-SPILLED = 2.5
-"""How often a part is moved beside where it is made, where parts do not fit on chip: cut, and written to the result. As
-seen in the first convolutions of three nets on v5e: 514, 680 and 1,053 MB, here 514, 671 and 1,028.
-"""
 
 
 def goes_round(program: Lowered, number: int) -> bool:
@@ -78,64 +68,6 @@ def as_loops(program: Lowered) -> Lowered:
         writes = (*step.writes, rewriter.array(step.writes[0], beside)) if beside else step.writes
         rewriter.emit(replace(step, reads=tuple(reads), writes=writes, parts=RING))
     return rewriter.result()
-
-
-def with_bodies(program: Lowered, device: Device) -> Lowered:
-    """What loops run beside one product and move beside its operands and its result.
-
-    Every round, two parts are multiplied, as parts go both ways: half as many rounds as there are devices. Where the
-    parts are of the result, one kernel more cuts what is made and two write it into the result; where partial sums go
-    round, one clears and one adds (libtpu 0.0.51, rings of 8 and 16, alike on v5e and v5p: 16 kernels in a ring of 8, 4
-    where the results are added up, 12 of partial sums). Counted are those that multiply or reach device memory: on one
-    core what is cut, written and added is on chip; on two what is written is.
-    """
-    steps = list(program.steps)
-    for number, step in enumerate(steps):
-        turns = _rounds(program, step) if step.kind in CONTRACTIONS else []
-        if not turns:
-            continue
-        turn = steps[turns[0]]
-        devices = turn.parts - 1
-        summed = step.writes[0] in turn.reads
-        added = not summed and (adds_up(program, step) if step.kind == "convolution" else _adds_up(program, step, turn))
-        far = device.cores > 1
-        kernels = devices // 2 * (2 + far if summed else 1 if added else 1 + far)
-        moved = 0.0 if summed or step.kind != "convolution" else _moved(program, step, devices, added, device)
-        steps[number] = replace(step, inner=(moved, float(kernels - 1)))
-    return replace(program, steps=steps)
-
-
-def _moved(program: Lowered, step: Step, devices: int, added: bool, device: Device) -> float:
-    """Bytes of device memory that a looped convolution moves for what it makes in its rounds.
-
-    A part of few features takes whole rows of 128. On one core two parts, what is cut from them and the images lie on
-    chip if there is room. Two cores write what products make to device memory; what is added up is read there again.
-    """
-    attrs = program.graph.ops[step.op].attrs
-    images, made = (program.arrays[array].shape for array in (step.reads[0], step.writes[0]))
-    if images is None or made is None or len(images) != len(attrs["lhs"]) or len(made) != len(attrs["out"]):
-        return 0.0
-    read = 2 * for_convolution(images, _within(attrs["lhs"]))
-    features, cut = attrs["out"][1], 0 if added else 4 * math.prod(made)
-    if not added:
-        made = tuple(-(-size // devices) if dim == features else size for dim, size in enumerate(made))
-    part = 4 * for_convolution(made, _within(attrs["out"]))
-    fits = (2 if added else 4) * part + read <= device.on_chip_bytes
-    far = devices * part + (devices * read / 2 if added else cut) if device.cores > 1 else 0.0
-    return far if fits else far + SPILLED * devices * part
-
-
-def _within(dims: Sequence[int]) -> tuple[int, int]:
-    return min(dims[:2]), max(dims[:2])
-
-
-def _adds_up(program: Lowered, step: Step, turn: Step) -> bool:
-    """Whether the parts that go round lie along the contraction of a product."""
-    place = step.reads.index(turn.writes[0])
-    op = program.graph.ops[step.op]
-    part, whole = program.arrays[turn.reads[0]].shape, program.graph.type_of(op.operands[place]).shape
-    dims = op.attrs[f"{('lhs', 'rhs')[place]}_contract"]
-    return part is not None and len(part) == len(whole) and any(part[dim] < whole[dim] for dim in dims)
 
 
 def is_loop(program: Lowered, step: Step) -> bool:

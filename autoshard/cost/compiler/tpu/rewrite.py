@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.compiler.lowered import (
@@ -20,10 +20,9 @@ from autoshard.cost.compiler.lowered import (
 from autoshard.cost.compiler.rewrite import Rewriter, writes_onto_constant
 from autoshard.cost.compiler.tpu.layout import for_convolution, row_major, tiled
 from autoshard.cost.compiler.tpu.strip_widths import SPLITS
-from autoshard.cost.machine.tiles import LANES, ROWS
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.ops import Value
 
 Dims = tuple[int, int]
 
@@ -432,61 +431,6 @@ def _beside(program: Lowered, step: Step, splat: Mapping[Value, float]) -> float
     """The number that all elements of a step's second operand are; None if they differ."""
     operands = program.graph.ops[step.op].operands
     return splat.get(operands[1]) if len(operands) == 2 else None
-
-
-def updated_kernels(program: Lowered) -> Lowered:
-    """What replaces a kernel of a convolution, or its moments, is made as the gradient lies, and copied back.
-
-    Tiles have 128 of the features that pad less; of those alike an argument has the features that are read, a gradient
-    those that are made. An argument of one tap has rows of one (twelve kernels compiled for v5e, with 3 and 1 taps and
-    64 to 256 features: copied are 9, not 128 x 64 and 64 x 128 of 3 x 3 taps, nor 64 x 3 of 7 x 7).
-    """
-    taps = {_taps(program.graph.ops[step.op], program.graph) for step in program.steps if step.kind == "convolution"}
-    found = [number for number in range(len(program.arrays)) if _copied_back(program, number, taps)]
-    if not found:
-        return program
-    rewriter = Rewriter(program)
-    made = {array: rewriter.array(array) for array in found}
-    updated = {program.updates[array] for array in found if array in program.updates}
-    updated = {array for array in updated if _pads_alike(program.arrays[array].shape or ())}
-    copies: dict[int, int] = {}
-    for step in program.steps:
-        reads, writes = (tuple(made.get(array, array) for array in arrays) for arrays in (step.reads, step.writes))
-        for array in updated.intersection(reads):
-            if step.kind in ELEMENTWISE or math.prod((program.arrays[array].shape or ())[2:]) == 1:
-                if array not in copies:
-                    copies[array] = rewriter.copy(array, step.op)
-                reads = tuple(copies[array] if each == array else each for each in reads)
-        rewriter.emit(replace(step, reads=reads, writes=writes))
-        for array in step.writes:
-            if array in made:
-                rewriter.emit(Step("copy", step.op, (made[array],), (array,)))
-    return rewriter.result()
-
-
-def _taps(op: Op, graph: Graph) -> tuple[int, ...]:
-    """Extents of a kernel: of what a convolution reads, or of what it makes where that is smaller, a gradient."""
-    read, made = graph.type_of(op.operands[1]).shape, op.results[0].shape
-    sizes = [tuple(shape[dim] for dim in op.attrs[name][2:]) for shape, name in ((read, "rhs"), (made, "out"))]
-    return min(sizes, key=math.prod)
-
-
-def _copied_back(program: Lowered, number: int, taps: Collection[tuple[int, ...]]) -> bool:
-    array = program.arrays[number]
-    if not (array.returned and array.donated) or array.maker < 0 or array.shape is None or len(array.shape) != 4:
-        return False
-    if program.steps[array.maker].kind not in ELEMENTWISE or array.shape[2:] not in taps:
-        return False
-    return math.prod(array.shape[2:]) == 1 or _pads_alike(array.shape)
-
-
-def _pads_alike(shape: Sequence[int]) -> bool:
-    """Whether a kernel's features pad alike, whichever of them are the lanes of a tile."""
-    out, into = shape[:2]
-    by_out, by_into = (
-        -(-lanes // LANES) * LANES * (-(-rows // ROWS) * ROWS) for lanes, rows in ((out, into), (into, out))
-    )
-    return by_out == by_into
 
 
 def _made(program: Lowered, array: Array) -> bool:
