@@ -225,7 +225,6 @@ class _Builder:
         self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
         self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
         self.prices = Prices(graph, self.groups, mesh, device)
-        self.images = self.prices.backend.images(graph)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
         self.contractions: set[int] = set()  # nodes of groups that contract
@@ -506,7 +505,6 @@ class _Builder:
     ) -> Matrix:
         kind = self.graph.type_of(value)
         copied, first = self._copied(value), self._needs_nothing(value)
-        image = self.images.get(value)
         key = ("reshard", *self._sort(value), item, copied, sliced, first, self._follows(value), sources, wanted)
         if key not in self._matrices:
             whole = [[i for i, s in enumerate(side) if not isinstance(s, Partial)] for side in (sources, wanted)]
@@ -526,8 +524,6 @@ class _Builder:
                 if not self.gathers:
                     gathered = [[bool(spec_axes(row) - spec_axes(column)) for column in columns] for row in rows]
                     found = np.where(np.array(gathered), np.inf, found)
-                if image is not None:
-                    found = found + moved * self._strips(kind.shape, item, image, rows, columns)
                 if sliced:
                     differs = np.array([[row != column for column in columns] for row in rows])
                     made = self.prices.copy_seconds(kind, columns)
@@ -538,7 +534,7 @@ class _Builder:
 
     def _sort(self, value: Value) -> tuple[object, ...]:
         """What of a value the price of a reshard depends on, beside its shardings."""
-        return self.graph.type_of(value), self.images.get(value), value in self.inputs
+        return self.graph.type_of(value), value in self.inputs
 
     def _read_whole(self, value: Value, rows: list[Spec], columns: list[Spec], moved: Matrix) -> Matrix:
         """Seconds to read an input of which a device takes a part: a TPU copies all that it holds of it on chip."""
@@ -547,11 +543,6 @@ class _Builder:
         differs = np.array([[float(row != column) for column in columns] for row in rows])
         rate = self.device.reachable_bandwidth
         return np.asarray(differs * (1.0 - moved) * self._bytes(value, tuple(rows))[:, None] / rate)
-
-    def _strips(self, shape: tuple[int, ...], item: int, image: int, rows: list[Spec], columns: list[Spec]) -> Matrix:
-        """Seconds of the kernels around reshards of an activation of which dim `image` counts images."""
-        seconds = self.prices.backend.copied_seconds
-        return np.array([[seconds(shape, item, image, row, column, self.mesh) for column in columns] for row in rows])
 
     def _reshard(self, value: Value, sources: Specs, reader: int, wanted: Specs) -> Matrix:
         item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])

@@ -29,8 +29,6 @@ from autoshard.cost.compiler.schedule import (
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
-from autoshard.graph.ops import Graph, Value
-from autoshard.mesh import Mesh, Spec
 
 
 @dataclass(frozen=True)
@@ -148,14 +146,6 @@ class Backend:
     def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
         """Shape -> elements, padding included, of an array that an op of this StableHLO kind makes."""
         return math.prod
-
-    def images(self, graph: Graph) -> Mapping[Value, int]:
-        """Activations around which collectives need kernels of their own -> the dim that counts images."""
-        return {}
-
-    def copied_seconds(self, shape: Sequence[int], item: int, dim: int, src: Spec, dst: Spec, mesh: Mesh) -> float:
-        """Seconds of these kernels where such an activation, of `item` bytes an element, goes from `src` to `dst`."""
-        return 0.0
 
     def early_seconds(self, compiled: Compiled) -> float:
         """Seconds of copies that a program has as soon as it gathers anything."""

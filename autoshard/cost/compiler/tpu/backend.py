@@ -51,8 +51,6 @@ from autoshard.cost.compiler.tpu.strip_widths import (
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.passes import Passes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
-from autoshard.graph.ops import Graph, Value
-from autoshard.mesh import Mesh, Spec
 
 THRESHOLD = 120 * 2**20
 """Bytes up to which all-reduces are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
@@ -91,14 +89,6 @@ class TpuBackend(Backend):
     def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
         """A scatter's rows take whole tiles: those of a narrow table 128 numbers each."""
         return row_major if kind == "scatter" else super().elements_made_by(kind)
-
-    def images(self, graph: Graph) -> Mapping[Value, int]:
-        """Those that convolutions read or make: few images are cut into strips of space."""
-        return strips.batch_dims(graph)
-
-    def copied_seconds(self, shape: Sequence[int], item: int, dim: int, src: Spec, dst: Spec, mesh: Mesh) -> float:
-        """See `strips.copied_seconds`."""
-        return strips.copied_seconds(shape, item, dim, src, dst, mesh, self.device)
 
     def early_seconds(self, compiled: Compiled) -> float:
         """See `strips.early_seconds`."""

@@ -6,9 +6,7 @@ the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to
 
 - An activation that a collective moves is put together before it, or cut into strips after, by copies and reshapes that
   read and write it whole; on the other side of an all-to-all its parts are put in order. Around four all-to-alls there
-  were 10, 5, 6 and 7 such kernels, and more where strips end for what is near. Three plans with four all-to-alls each
-  (1.2 to 1.6 MB a part), compiled for v5p, had 74 to 130 kernels more than data parallelism, and took 0.10, 0.13 and
-  0.16 ms more of compute though they update fewer weights: as 30 kernels for each would (`COPIES` and `PARTS`).
+  were 10, 5, 6 and 7 such kernels (`AROUND` and `ORDERED`), and more where strips end for what is near.
 - Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
   has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
   (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
@@ -19,9 +17,8 @@ the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
@@ -41,20 +38,9 @@ from autoshard.cost.compiler.tpu.strip_widths import (
 from autoshard.cost.machine.device import Device
 from autoshard.cost.machine.tiles import ROWS
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.ops import Graph, Value
-from autoshard.mesh import Mesh, Spec
-
-Key = TypeVar("Key")
-
-COPIES = 20
-"""Kernels that put an activation together before it leaves a device, or cut it into strips when it arrives, and what is
-near with it."""
-
-PARTS = 10
-"""Kernels that put the parts of an all-to-all in order, on the side that is not in strips."""
 
 AROUND, ORDERED = 4, 2
-"""What of these is predicted as kernels: the rest are copies where strips end, which are predicted where they do."""
+"""Copies around a collective of strips, and of parts on the other side of an all-to-all."""
 
 IN_FLIGHT = 2**12
 """Bytes that a gather makes at least that other kernels run beside. Of 1,572 gathers in 105 programs compiled for v5e
@@ -72,18 +58,6 @@ READ_WHOLE = frozenset({"reduce_window", "select_and_scatter", "pad"})
 MOVING = COLLECTIVES - {"all-reduce"}
 
 
-def batch_dims(graph: Graph) -> dict[Value, int]:
-    """Activations that convolutions read or make, and what is elementwise between them -> their batch dim."""
-    if not any(op.kind == "convolution" for op in graph.ops):
-        return {}
-    ops = [
-        _Node(op.kind, op.operands, tuple(Value(op.id, result) for result in range(len(op.results))), op.attrs)
-        for op in graph.ops
-        if op.kind != "argument"
-    ]
-    return _batch_dims(ops, lambda value: graph.type_of(value).shape)
-
-
 def early_seconds(compiled: Compiled, device: Device) -> float:
     """Seconds of copies that run early, beside a gather: written and read once more in device memory.
 
@@ -98,67 +72,42 @@ def early_seconds(compiled: Compiled, device: Device) -> float:
     return 2 * sum(program.arrays[array].bytes for array in made & late) / device.reachable_bandwidth
 
 
-def copied_seconds(
-    shape: Sequence[int], item: int, dim: int, src: Spec, dst: Spec, mesh: Mesh, device: Device
-) -> float:
-    """Seconds of the kernels around a collective that moves an activation of which `dim` counts images."""
-    seconds = 0.0
-    for spec, other in ((src, dst), (dst, src)):
-        strips = shape[dim] / mesh.ways(spec[dim]) < FEW
-        count = COPIES if strips else PARTS if shape[dim] / mesh.ways(other[dim]) < FEW else 0
-        moved = 2 * math.prod(mesh.shard_shape(shape, spec)) * item if device.cores > 1 else 0
-        seconds += count * (device.kernel_overhead + moved / device.reachable_bandwidth)
-    return seconds
-
-
 def few(program: Lowered) -> list[int]:
     """Activations of fewer images on a device than a tile has rows."""
     if not any(step.kind == "convolution" for step in program.steps):
         return []
-    ops = [_Node(step.kind, step.reads, step.writes, program.graph.ops[step.op].attrs) for step in program.steps]
     arrays = program.arrays
-    found = _batch_dims(ops, lambda array: arrays[array].shape)
-    return [array for array, dim in found.items() if (arrays[array].shape or (FEW,))[dim] < FEW]
+    return [array for array, dim in _batch_dims(program).items() if (arrays[array].shape or (FEW,))[dim] < FEW]
 
 
-@dataclass(frozen=True)
-class _Node(Generic[Key]):
-    kind: str
-    reads: tuple[Key, ...]
-    writes: tuple[Key, ...]
-    attrs: Mapping[str, Any] = field(repr=False)
-
-
-def _batch_dims(ops: Sequence[_Node[Key]], shape_of: Callable[[Key], tuple[int, ...] | None]) -> dict[Key, int]:
-    computed = _computed((op.kind, op.reads, op.writes) for op in ops)
-    found: dict[Key, int] = {}
-    for op in ops:
-        if op.kind == "convolution" and len(op.reads) == 2 and op.reads[1] not in computed:
-            for key, name in ((op.reads[0], "lhs"), (op.writes[0], "out")):
-                if len(shape_of(key) or ()) == len(op.attrs[name]):
-                    found.setdefault(key, op.attrs[name][0])
-    for way in (ops, ops[::-1]):
-        for op in way:
-            if op.kind in KEEPS_DIMS and op.kind not in COLLECTIVES:
-                around = (*op.reads, *op.writes)
-                known = next((key for key in around if key in found), None)
-                if known is not None:
-                    rank, size = len(shape_of(known) or ()), (shape_of(known) or ())[found[known]]
-                    alike = [key for key in around if len(shape_of(key) or ()) == rank]
-                    found |= {
-                        key: found[known]
-                        for key in alike
-                        if key not in found and (shape_of(key) or ())[found[known]] == size
-                    }
+def _batch_dims(program: Lowered) -> dict[int, int]:
+    """Activations that convolutions read or make, and what is elementwise between them -> their batch dim."""
+    computed, found = _computed(program.steps), dict[int, int]()
+    shapes = [array.shape or () for array in program.arrays]
+    for step in program.steps:
+        if step.kind == "convolution" and len(step.reads) == 2 and step.reads[1] not in computed:
+            attrs = program.graph.ops[step.op].attrs
+            for array, name in ((step.reads[0], "lhs"), (step.writes[0], "out")):
+                if len(shapes[array]) == len(attrs[name]):
+                    found.setdefault(array, attrs[name][0])
+    elementwise = [step for step in program.steps if step.kind in KEEPS_DIMS and step.kind not in COLLECTIVES]
+    for step in (*elementwise, *elementwise[::-1]):
+        around = (*step.reads, *step.writes)
+        known = next((array for array in around if array in found), None)
+        if known is not None:
+            dim, rank, size = found[known], len(shapes[known]), shapes[known][found[known]]
+            for array in around:
+                if len(shapes[array]) == rank and shapes[array][dim] == size:
+                    found.setdefault(array, dim)
     return found
 
 
-def _computed(ops: Iterable[tuple[str, tuple[Key, ...], tuple[Key, ...]]]) -> set[Key]:
-    """What follows from what a convolution makes; of each op its kind, what it reads and what it writes."""
-    found: set[Key] = set()
-    for kind, reads, writes in ops:
-        if kind == "convolution" or not found.isdisjoint(reads):
-            found.update(writes)
+def _computed(steps: Iterable[Step]) -> set[int]:
+    """What follows from what a convolution makes."""
+    found: set[int] = set()
+    for step in steps:
+        if step.kind == "convolution" or not found.isdisjoint(step.reads):
+            found.update(step.writes)
     return found
 
 
@@ -196,7 +145,7 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
     if not widths:
         return program
     rewriter = Rewriter(program)
-    computed = _computed((step.kind, step.reads, step.writes) for step in program.steps)
+    computed = _computed(program.steps)
     for array, width in widths.items():
         program.arrays[array].strips = width
     free = with_images_apart(program)
@@ -490,7 +439,7 @@ def _in_flight(kernel: Kernel, program: Lowered) -> bool:
 
 def _backward(kernels: Sequence[Kernel], program: Lowered) -> int | None:
     """The position of the first gradient of a kernel: a convolution of which both operands are computed."""
-    computed = _computed((step.kind, step.reads, step.writes) for step in program.steps)
+    computed = _computed(program.steps)
     gradients = {
         number
         for number, step in enumerate(program.steps)

@@ -10,11 +10,7 @@ import pytest
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered
 from autoshard.cost.compiler.tpu.strips import (
-    COPIES,
-    PARTS,
     arguments_beside_gathers,
-    batch_dims,
-    copied_seconds,
     early_seconds,
 )
 from autoshard.cost.machine.device import load_device
@@ -68,14 +64,6 @@ def predicted(graph: Graph, device: str, last: tuple[tuple[str, ...], ...] = WHO
     return predict(graph, Annotations(pins), mesh_of(device))
 
 
-def test_batch_dims_are_found_through_elementwise_ops_and_not_for_kernels() -> None:
-    graph = network(32)
-    kinds = {graph.ops[value.op].kind for value in batch_dims(graph)}
-    assert kinds == {"argument", "convolution", "negate"}
-    assert not any(Value(op) in batch_dims(graph) for op in graph.arguments[1:])
-    assert set(batch_dims(graph).values()) == {0}
-
-
 @pytest.mark.parametrize(
     ("device", "images", "split", "early"),
     [
@@ -102,14 +90,6 @@ def test_activations_are_put_together_around_an_all_to_all() -> None:
         before, after = kinds[: kinds.index("all-to-all")], kinds[kinds.index("all-to-all") + 1 :]
         around[images] = before[-1] == "copy", after[0] == "copy"
     assert around == {32: (True, True), 64: (False, False)}
-
-
-def test_the_solver_pays_for_copies_where_images_are_few() -> None:
-    mesh, device = mesh_of("tpu-v5p"), load_device("tpu-v5p")
-    columns = ((), BOTH, (), ())
-    few = copied_seconds((32, 256, 14, 14), 4, 0, BATCH, columns, mesh, device)
-    assert few > (COPIES + PARTS) * device.kernel_overhead
-    assert copied_seconds((64, 256, 14, 14), 4, 0, BATCH, columns, mesh, device) == 0.0
 
 
 @pytest.mark.parametrize("none_is_faster", [True, False])
