@@ -1,8 +1,9 @@
 """What each rule of the compiler model is worth: memory predicted without it, beside what was compiled.
 
 Every variant takes one pass of a target's compiler away, or one rule back to the coarse one of `Backend` and `Fusion`.
-The rows are those of `compiled.py`, `developed` and `bf16.py`, whose compiled memory is kept. A rule stays if without
-it a row that was within 15 % of its compiled memory leaves that, or the 90th percentile of errors rises by 5 points.
+The rows are those of `compiled.py`, `developed`, `bf16.py` and `random_nets.py`, whose compiled memory is kept. A rule
+stays if without it a row that was within 15 % of its compiled memory leaves that, or the 90th percentile of errors
+rises by 5 points.
 Programs are captured and partitioned once, into `out/ablation`; rows in `results/ablation.csv` are not made again.
 
     python benchmarks/ablation.py [--targets tpu,gpu,cpu] [--variants WORD,…]
@@ -90,17 +91,20 @@ Patch = tuple[Any, str, Any]
 def sources() -> Iterator[tuple[str, Callable[[], Graph], list[dict[str, Any]]]]:
     """Every program with its rows: a name, what builds its graph, and the rows that were compiled."""
     from bf16 import DEEP, PROGRAMS
+    from random_nets import NAME, graph_of
 
     from autoshard import api
 
     rows: dict[str, list[dict[str, Any]]] = {}
-    for file in ("compiled", "developed", "bf16_gpu", "bf16_tpu"):
+    for file in ("compiled", "developed", "bf16_gpu", "bf16_tpu", "random_nets"):
         for row in read(RESULTS / f"{file}.csv"):
             if "compiled_memory" in row and not row["plan"].startswith("random"):
                 rows.setdefault(row["model"], []).append(row)
     bf16 = PROGRAMS | DEEP
     for name, mine in rows.items():
-        if name in bf16:
+        if name.startswith(NAME):
+            yield name, lambda name=name: graph_of(int(name.removeprefix(NAME))), mine  # type: ignore[misc]
+        elif name in bf16:
             yield name, lambda make=bf16[name]: build_graph(api.capture(**make())), mine  # type: ignore[misc]
         else:
             yield name, lambda name=name: build_graph(program(name)), mine  # type: ignore[misc]
@@ -174,6 +178,8 @@ def variants(family: str) -> dict[str, Patch]:
         for name, value in owner.__dict__.items():
             if callable(value) and name in base.__dict__ and not name.startswith("__"):
                 found[f"{owner.__name__}.{name}"] = (owner, name, base.__dict__[name])
+    if family == "tpu":
+        found["all of libtpu.toml"] = (sys.modules[__name__], "BACKENDS", {"tpu": tpu.CoarseTpuBackend})
     for module, name, instead in COARSE[family]:
         if name in module.__dict__:
             found[name.lstrip("_")] = (module, name, instead)

@@ -19,25 +19,15 @@ import math
 
 from autoshard.cost.machine import layout
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.figures import figure, of_kind, table, whole
 from autoshard.cost.machine.tiles import LANES, ROWS, minor_dims
 from autoshard.cost.partitioner.collective_rules import CollectiveRules, Scattered, Shape
 from autoshard.mesh import AxisGroup, Mesh
 
-MOST_PADDING = 1.5
-"""Padded over actual size up to which a sum is scattered: 1.41 is, 1.6 is not."""
-LONGEST = 150
-"""Tiles side by side that it cannot cut any further: 139 and 3 x 131 are scattered, 157 and 239 (BERT's words) not."""
-SMALL_BUFFER = 3650
-BUFFER = {"tpu-v6e": 7560}
-"""Tiles, 3,650 elsewhere, that `ways` + 4 pieces of a reduce-scatter fit: a piece has at most 304 tiles over 8 chips of
-a v5e, 456 over 4, 608 over 2, and 626 to 633 over 8 of a v6e.
-"""
-LINK_SHARE = {"tpu-v5p": 1.1}
-"""Of a link's datasheet bandwidth, 0.95 elsewhere: windowed einsums are chosen on v5e for 8,448 contracted elements,
-not for 8,192; on v5p for convolutions of 1,056 positions per chip and not for 8,192 contracted elements (1,024).
-"""
-LATENCY_BOUND = 16 * 2**20
-"""Bytes of a gathered array up to which 64 chips or more reduce instead: 16.0 MiB are, 16.5 MiB are not."""
+MOST_PADDING = figure("reduce_scatter_padding")
+MOST_TILES = whole("reduce_scatter_tiles")
+BUFFER = "reduce_scatter_buffer"
+LATENCY_BOUND = whole("latency_bound")
 MANY = 64
 
 
@@ -75,7 +65,7 @@ class TpuCollectiveRules(CollectiveRules):
             unit=scatter_unit(axes, mesh),
             row_major=row_major,
             summed=summed,
-            buffer=BUFFER.get(load_device(mesh.device).kind, SMALL_BUFFER),
+            buffer=of_kind(BUFFER, load_device(mesh.device).kind),
             packed=packed,
         )
 
@@ -92,7 +82,8 @@ class TpuCollectiveRules(CollectiveRules):
             return False
         ways = mesh.ways(mesh.spanned(axes))
         computing = flops / device.peak_flops("bf16")
-        permuting = size / (2 * LINK_SHARE.get(device.kind, 0.95) * link.bandwidth)
+        shares = table("einsum_link_share")
+        permuting = size / (2 * shares.get(device.kind, shares["other"]) * link.bandwidth)
         moving = permuting / (2 if ways == 4 and scatter_unit(axes, mesh) == 4 else 1)
         return max(computing, permuting) + 2 * permuting / ways < computing + moving
 
@@ -121,7 +112,7 @@ def scattered(
     unit: int = 2,
     row_major: bool = False,
     summed: bool = False,
-    buffer: int = SMALL_BUFFER,
+    buffer: int = of_kind(BUFFER, ""),
     packed: int = 1,
 ) -> Scattered | None:
     """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
@@ -163,7 +154,7 @@ def scattered(
             return None
         rows = down * ROWS / part[row]
         return Scattered(found.padded * rows, found.moved * rows)
-    if _largest_prime(across) > LONGEST:
+    if _largest_prime(across) > MOST_TILES:
         return None
     if major > 1:
         short = down <= piece or part[row] % LANES == 0  # 32 products over four devices, 75 to 2,048 rows of tiles each

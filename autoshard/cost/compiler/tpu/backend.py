@@ -71,8 +71,8 @@ def _in_groups_and_strips(program: Lowered) -> Lowered:
     return strips.cut_into_strips(rewrite.laid_out_for_convolutions(in_groups(program), widths), widths)
 
 
-class TpuBackend(Backend):
-    """XLA's TPU compiler."""
+class CoarseTpuBackend(Backend):
+    """XLA's TPU compiler, as far as it is alike for all kinds and versions: tiles, fusion, memory on chip."""
 
     alignment = 512
     reuses_results = False
@@ -89,30 +89,6 @@ class TpuBackend(Backend):
     def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
         """A scatter's rows take whole tiles: those of a narrow table 128 numbers each."""
         return row_major if kind == "scatter" else super().elements_made_by(kind)
-
-    def early_seconds(self, compiled: Compiled) -> float:
-        """See `strips.early_seconds`."""
-        return strips.early_seconds(compiled, self.device)
-
-    @property
-    def rewrites(self) -> Passes[Lowered]:
-        """See `rewrite.py`, `strips.py` and `loops.py`."""
-        return Passes(
-            (
-                rewrite.attentions_by_rows,
-                partial(gathered_in_pieces, kind=self.device.kind),
-                rewrite.gathered_as_sums,
-                rewrite.gathered_results,
-                as_loops,
-                rewrite.masks_of_operands,
-                scattered_onto,
-                rewrite.scattered_by_rows,
-                rewrite.looked_up_by_rows,
-                rewrite.moved_by_rows,
-                as_images,
-                _in_groups_and_strips,
-            )
-        )
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
@@ -168,21 +144,9 @@ class TpuBackend(Backend):
         loop = kernel.kind in ELEMENTWISE or kernel.kind == ROUNDING
         return tuple(shapes) if loop and not matrices and len(shapes) == 1 else None
 
-    def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
-        """Whether the latency hiding scheduler has anything to do; a program with checkpoints keeps its order."""
-        if not hides_latency(self.device) or any(kernel.kind == BARRIER for kernel in kernels):
-            return False
-        return any(asynchronous(kernel, program) for kernel in kernels)
-
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The memory scheduler's order; where collectives are asynchronous, the latency hiding scheduler's.
-
-        Nets of convolutions keep the memory scheduler's.
-        """
-        lowest = self.lowest_peak(kernels, deps, program)
-        if not self._hides(kernels, program) or convolves(program):
-            return lowest
-        return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
+        """The memory scheduler's order."""
+        return self.lowest_peak(kernels, deps, program)
 
     def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The order of three that libtpu counts least for.
@@ -240,6 +204,54 @@ class TpuBackend(Backend):
             and any(program.steps[reader].kind == "slice" for reader in found.readers)
         )
 
+    def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
+        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
+        return Placing(self.device, self.buffer_bytes, kernels, program, live).placement()
+
+
+class TpuBackend(CoarseTpuBackend):
+    """The compiler that the figures in `libtpu.toml` were read off."""
+
+    def early_seconds(self, compiled: Compiled) -> float:
+        """See `strips.early_seconds`."""
+        return strips.early_seconds(compiled, self.device)
+
+    @property
+    def rewrites(self) -> Passes[Lowered]:
+        """See `rewrite.py`, `strips.py` and `loops.py`."""
+        return Passes(
+            (
+                rewrite.attentions_by_rows,
+                partial(gathered_in_pieces, kind=self.device.kind),
+                rewrite.gathered_as_sums,
+                rewrite.gathered_results,
+                as_loops,
+                rewrite.masks_of_operands,
+                scattered_onto,
+                rewrite.scattered_by_rows,
+                rewrite.looked_up_by_rows,
+                rewrite.moved_by_rows,
+                as_images,
+                _in_groups_and_strips,
+            )
+        )
+
+    def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
+        """Whether the latency hiding scheduler has anything to do; a program with checkpoints keeps its order."""
+        if not hides_latency(self.device) or any(kernel.kind == BARRIER for kernel in kernels):
+            return False
+        return any(asynchronous(kernel, program) for kernel in kernels)
+
+    def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
+        """The memory scheduler's order; where collectives are asynchronous, the latency hiding scheduler's.
+
+        Nets of convolutions keep the memory scheduler's.
+        """
+        lowest = self.lowest_peak(kernels, deps, program)
+        if not self._hides(kernels, program) or convolves(program):
+            return lowest
+        return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
+
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
@@ -252,10 +264,6 @@ class TpuBackend(Backend):
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
         return beside_sparse_cores(kernels, order, program, self.device)
-
-    def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
-        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
-        return Placing(self.device, self.buffer_bytes, kernels, program, live).placement()
 
 
 class _Rounded:

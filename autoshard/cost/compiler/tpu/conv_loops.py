@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered, Step
+from autoshard.cost.machine.figures import whole
 
-IN_FLIGHT = 4
-"""Permutes that are under way at once."""
+IN_FLIGHT = whole("ring_in_flight")
 
 ALLOCATED = "allocate"
 """The kind of a buffer that is made before its loop."""

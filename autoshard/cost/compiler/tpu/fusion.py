@@ -18,6 +18,7 @@ from autoshard.cost.compiler.tpu.rewrite import convolved
 from autoshard.cost.compiler.tpu.strip_widths import annotated_view, enlarges
 from autoshard.cost.compiler.tpu.strips import halo_passes
 from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.machine.figures import figure, whole
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
@@ -33,13 +34,8 @@ MOST_AGAIN = 64
 be thousands long, and be asked after at every step.
 """
 
-LONGEST, WIDER = 768, 0.75
-"""Which products are one kernel with several elementwise steps that read them: by the length of their contraction.
-
-Of short ones, or shorter than so much of the width. As seen (v5e and v5p, whatever the rows): 768 for 1,024 columns
-are, 896 are not; 1,024 for 2,048 are; the gradients of GELUs too, 768 for 768 in GPT-2 and 4,096 for 16,384 in ALBERT.
-What decides is not all known: with two products for readers, 512 for 512 and 4,096 for 16,384 are not.
-"""
+LONGEST, WIDER = whole("fused_contraction"), figure("fused_width")
+"""By the length of their contraction, products that are one kernel with several elementwise steps that read them."""
 
 
 class TpuFusion(Fusion):

@@ -15,15 +15,9 @@ from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.tpu.layout import row_major
+from autoshard.cost.machine.figures import of_kind, whole
 
-PIECE = 2**18
-"""Numbers of a row that are gathered at once."""
-
-LONGER = {"tpu-v6e": 2**19}
-"""On other device kinds."""
-
-INSIDE = 4
-"""Pieces that are put together inside of what reads them."""
+INSIDE = whole("gathered_inside")
 
 JOINED = "joined"
 """Kind of the step that writes the others into their places."""
@@ -67,4 +61,4 @@ def _pieces(program: Lowered, step: Step, kind: str) -> int:
     row = [made[dim] for dim in window]
     if len(row) > 2:  # these are copied by a loop
         return 1
-    return -(-row_major((*(1,) * (2 - len(row)), *row)) // LONGER.get(kind, PIECE))
+    return -(-row_major((*(1,) * (2 - len(row)), *row)) // of_kind("gathered_piece", kind))

@@ -18,34 +18,27 @@ from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered
 from autoshard.cost.compiler.schedule import Dependencies
 from autoshard.cost.compiler.tpu.place import SHARE
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.figures import figure, table, whole
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 from autoshard.graph.orders import post_order
 
-CYCLE = 1 / 1.5e9
-"""Seconds: what an instruction that is no fusion takes (copies, gathers and scatters too), and the way to a reader."""
+CYCLE = 1 / figure("scheduled_cycle")
 
-LAUNCH = 3600 * CYCLE
-"""Seconds of a fusion beside its work."""
+LAUNCH = figure("scheduled_launch") * CYCLE
 
-LINKS = 62.2 / CYCLE
-"""Bytes a second of what is gathered, or summed, along any axes; a sum of several arrays counts the first of them."""
+LINKS = figure("scheduled_links") / CYCLE
 
-PERMUTED, EXCHANGED = 2, 3.5
-"""How much longer a permute, or an exchange, takes than a gather of as many bytes."""
+SLOWER = {"collective-permute": figure("scheduled_permute"), "all-to-all": figure("scheduled_exchange")}
 
-PRODUCTS = 40_000 / CYCLE
-"""FLOPs a second of products, with what is fused into them: 13,000 to 80,000 a cycle in the logs."""
+PRODUCTS = figure("scheduled_products") / CYCLE
 
-LANES, PLAIN, HEAVY = 1024, 0.25 * CYCLE, 4 * CYCLE
-"""Elements that are worked on at once, and seconds of a plain and of another step for them; fitted to the logs."""
+LANES, STEP = 1024, table("scheduled_step")
 
 HEAVIER = frozenset({"exponential", "log", "tanh", "divide", "sqrt", "rsqrt", "power", "logistic", "sine", "cosine"})
 
-SMALLEST = 2**12
-"""Bytes that a gather makes at least to be asynchronous: none of 1,572 in 105 programs makes less."""
+SMALLEST = whole("asynchronous_gather")
 
-AT_ONCE = {"all-gather": 1, "collective-permute": 5}
-"""How many collectives of a kind are in flight at once; all others run alone."""
+AT_ONCE = {"all-gather": 1, "collective-permute": whole("permutes_at_once")}
 
 
 def hides_latency(device: Device) -> bool:
@@ -108,13 +101,13 @@ def _seconds(kernel: Kernel, program: Lowered, device: Device, size: Callable[[A
         return 0.0
     if kernel.kind in COLLECTIVES:
         moved = {"all-reduce": made[0], "reduce-scatter": sum(read)}.get(kernel.kind, sum(made))
-        return moved / LINKS * {"collective-permute": PERMUTED, "all-to-all": EXCHANGED}.get(kernel.kind, 1.0)
+        return moved / LINKS * SLOWER.get(kernel.kind, 1.0)
     if kernel.kind in ("gather", "scatter") or (len(kernel.steps) <= 1 and not kernel.flops):
         return CYCLE
     work = kernel.flops / PRODUCTS
     for step in (program.steps[number] for number in kernel.steps):
         if step.kind in ELEMENTWISE or step.kind == "reduce":
             elements = max((arrays[array].elements for array in (*step.reads, *step.writes)), default=0)
-            work += elements / LANES * (HEAVY if step.kind in HEAVIER else PLAIN)
+            work += elements / LANES * STEP["heavy" if step.kind in HEAVIER else "plain"] * CYCLE
     touched = sum(size(arrays[array]) for array in {*kernel.reads, *kernel.writes})
     return LAUNCH + max(touched / (SHARE * device.memory_bandwidth), work)

@@ -19,15 +19,13 @@ from autoshard.cost.compiler.lowered import Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.tpu.place import multiplies_matrices
 from autoshard.cost.machine.compute import CONTRACTIONS
+from autoshard.cost.machine.figures import whole
 
-RING = 4
-"""Fewest devices that a loop is made for."""
+RING = whole("ring_devices")
 
-IN_FLIGHT, SUMMED = 4, 8
-"""Parts of an operand, and of partial sums, that are in memory while a loop runs."""
+IN_FLIGHT, SUMMED = whole("ring_operands"), whole("ring_sums")
 
-UNROLLED = 2
-"""Parts of either where four devices exchange them."""
+UNROLLED = whole("ring_unrolled")
 
 
 def goes_round(program: Lowered, number: int) -> bool:

@@ -22,36 +22,23 @@ from autoshard.cost.compiler.tpu.sparse_copies import COPIED
 from autoshard.cost.compiler.tpu.strips import passes_of
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.figures import figure, table, whole
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, INDEXED
 
-TUPLE_BYTES = 16 * 2**10
-"""Device memory that a kernel of several results takes beside them, and each asynchronous copy; a slice of one takes
-two. It is a table of where the parts lie: all blocks begin at multiples of this in libtpu's buffer assignment."""
-SLICES, SLICED = 4, 2**20
-"""Into how many slices a copy to on-chip memory is cut, and from how many bytes on (on a v5p it is not)."""
+TUPLE_BYTES = whole("tuple_table")
+SLICES, SLICED = whole("copy_slices"), whole("sliced_copy")
 
-LONGEST = 8.0
-"""How many times on-chip memory could be copied while a value waits there between two uses (libtpu's
-`xla_msa_max_overlap_to_mem_size_async_copy_ratio`)."""
+LONGEST_WAIT = figure("longest_wait")
 
-SHARE, SHARE_OF_CORES = 0.9, 0.85
-"""Of the bandwidth of device memory, what the cost model of memory space assignment counts with, for kernels and for
-copies, on one core and on two. As libtpu 0.0.51 logs it (`TPU_VMODULE=algorithm=4`, "Initial resource", "Interval
-max"): 737.7 GB/s on a v5e and 2350.2 on a v5p; a value waits 1273.7 µs at most, 171.1 on a v5p."""
+SHARE, SHARE_OF_CORES = table("counted_bandwidth")["other"], table("counted_bandwidth")["cores"]
 
 ROWS = 8
-"""Rows of a tile: what is gathered from a table row by row reads the tiles that the rows lie in, a scatter reads and
-writes them. Of 54 programs for v5e, logged and so counted: 205 of 220 gathers (of the rest most are of vectors), all of
-37 scatters onto an operand, 131 of 152 onto zeros."""
+"""Rows of a tile: what is gathered from a table by rows reads their tiles, a scatter also writes them."""
 
-BESIDE = 3
-"""How often a gather counts that runs beside a product: its start, and its end, which reads and writes it again."""
+BESIDE = whole("gather_beside")
 
-TILE_FLOPS = 14 * 4 * 2 * 128 * 128
-"""What a core could multiply (four units of 128 x 128) while it works on one tile between convolutions: 14 cycles. It
-stands for copies of tiles that are not predicted one by one, and libtpu's cost model knows nothing of it: the clocks of
-ResNet, U-Net and denoiser on a v5e are 6 % below to 31 above what libtpu counts, without it 14 to 35 below; loops of
-FSDP 16 below to 64 above. It keeps the proportion of a tile to the longest wait that 16 cycles had to 1434 µs."""
+TILE_FLOPS = figure("convolved_tile") * 4 * 2 * 128 * 128
+"""What a core multiplies, in four units of 128 x 128, while it works on a tile between convolutions."""
 
 STILL = COLLECTIVES | {BARRIER, ALLOCATED, COPIED}
 """Kinds of kernels whose traffic of device memory is not reported: a link is slower than that, or nothing moves. The
@@ -246,7 +233,7 @@ class Placing:
 
     def _longest(self) -> float:
         """Seconds that a value may wait on chip."""
-        return LONGEST * self.device.on_chip_bytes / self.rate
+        return LONGEST_WAIT * self.device.on_chip_bytes / self.rate
 
     def _touched(self, kernel: Kernel) -> dict[int, int]:
         """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""

@@ -20,6 +20,7 @@ from autoshard.cost.compiler.lowered import (
 from autoshard.cost.compiler.rewrite import Rewriter, writes_onto_constant
 from autoshard.cost.compiler.tpu.layout import for_convolution, row_major, tiled
 from autoshard.cost.compiler.tpu.strip_widths import SPLITS
+from autoshard.cost.machine.figures import whole
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Value
@@ -353,15 +354,9 @@ def _lies_by_rows(program: Lowered, array: int) -> bool:
     return shape is not None and row_major(shape) <= tiled(shape)
 
 
-MOST_PADDED, MOST_WASTED = 2, 128 * 2**20
-"""How much more a table may take by rows, and how many bytes more, for lookups to copy it. As seen, for 64 to 65,536
-lookups: 32 columns of 300,000 rows are copied, of 400,000 not; 48 of 400,000 are, of 600,000 not; 64 of 1,600,000 are.
-128 to 1,024 rows are scattered by rows into 32 columns of 345,000, not of 355,000; 8 of 270,000, not of 290,000; 64 of
-3,000,000 (a little less than twice as much), not of 2,000,000 (v5e and v5p)."""
+MOST_PADDED, MOST_WASTED = whole("table_padding"), whole("table_waste")
 
-WASTED_A_ROW = 120 * 2**10
-"""How many bytes more for each row that is scattered. As seen, into 8 columns: 2,048 rows by rows into 500,000, not
-560,000; 4,096 into 1,000,000, not 1,100,000; 8,192 into 2,000,000, not 3,000,000."""
+WASTED_A_ROW = whole("table_waste_a_row")
 
 COPIED = 2.0
 """How much more an argument takes as a convolution reads it, where that is called a copy of its own."""

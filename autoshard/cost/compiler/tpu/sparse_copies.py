@@ -28,29 +28,21 @@ from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
 from autoshard.cost.compiler.schedule import Dependencies, dependencies
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.figures import figure, table, whole
 from autoshard.cost.machine.tiles import LANES
 
 COPIED = "copied"
 """The kind of the end of such a copy or lookup."""
 
-MOST_COLUMNS = LANES // 2
-"""As seen: of 33, 48, 56, 63 and 64 numbers to a row, not of 65, 72, 80, 96, 192 and 320; not of bf16, nor of int8."""
+MOST_COLUMNS = whole("sparse_columns")
 
-FEWEST = 1024
-"""Rows, of which more are looked up. As seen: 1,025 of 50,000 are, 1,024 not; 8,192 of 4,505 are, of 4,096 not."""
+FEWEST = whole("sparse_lookups")
 
-LEAST_ROW = 512
-"""Bytes of a row in tiles. As seen: of f32 8 numbers are (128 in tiles), of bf16 160, not 128; of int8 512, not 256."""
+LEAST_ROW = whole("sparse_row")
 
-COPIES, LOOKUPS, MOVES, MULTIPLIES = 1.2, 0.51, 0.44, 0.64
-"""What the scheduler takes copies, lookups, loops and products to last: so often as many bytes a second as device
-memory has (of the table without padding; of what is looked up; of all that is read and written), and such a part of the
-peak. As seen: a copy of 256 MB goes beside 12 loops over 4 MB or 11 products of 1024 x 1024 x 1024, lookups of 67 and
-134 MB beside 27 and 54 loops over 1 MB."""
+RATES = table("sparse_rates")
 
-UNIT = 1e-6
-"""Seconds of a gather, and of writing a part of what is put together. Loops of less than that count as none, nor do
-copies, zeros and scatters (at most 16 gathers go beside a copy of 51 MB, 150 scatters or small loops)."""
+UNIT = figure("sparse_unit")
 
 FREE = frozenset({"copy", "scatter", "broadcast_in_dim", "iota", "end"})
 """Kinds of kernels that count as no time."""
@@ -63,10 +55,10 @@ def by_sparse_cores(kernels: Sequence[Kernel], program: Lowered, device: Device)
     found: dict[int, float] = {}
     for number, kernel in enumerate(kernels):
         if kernel.kind == "copy" and (size := _table(kernel, program)) > device.sparse_copy_bytes:
-            found[number] = size / (COPIES * device.memory_bandwidth)
+            found[number] = size / (RATES["copies"] * device.memory_bandwidth)
         elif kernel.kind == "gather" and _looks_up(kernel, program):
             size = sum(program.arrays[array].bytes for array in kernel.writes)
-            found[number] = size / (LOOKUPS * device.memory_bandwidth)
+            found[number] = size / (RATES["lookups"] * device.memory_bandwidth)
     return found
 
 
@@ -124,7 +116,10 @@ def _seconds(kernel: Kernel, program: Lowered, device: Device, joined: bool) -> 
     moved = sum(program.arrays[array].bytes for array in (*kernel.reads, *kernel.writes))
     if kernel.kind in COLLECTIVES:
         return moved / device.links[0].bandwidth
-    seconds = max(moved / (MOVES * device.memory_bandwidth), kernel.flops / (MULTIPLIES * device.peak_flops("bf16")))
+    seconds = max(
+        moved / (RATES["moves"] * device.memory_bandwidth),
+        kernel.flops / (RATES["products"] * device.peak_flops("bf16")),
+    )
     return max(least, seconds if seconds >= UNIT else 0.0)
 
 

@@ -31,24 +31,18 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.figures import of_kind, whole
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.partitioned import Attention, Ring
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.ops import Graph, Op, Value
 
-UNITS = {"tpu-v4": None, "tpu-v6e": 256}
-"""What rows and columns of logits that are read are multiples of, by device kind: the side of its matrix unit. None:
-never taken."""
+UNIT = of_kind("attention_unit", "")
+"""Where the product of queries and keys is part of the kernel, on all kinds."""
 
-UNIT = 128
-"""On all other kinds, and on all where the product of queries and keys is part of the kernel."""
+BLOCK = whole("attention_block")
 
-BLOCK = 512
-"""Rows, and columns, that a kernel with both products works on at once; a multiple of it, or less than it."""
-
-MOST_LOGITS, WIDEST = 2**20, 2**11
-"""Less than so many logits, and of either side, are read at once (v5e, as the grids of 14 kernels say: 640 x 1,280 of
-1,280 x 1,280, 512 x 1,024 of 1,024 x 1,024, 512 x 1,536 of 3,072 x 3,072, 128 x 128 of 2,432 x 2,432)."""
+MOST_LOGITS, WIDEST = whole("attention_most_logits"), whole("attention_widest")
 
 MOST_BATCH_DIMS = 2
 """Of a kernel with both products, those of 1 left out."""
@@ -64,7 +58,7 @@ def attentions(context: Context) -> Mapping[int, Attention]:
     for op in graph.ops:
         chain = _softmax(graph, op.operands[0]) if op.kind == "dot_general" and op.id not in context.free else []
         if chain and _of_rows(graph, op) and op.operands[1].op not in context.free:
-            made = _attention(context, op, chain, UNITS.get(kind, UNIT))
+            made = _attention(context, op, chain, of_kind("attention_unit", kind) or None)
             if made is not None and _runs_alone(context, op, (0,)):
                 found[op.id] = made
     return found
