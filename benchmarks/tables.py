@@ -87,6 +87,10 @@ FILES = {
             *product(BF16_DEEP, TPUS[:1], ("dp", "fsdp", "megatron", "auto")),
         ],
     ),
+    "random_nets": (
+        "python benchmarks/random_nets.py",
+        list(product([f"random net {seed}" for seed in range(100, 118)], TPUS[:1], ("dp", "fsdp"))),
+    ),
     "limits": (
         "python benchmarks/limits.py",
         [each for table in SOLVED.values() for each in product(*table)],
@@ -478,6 +482,18 @@ def changed() -> str:
     return markdown(lines, ["before / now", *(SHOWN[target] for target in targets)])
 
 
+def random_nets() -> str:
+    """Nets of convolutions that nobody looked at, in a sentence."""
+    found = judged("random_nets")
+    errors = {figure: [off(row, figure) for row in found] for figure in ("memory", "bytes", "s")}
+    said = ", ".join(
+        f"{what} {mean(errors[figure]):.1f} and {percent(max(errors[figure], key=abs))} %"
+        for what, figure in (("memory", "memory"), ("bytes of collectives", "bytes"), ("step time", "s"))
+    )
+    nets = len({row["model"] for row in found})
+    return f"Of {len(found)} plans of {nets} such nets, off on average and at worst: {said}."
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "collectives": collectives,
     "outside": outside,
@@ -490,6 +506,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bf16_tpu": partial(outside, "bf16_tpu"),
     "folded": folded,
     "tight": tight,
+    "random_nets": random_nets,
     "steps": steps,
     "quality_tpu": partial(quality, "tpu"),
     "quality_h100": partial(quality, "h100"),
