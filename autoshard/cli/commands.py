@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -491,15 +492,15 @@ def _terminable() -> Iterator[None]:
 
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
-    from autoshard.plans.json_format import mesh_to, predicted_to, refined_to, solver_to
+    from autoshard.plans.json_format import plain
 
     return {
         "fingerprint": found.program.fingerprint,
         "kind": found.program.kind,
-        "mesh": mesh_to(found.mesh),
-        "predicted": None if found.predicted is None else predicted_to(found.predicted, modules=False),
-        "solver": None if found.solver is None else solver_to(found.solver),
-        "refined": None if found.refined is None else refined_to(found.refined),
+        "mesh": plain(found.mesh),
+        "predicted": found.predicted and plain(replace(found.predicted, modules=())),
+        "solver": plain(found.solver),
+        "refined": plain(found.refined),
         "activations": len(found.activations),
         "replicated_ops": len(found.replicated_ops),
         "replicated_cost_s": sum(op.cost_s for op in found.replicated_ops),

@@ -20,7 +20,7 @@ from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.options import DEVICE_MEMORY, Hint, PlanningOptions, Progress
 from autoshard.planning.road import plan_graph
 from autoshard.planning.written import written_plan
-from autoshard.plans.json_format import predicted_to
+from autoshard.plans.json_format import plain
 from autoshard.plans.value import CollectiveTotal, NoPlanError, Plan, PlanMismatchError, Predicted
 from autoshard.program import Program
 from autoshard.show.plots import plot_comparison
@@ -118,9 +118,9 @@ class Comparison:
             "plans": [
                 {
                     "name": row.name,
-                    "predicted": predicted_to(row.predicted, modules=False),
+                    "predicted": plain(replace(row.predicted, modules=())),
                     "fits_memory": self._fits(row.predicted),
-                    "compiled": None if row.compiled is None else predicted_to(row.compiled, modules=False),
+                    "compiled": row.compiled and plain(replace(row.compiled, modules=())),
                     "fidelity": row.fidelity,
                     "error": row.error or None,
                 }
