@@ -27,7 +27,7 @@ from autoshard.program import Program
 from autoshard.stablehlo.reader import mlir_context, parse_module
 from autoshard.version import __version__
 
-_SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
+_SOLVERS = ("ortools", "numpy", "networkx", "jaxlib")
 """Packages whose versions may change what is planned, beside autoshard and those that captured the program."""
 
 

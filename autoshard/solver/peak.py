@@ -81,7 +81,7 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
     if len(net.room):
         most = evaluate(usage_only, best).peak - bound if best is not None else _most(net)
         name = ilp.require(backend)
-        name = next((b for b in ilp.available() if b != "cp-sat"), name) if name == "cp-sat" else name
+        name = "highs" if name == "cp-sat" else name
         left = max(0.1, deadline - time.perf_counter())
         if most > 0.0 and name != "cp-sat" and time.perf_counter() < deadline and ilp.nonzeros(net) <= LARGEST_PROGRAM:
             choice, overflow, _ = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)

@@ -55,11 +55,10 @@ def _module_class() -> Any:
     messages = {name: file.message_type.add(name=name) for name in dict.fromkeys(each[0] for each in _FIELDS)}
     for message, name, number, kind in _FIELDS:
         one = kind.removesuffix("*")
-        field = messages[message].field.add(name=name, number=number)
-        field.label = FieldDescriptorProto.LABEL_OPTIONAL if one == kind else FieldDescriptorProto.LABEL_REPEATED
-        field.type = getattr(FieldDescriptorProto, f"TYPE_{'MESSAGE' if one in messages else one.upper()}")
-        if one in messages:
-            field.type_name = f".{one}"
+        label = FieldDescriptorProto.LABEL_OPTIONAL if one == kind else FieldDescriptorProto.LABEL_REPEATED
+        of_message = {"type": FieldDescriptorProto.TYPE_MESSAGE, "type_name": f".{one}"}
+        held = of_message if one in messages else {"type": getattr(FieldDescriptorProto, f"TYPE_{one.upper()}")}
+        messages[message].field.add(name=name, number=number, label=label, **held)
     pool = DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return GetMessageClass(pool.FindMessageTypeByName("Module"))
