@@ -177,7 +177,9 @@ class Comparison:
     def plot(self, *, compiled: bool = False) -> Any:
         """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
         `notebooks`); of the compiled programs, if asked for."""
-        return plot_comparison(self, compiled=compiled)
+        what = f"compiled for {self.target}" if compiled else "predicted"
+        title = f"{'x'.join(map(str, self.mesh.shape))} of {self.mesh.device}, {what}"
+        return plot_comparison({row.name: each for row, each in self._figures(compiled)}, self.memory, title)
 
 
 def compare(
