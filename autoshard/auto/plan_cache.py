@@ -25,7 +25,8 @@ from autoshard.planning.api import plan_program
 from autoshard.plans import json_format as plan_json
 from autoshard.plans.value import Plan, PlanError
 from autoshard.program import Program
-from autoshard.stablehlo.reader import mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import parse_module
 from autoshard.version import __version__
 
 _SOLVERS = ("ortools", "numpy", "networkx", "jaxlib")
