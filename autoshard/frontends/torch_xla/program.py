@@ -105,18 +105,11 @@ def capture(
 
 
 def trace(
-    labels: Callable[[Any, ModulePaths], XlaLabels],
-    model: torch.nn.Module,
-    sample_inputs: Any,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = None,
-    train: bool | None = None,
-    switches: Sequence[str] = switches.DEFAULT,
+    labels: Callable[[Any, ModulePaths], XlaLabels], model: torch.nn.Module, sample_inputs: Any, **asked: Any
 ) -> Program:
-    """`capture` under another sequence than `XlaLabels`: lowering has one that annotates."""
+    """`capture` under another sequence than `XlaLabels`, with all of its keywords: lowering has one that annotates."""
     prepare_runtime()
-    return trace_step(partial(_XlaTracing, labels), model, sample_inputs, loss_fn, optimizer, train, switches)
+    return trace_step(partial(_XlaTracing, labels), model, sample_inputs, **asked)
 
 
 class _XlaTracing(Tracing):
