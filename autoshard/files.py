@@ -1,7 +1,7 @@
 """Files that are written whole or not at all, folders for work, and where autoshard keeps what it need not redo.
 
 Temporary files and folders are locked while their process lives. What a killed process left is not, and is taken away
-by the next that writes there.
+by the next that writes there: no package of atomic writes does that, and filelock locks files of its own beside them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import contextlib
 import getpass
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from platformdirs import user_cache_path
 
 from autoshard.errors import FileError
 
@@ -24,20 +25,16 @@ except ImportError:  # no locks of this kind there: nothing is known to be left 
 
 
 def cache_dir() -> Path:
-    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory (XDG).
+    """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory.
 
     Raises:
         FileError: neither is there: the user has no home folder.
     """
     try:
-        if said := os.environ.get("AUTOSHARD_CACHE"):
-            return Path(said).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME") or (
-            Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
-        )
+        said = os.environ.get("AUTOSHARD_CACHE")
+        return Path(said).expanduser() if said else user_cache_path("autoshard")
     except RuntimeError:
         raise FileError("there is no home folder to keep anything in; set AUTOSHARD_CACHE to a directory") from None
-    return Path(base) / "autoshard"
 
 
 def name_user() -> None:

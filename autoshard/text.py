@@ -1,4 +1,4 @@
-"""Tables as text."""
+"""Tables as text, in fewer lines than rich needs to neither wrap, pad nor read markup, and without 0.04 s of import."""
 
 from __future__ import annotations
 

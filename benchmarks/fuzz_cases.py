@@ -114,7 +114,8 @@ class Good:
 
         import autoshard
         from autoshard.solver import iopddl
-        from autoshard.stablehlo.reader import mlir_context, parse_module
+        from autoshard.stablehlo.context import mlir_context
+        from autoshard.stablehlo.reader import parse_module
         from tests.solver.random_problems import random_problem
 
         def exported(x: Any, w: Any) -> Any:

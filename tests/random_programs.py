@@ -24,7 +24,8 @@ from autoshard.frontends.stablehlo_file import read_program
 from autoshard.mesh import Mesh
 from autoshard.program import Program
 from autoshard.stablehlo.annotate import annotate
-from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import build_graph, parse_module
 from autoshard.strategies.random_plans import random_annotations
 
 Shape = Sequence[int]

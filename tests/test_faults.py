@@ -16,7 +16,6 @@ import pytest
 
 from autoshard import files, kept
 from autoshard.errors import FileError
-from autoshard.plans.json_format import to_dict
 from autoshard.show.terminal import printable
 from tests.frontends.test_stablehlo_file import FORWARD
 from tests.plans.made import plan, saved
@@ -41,7 +40,7 @@ LONG = "1" + "0" * 400
 
 def changed(path, value):
     """A plan's dict with the field at `path` replaced; `value` is JSON, as it is."""
-    document = to_dict(plan())
+    document = json.loads(plan().to_json())
     holder = document
     for key in path[:-1]:
         holder = holder[key]
@@ -211,7 +210,7 @@ def test_numbers_and_nesting_that_a_device_cannot_have(run, value):
 
 def test_names_cannot_steer_a_terminal(run):
     evil = "\x1b[31mw\x07\u202e\x9b\ud800"
-    document = to_dict(plan())
+    document = json.loads(plan().to_json())
     document["inputs"] = {evil: document["inputs"]["x"]}
     document["mesh"]["device"] = evil
     Path("plan.json").write_text(json.dumps(document))

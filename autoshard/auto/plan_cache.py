@@ -7,15 +7,16 @@ what was written, or for another program or mesh, is planned anew, with a warnin
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from autoshard import files, kept
 from autoshard.api import Plan, plan_program
@@ -24,10 +25,11 @@ from autoshard.mesh import Mesh
 from autoshard.plans import json_format as plan_json
 from autoshard.plans.value import PlanError
 from autoshard.program import Program
-from autoshard.stablehlo.reader import mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import parse_module
 from autoshard.version import __version__
 
-_SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
+_SOLVERS = ("ortools", "numpy", "networkx", "jaxlib")
 """Packages whose versions may change what is planned, beside autoshard and those that captured the program."""
 
 
@@ -42,8 +44,8 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
     try:
         path = files.cache_dir() / "plans" / f"{key(program, mesh, said)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path.with_suffix(".lock"))
-        lock.__enter__()
+        lock = FileLock(path.with_suffix(".lock"))
+        lock.acquire()
     except (OSError, FileError) as error:
         why = error if isinstance(error, FileError) else f"{error.filename} cannot be written ({error.strerror})"
         warnings.warn(f"plans are not kept: {why}", stacklevel=2)
@@ -59,7 +61,7 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
                 warnings.warn(f"this plan is not kept: {error}", stacklevel=2)
         return found
     finally:
-        lock.__exit__(None, None, None)
+        lock.release()
 
 
 def key(program: Program, mesh: Mesh | Sequence[Mesh], options: Mapping[str, Any]) -> str:
@@ -128,19 +130,3 @@ def _read(path: Path, program: Program, meshes: Sequence[Mesh]) -> Plan | None:
 
 def _warn(path: Path, why: str) -> None:
     warnings.warn(f"the plan kept in {path} cannot be used ({why}); planning anew", stacklevel=3)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes; given back when a process ends, however that is."""
-    try:
-        import fcntl
-    except ImportError:  # no locks of this kind there: two processes may plan the same
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)

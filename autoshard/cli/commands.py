@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,14 +35,14 @@ from autoshard.cli.options import (
     Number,
     pairs,
     parse_hint,
+    parse_limit,
     parse_mesh,
-    parse_setting,
 )
 from autoshard.cli.progress import Stages
 from autoshard.cli.source import (
     JSON,
     PLAN_FILE,
-    as_planned,
+    Asked,
     captured,
     known_device,
     loaded,
@@ -50,7 +51,6 @@ from autoshard.cli.source import (
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError
-from autoshard.quantities import parse_bytes
 from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
 from autoshard.version import __version__
@@ -173,7 +173,7 @@ def commands() -> None:
 
 
 @commands.command()
-@with_source
+@with_source(train="Plan a training step; default forward only.")
 @click.option("--mesh", "mesh_shape", metavar="2x4", help="Devices along each mesh axis.")
 @click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Instead of --mesh: try every shape.")
@@ -185,7 +185,6 @@ def commands() -> None:
 @click.option(
     "--placement", metavar="DCN,ICI", help="The link that each axis of --mesh lies on; default: inner ones near."
 )
-@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Plan a training step; default forward only.")
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
@@ -226,16 +225,12 @@ def commands() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PLAN.JSON", help="Write the plan there.")
 @JSON
 def plan(
-    source: str,
-    batch: int | None,
-    seq: int | None,
-    settings: Sequence[str],
+    asked: Asked,
     mesh_shape: str | None,
     axes: str | None,
     devices: int | None,
     device: str | None,
     placement: str | None,
-    train: str | None,
     memory: str | None,
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
@@ -259,15 +254,12 @@ def plan(
     if device is not None:
         known_device(device)
     meshes = meshes_for(parse_mesh(mesh_shape, axes, devices, device, placement), devices, device, refine)
-    limit: float | Literal["device"] | None = "device"
-    if memory is not None:
-        limit = None if memory.lower() == "none" else parse_bytes(memory)
+    limit = parse_limit(memory)
     wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
-    fields = pairs("--set", [parse_setting(setting) for setting in settings])
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
     with Stages() as stages, collector_paused():
-        program = captured(source, batch, seq, fields, train, stages, frontend)
+        program = captured(asked, stages, frontend)
         found = plan_program(
             program,
             meshes,
@@ -295,8 +287,7 @@ def plan(
 
 @commands.command()
 @PLAN_FILE
-@with_source
-@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
+@with_source(train="Default what the plan is for.")
 @click.option(
     "--target",
     metavar="TARGET",
@@ -313,11 +304,7 @@ def plan(
 @JSON
 def verify(
     plan_file: Path,
-    source: str,
-    batch: int | None,
-    seq: int | None,
-    settings: Sequence[str],
-    train: str | None,
+    asked: Asked,
     target: str | None,
     run: bool,
     cycles: bool,
@@ -332,13 +319,11 @@ def verify(
     from autoshard.verify.targets import on_target, parse_target
 
     found = Plan.load(plan_file)
-    fields = pairs("--set", [parse_setting(setting) for setting in settings])
     if target is not None:
         on_target(found.mesh, parse_target(target, found.mesh.size))
-    batch, seq, train = as_planned(found, source, batch, seq, train)
+    asked = asked.for_plan(found)
     with Stages() as stages:
-        load = module if is_stablehlo(source) else loaded
-        loaded_source = load(source, batch, seq, fields, train, stages)
+        loaded_source = (module if is_stablehlo(asked.source) else loaded)(asked, stages)
         from autoshard.verify.check import verify_plan
 
         report = verify_plan(found, loaded_source, target, run=run, cycles=cycles, progress=stages.begin)
@@ -492,15 +477,15 @@ def _terminable() -> Iterator[None]:
 
 def _summary(found: Plan) -> dict[str, Any]:
     """What `plan --json` and `show --json` say of a plan."""
-    from autoshard.plans.json_format import mesh_to, predicted_to, refined_to, solver_to
+    from autoshard.plans.json_format import plain
 
     return {
         "fingerprint": found.program.fingerprint,
         "kind": found.program.kind,
-        "mesh": mesh_to(found.mesh),
-        "predicted": None if found.predicted is None else predicted_to(found.predicted, modules=False),
-        "solver": None if found.solver is None else solver_to(found.solver),
-        "refined": None if found.refined is None else refined_to(found.refined),
+        "mesh": plain(found.mesh),
+        "predicted": found.predicted and plain(replace(found.predicted, modules=())),
+        "solver": plain(found.solver),
+        "refined": plain(found.refined),
         "activations": len(found.activations),
         "replicated_ops": len(found.replicated_ops),
         "replicated_cost_s": sum(op.cost_s for op in found.replicated_ops),

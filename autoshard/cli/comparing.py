@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import click
 
 from autoshard import files
 from autoshard.api import Plan
-from autoshard.cli.options import SECONDS, pairs, parse_hint, parse_setting
+from autoshard.cli.options import SECONDS, pairs, parse_hint, parse_limit
 from autoshard.cli.progress import Stages
-from autoshard.cli.source import (
-    JSON,
-    PLAN_FILE,
-    as_planned,
-    captured,
-    known_device,
-    print_json,
-    with_source,
-)
+from autoshard.cli.source import JSON, PLAN_FILE, Asked, captured, known_device, print_json, with_source
 from autoshard.mesh import Mesh
-from autoshard.quantities import parse_bytes
 from autoshard.show.terminal import say
 
 
 @click.command()
-@with_source
+@with_source(train="Compare training steps; default forward only.")
 @click.option("--mesh", "mesh_shape", metavar="2x4", required=True, help="Devices along each mesh axis.")
 @click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
 @click.option("--device", metavar="KIND", help="Device kind, also with its topology; default the target's, or cpu.")
 @click.option("--placement", metavar="DCN,ICI", help="The link that each axis lies on; default: inner ones near.")
-@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Compare training steps; default forward only.")
 @click.option(
     "--plans",
     metavar="AUTO,DP,…",
@@ -45,15 +34,11 @@ from autoshard.show.terminal import say
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FIGURE.PNG", help="Draw the figures (png, svg, pdf).")
 @JSON
 def compare(
-    source: str,
-    batch: int | None,
-    seq: int | None,
-    settings: Sequence[str],
+    asked: Asked,
     mesh_shape: str,
     axes: str | None,
     device: str | None,
     placement: str | None,
-    train: str | None,
     plans: str | None,
     target: str | None,
     memory: str | None,
@@ -73,9 +58,7 @@ def compare(
         mesh = comparison.comparison_mesh(mesh_shape, None, target, axes)
     else:
         mesh = comparison.comparison_mesh(Mesh.parse(mesh_shape, axes, device or "cpu", placement), device, target)
-    limit: float | Literal["device"] | None = "device"
-    if memory is not None:
-        limit = None if memory.lower() == "none" else parse_bytes(memory)
+    limit = parse_limit(memory)
     wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
     names, paths = _asked(plans)
     comparison.check_names(names)
@@ -85,9 +68,8 @@ def compare(
         from autoshard.show import plots
 
         plots.check_format(plot)
-    fields = pairs("--set", [parse_setting(setting) for setting in settings])
     with Stages() as stages, collector_paused():
-        program = captured(source, batch, seq, fields, train, stages)
+        program = captured(asked, stages)
         found = comparison.compare_program(
             program,
             mesh,
@@ -120,20 +102,15 @@ def _asked(plans: str | None) -> tuple[list[str] | None, list[Path]]:
 
 @click.command()
 @PLAN_FILE
-@with_source
+@with_source(train="Default what the plan is for.")
 @click.argument("tensors", metavar="TENSOR...", nargs=-1, required=True)
-@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
 @click.option("--time-limit", type=SECONDS, default=20.0, show_default=True, metavar="S")
 @click.option("--html", type=click.Path(path_type=Path), metavar="OUT.HTML", help="Also write the plan's page with it.")
 @JSON
 def explain(
     plan_file: Path,
-    source: str,
+    asked: Asked,
     tensors: Sequence[str],
-    batch: int | None,
-    seq: int | None,
-    settings: Sequence[str],
-    train: str | None,
     time_limit: float,
     html: Path | None,
     as_json: bool,
@@ -148,10 +125,9 @@ def explain(
     found = Plan.load(plan_file)
     if html is not None:
         files.check_writable(html)
-    fields = pairs("--set", [parse_setting(setting) for setting in settings])
-    batch, seq, train = as_planned(found, source, batch, seq, train)
+    asked = asked.for_plan(found)
     with Stages() as stages:
-        program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
+        program = captured(asked, stages, found.program.frontend)
         said = explain_all(found, tensors, program, time_limit=time_limit, progress=stages.begin)
         if html is not None:
             stages.begin("write")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,16 +9,14 @@ import click
 
 from autoshard import files
 from autoshard.api import Plan
-from autoshard.cli.options import pairs, parse_setting
 from autoshard.cli.progress import Stages
-from autoshard.cli.source import JSON, PLAN_FILE, captured, planned_with, print_json, with_source
+from autoshard.cli.source import JSON, PLAN_FILE, Asked, captured, print_json, with_source
 from autoshard.show.terminal import say
 
 
 @click.command()
 @PLAN_FILE
-@with_source
-@click.option("--train", type=click.Choice(["adamw", "sgd"]), help="Default what the plan is for.")
+@with_source(train="Default what the plan is for.")
 @click.option(
     "-o",
     "--output",
@@ -38,11 +35,7 @@ from autoshard.show.terminal import say
 @JSON
 def lower(
     plan_file: Path,
-    source: str,
-    batch: int | None,
-    seq: int | None,
-    settings: Sequence[str],
-    train: str | None,
+    asked: Asked,
     output: Path,
     form: Literal["gspmd", "shardy"],
     as_json: bool,
@@ -54,12 +47,9 @@ def lower(
 
     files.check_writable(output)
     found = Plan.load(plan_file)
-    fields = pairs("--set", [parse_setting(setting) for setting in settings])
-    if source.startswith("hf:"):
-        planned_batch, planned_seq, planned_train = planned_with(found)
-        batch, seq, train = batch or planned_batch, seq or planned_seq, train or planned_train
+    asked = asked.for_plan(found)
     with Stages() as stages, collector_paused():
-        program = captured(source, batch, seq, fields, train, stages, found.program.frontend)
+        program = captured(asked, stages, found.program.frontend)
         found.check_program(program)
         check_steps(program)
         stages.begin("lower")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
 from autoshard.mesh import Mesh, Spec, parse_spec
+from autoshard.quantities import parse_bytes
 
 T = TypeVar("T")
 
@@ -51,6 +52,17 @@ def parse_setting(text: str) -> tuple[str, str]:
     if not equals or not name.strip():
         raise ValueError(f"--set wants key=value, such as n_layer=2, not {text!r}")
     return name.strip(), value.strip()
+
+
+def parse_limit(memory: str | None) -> float | Literal["device"] | None:
+    """The bytes of `--memory`; the device kind's where it is not given, None for `none`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if memory is None:
+        return "device"
+    return None if memory.lower() == "none" else parse_bytes(memory)
 
 
 def pairs(kind: str, found: Sequence[tuple[str, T]]) -> dict[str, T]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoshard.api import Plan
+from autoshard.cli.options import pairs, parse_setting
 from autoshard.cli.progress import Stages
 from autoshard.frontends.choose import FRONTENDS
 from autoshard.show.terminal import say
@@ -28,11 +32,41 @@ _SOURCE_OPTIONS = (
 JSON = click.option("--json", "as_json", is_flag=True, help="Last line of standard output: one JSON object.")
 
 
-def with_source(function: Any) -> Any:
-    """A command with the argument SOURCE and the options that say what of it is meant."""
-    for option in reversed(_SOURCE_OPTIONS):
-        function = option(function)
-    return function
+@dataclass(frozen=True)
+class Asked:
+    """What SOURCE and the options beside it name."""
+
+    source: str
+    batch: int | None
+    seq: int | None
+    fields: Mapping[str, str]
+    train: str | None
+
+    def for_plan(self, plan: Plan) -> Asked:
+        """With what the plan was made with in the place of what is not given, where SOURCE is `hf:`."""
+        if not self.source.startswith("hf:"):
+            return self
+        batch, seq, train = planned_with(plan)
+        return replace(self, batch=self.batch or batch, seq=self.seq or seq, train=self.train or train)
+
+
+def with_source(train: str) -> Callable[[Any], Any]:
+    """A command with the argument SOURCE and the options that say what of it is meant, as `asked`.
+
+    Args:
+        train: the help of `--train`.
+    """
+
+    def with_options(function: Any) -> Any:
+        @functools.wraps(function)
+        def command(*args: Any, source: str, batch: Any, seq: Any, settings: Any, train: Any, **rest: Any) -> Any:
+            fields = pairs("--set", [parse_setting(setting) for setting in settings])
+            return function(*args, asked=Asked(source, batch, seq, fields, train), **rest)
+
+        optimizer = click.option("--train", type=click.Choice(["adamw", "sgd"]), help=train)
+        return functools.reduce(lambda made, option: option(made), (optimizer, *reversed(_SOURCE_OPTIONS)), command)
+
+    return with_options
 
 
 PLAN_FILE = click.argument("plan_file", metavar="PLAN.JSON", type=click.Path(path_type=Path))
@@ -45,19 +79,11 @@ def known_device(kind: str) -> None:
     load_device(kind)
 
 
-def captured(
-    source: str,
-    batch: int | None,
-    seq: int | None,
-    fields: dict[str, str],
-    train: str | None,
-    stages: Stages,
-    frontend: str = "auto",
-) -> Program:
+def captured(asked: Asked, stages: Stages, frontend: str = "auto") -> Program:
     """The program that SOURCE names; `frontend` captures it, where it is a model."""
-    if is_stablehlo(source):
-        return module(source, batch, seq, fields, train, stages)
-    found = loaded(source, batch, seq, fields, train, stages)
+    if is_stablehlo(asked.source):
+        return module(asked, stages)
+    found = loaded(asked, stages)
     from autoshard.api import capture
 
     stages.begin("capture")
@@ -71,29 +97,25 @@ def captured(
     )
 
 
-def module(
-    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
-) -> Program:
+def module(asked: Asked, stages: Stages) -> Program:
     """The program in the StableHLO file that SOURCE names."""
-    given = {"--batch": batch, "--seq": seq, "--set": fields, "--train": train}
+    given = {"--batch": asked.batch, "--seq": asked.seq, "--set": asked.fields, "--train": asked.train}
     for option in (option for option, value in given.items() if value):
-        raise click.ClickException(f"{source} is a whole program already: {option} is for models")
+        raise click.ClickException(f"{asked.source} is a whole program already: {option} is for models")
     from autoshard.frontends.stablehlo_file import read_program
 
     stages.begin("read")
-    return read_program(source)
+    return read_program(asked.source)
 
 
-def loaded(
-    source: str, batch: int | None, seq: int | None, fields: dict[str, str], train: str | None, stages: Stages
-) -> Source:
+def loaded(asked: Asked, stages: Stages) -> Source:
     """What SOURCE names: the model and its sample inputs."""
     stages.begin("import")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
     from autoshard.sources import load_source
 
     stages.begin("source")
-    return load_source(source, batch=batch, seq=seq, settings=fields, train=train)
+    return load_source(asked.source, batch=asked.batch, seq=asked.seq, settings=asked.fields, train=asked.train)
 
 
 def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
@@ -105,16 +127,6 @@ def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:
     if found.program.kind == "forward":
         return batch, seq, None
     return batch, seq, "adamw" if any(name.endswith(".exp_avg") for name in found.optimizer_state) else "sgd"
-
-
-def as_planned(
-    plan: Plan, source: str, batch: int | None, seq: int | None, train: str | None
-) -> tuple[int | None, int | None, str | None]:
-    """What to build SOURCE with for a plan: what is given, else what the plan was made with, where SOURCE is `hf:`."""
-    if not source.startswith("hf:"):
-        return batch, seq, train
-    planned_batch, planned_seq, planned_train = planned_with(plan)
-    return batch or planned_batch, seq or planned_seq, train or planned_train
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from autoshard.planning.road import plan_graph
 from autoshard.planning.written import written_plan
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_program
-from autoshard.plans.json_format import predicted_to
+from autoshard.plans.json_format import plain
 from autoshard.plans.value import CollectiveTotal, NoPlanError, PlanMismatchError, Predicted
 from autoshard.program import Program
 from autoshard.show.plots import plot_comparison
@@ -121,9 +121,9 @@ class Comparison:
             "plans": [
                 {
                     "name": row.name,
-                    "predicted": predicted_to(row.predicted, modules=False),
+                    "predicted": plain(replace(row.predicted, modules=())),
                     "fits_memory": self._fits(row.predicted),
-                    "compiled": None if row.compiled is None else predicted_to(row.compiled, modules=False),
+                    "compiled": row.compiled and plain(replace(row.compiled, modules=())),
                     "fidelity": row.fidelity,
                     "error": row.error or None,
                 }
@@ -180,7 +180,9 @@ class Comparison:
     def plot(self, *, compiled: bool = False) -> Any:
         """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
         `notebooks`); of the compiled programs, if asked for."""
-        return plot_comparison(self, compiled=compiled)
+        what = f"compiled for {self.target}" if compiled else "predicted"
+        title = f"{'x'.join(map(str, self.mesh.shape))} of {self.mesh.device}, {what}"
+        return plot_comparison({row.name: each for row, each in self._figures(compiled)}, self.memory, title)
 
 
 def compare(

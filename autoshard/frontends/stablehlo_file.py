@@ -18,7 +18,6 @@ Shardings that the file carries already are left out: they are what is to be pla
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import os
 import re
@@ -33,8 +32,17 @@ from autoshard.dtypes import is_float
 from autoshard.errors import SourceError
 from autoshard.program import Argument, ArgumentRole, AtenOp, Output, OutputRole, Program, TensorType
 from autoshard.stablehlo.attributes import SPLIT_BY_HAND
+from autoshard.stablehlo.context import (
+    bytecode,
+    entries_of,
+    entry_block,
+    functions_of,
+    mlir_context,
+    ops_inside,
+    set_entries,
+)
 from autoshard.stablehlo.inline import check_calls, inline_calls
-from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES, entry_block, functions_of, mlir_context
+from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES
 from autoshard.stablehlo.untrusted import BYTECODE, PORTABLE, refuse
 
 FRONTEND = "stablehlo"
@@ -178,14 +186,12 @@ class _Reader:
         described = self.label(ops, names, phases)
         if not self.module.operation.verify():
             raise SourceError(f"{self.where} is not valid StableHLO after its calls were inlined")  # pragma: no cover
-        out = io.BytesIO()
-        self.module.operation.write_bytecode(out)
         return Program(
             kind="train" if ties else "forward",
             frontend=FRONTEND,
             versions={"jaxlib": version("jaxlib")},
             switches=(),
-            stablehlo=out.getvalue(),
+            stablehlo=bytecode(self.module),
             arguments=arguments,
             outputs=outputs,
             ops=described,
@@ -216,17 +222,8 @@ class _Reader:
         Raises:
             SourceError: some of it is written for the parts of one device (jax's `shard_map`).
         """
-        from jaxlib.mlir import ir
 
-        by_hand: list[Any] = []
-
-        def look(op: Any) -> Any:
-            if op.name == "sdy.manual_computation":
-                by_hand.append(op)
-            return ir.WalkResult.ADVANCE
-
-        self.module.operation.walk(look)
-        if by_hand:
+        if any(op.name == "sdy.manual_computation" for op in ops_inside(self.module.operation)):
             raise SourceError(f"{self.where}: {SPLIT_BY_HAND}")
         for view in list(self.block.operations):
             op = view.operation
@@ -240,11 +237,9 @@ class _Reader:
                     del op.attributes[name]
         for name in ("arg_attrs", "res_attrs"):
             if name in self.main.attributes:
-                entries = [
-                    {item.name: item.attr for item in ir.DictAttr(entry) if item.name not in SHARDING_ATTRIBUTES}
-                    for entry in ir.ArrayAttr(self.main.attributes[name])
-                ]
-                self.main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+                entries = entries_of(self.main, name, 0)
+                kept = [{key: entry[key] for key in entry.keys() - SHARDING_ATTRIBUTES} for entry in entries]
+                set_entries(self.main, name, kept)
         for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
             if name in self.module.operation.attributes:
                 del self.module.operation.attributes[name]
@@ -307,15 +302,6 @@ class _Reader:
 
     # What the file says of its arguments and results.
 
-    def attributes(self, name: str, count: int) -> list[dict[str, Any]]:
-        from jaxlib.mlir import ir
-
-        if name not in self.main.attributes:
-            return [{} for _ in range(count)]
-        return [
-            {item.name: item.attr for item in ir.DictAttr(entry)} for entry in ir.ArrayAttr(self.main.attributes[name])
-        ]
-
     def argument_names(self) -> list[str]:
         arguments = list(self.block.arguments)
         known = [_meta_name(entry) for entry in self.meta.get("input_locations", ())]
@@ -324,7 +310,7 @@ class _Reader:
         return _distinct([name or f"arg{i}" for i, name in enumerate(known)])
 
     def result_names(self, count: int) -> list[str]:
-        infos = [entry.get("jax.result_info") for entry in self.attributes("res_attrs", count)]
+        infos = [entry.get("jax.result_info") for entry in entries_of(self.main, "res_attrs", count)]
         return [path_name(info.value) if info is not None else "" for info in infos]
 
     def ties(
@@ -337,7 +323,7 @@ class _Reader:
         """Result -> the argument that it replaces."""
         ties: dict[int, int] = {}
         donors = []
-        for index, entry in enumerate(self.attributes("arg_attrs", len(names))):
+        for index, entry in enumerate(entries_of(self.main, "arg_attrs", len(names))):
             if "tf.aliasing_output" in entry:
                 result = entry["tf.aliasing_output"].value
                 if result >= len(result_types) or types[index] != result_types[result] or result in ties:

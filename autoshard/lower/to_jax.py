@@ -36,7 +36,8 @@ from autoshard.plans.check import check_program
 from autoshard.plans.value import ROLES, ActivationKey, Plan
 from autoshard.program import Argument, Program
 from autoshard.stablehlo.annotate import annotate, check_steps
-from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context, ops_inside
+from autoshard.stablehlo.reader import build_graph, parse_module
 from autoshard.strategies.guard import check_compiles, warn_of_wrong_sums
 
 if TYPE_CHECKING:
@@ -509,11 +510,7 @@ def _set_highest(op: Any) -> None:
     """Have every product in an op's regions computed in the precision of its operands."""
     from jaxlib.mlir import ir
 
-    for region in op.regions:
-        for block in region.blocks:
-            for view in block.operations:
-                inner = view.operation
-                if inner.name in _PRODUCTS:
-                    highest = ir.Attribute.parse("#stablehlo<precision HIGHEST>")
-                    inner.attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])
-                _set_highest(inner)
+    highest = ir.Attribute.parse("#stablehlo<precision HIGHEST>")
+    for inner in ops_inside(op):
+        if inner.name in _PRODUCTS:
+            inner.attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])

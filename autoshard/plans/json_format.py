@@ -1,45 +1,31 @@
 """Plans as JSON, version 1, and back; the format is `plan_schema.json` (JSON Schema, draft 2020-12).
 
-Written so that a plan is small and can be read and compared by line: one line per tensor, value and op; fixed key
-order; no time of day and no duration, so the same plan gives the same bytes.
+The fields of the values, under their names, are the format. Written so that a plan is small and can be read and
+compared by line: one line per tensor, value and op; fixed key order; no time of day and no duration, so the same plan
+gives the same bytes. jsonschema checks a file, cattrs makes the values.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import lru_cache
+from dataclasses import fields
+from functools import cache
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard import files, json_text
 from autoshard.errors import FileError
 from autoshard.json_text import shortened
-from autoshard.mesh import Mesh, Spec, as_spec, parse_axes
-from autoshard.plans.value import (
-    ActivationKey,
-    ActivationPlan,
-    CollectiveTotal,
-    Copy,
-    MeshTried,
-    ModuleCost,
-    OpSignature,
-    Options,
-    Plan,
-    PlanError,
-    Predicted,
-    ProgramInfo,
-    RefineCandidate,
-    Refinement,
-    ReplicatedOp,
-    SolverInfo,
-    TensorPlan,
-)
-from autoshard.program import ValueRead
+from autoshard.mesh import AxisPart, Mesh, parse_axes
+from autoshard.plans.figures import Predicted, SolverInfo
+from autoshard.plans.value import Copy, OpSignature, Plan, PlanError, Producer, ProgramInfo, TensorPlan
 from autoshard.version import __version__
+
+if TYPE_CHECKING:
+    from cattrs import Converter
 
 FORMAT = "autoshard.plan"
 VERSION = 1
@@ -52,7 +38,8 @@ Json = dict[str, Any]
 
 def dumps(plan: Plan) -> str:
     """The plan as text, ending in a newline."""
-    return "".join(_lines(to_dict(plan))) + "\n"
+    start = {"format": FORMAT, "version": VERSION, "autoshard_version": __version__}
+    return "".join(_lines(start | _said(plan))) + "\n"
 
 
 def save(plan: Plan, path: str | Path) -> None:
@@ -63,174 +50,38 @@ def save(plan: Plan, path: str | Path) -> None:
         raise PlanError(str(error)) from None
 
 
-def to_dict(plan: Plan) -> Json:
-    """The plan as plain JSON values, keys in the format's order."""
-    program, options = plan.program, plan.options
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "autoshard_version": __version__,
-        "program": {
-            "fingerprint": program.fingerprint,
-            "kind": program.kind,
-            "frontend": program.frontend,
-            "versions": dict(sorted(program.versions.items())),
-            "switches": list(program.switches),
-            "ops": [_op_to(op) for op in program.ops],
-            **({"reads": [_read_to(read) for read in program.reads]} if program.reads else {}),
-        },
-        "mesh": mesh_to(plan.mesh),
-        "options": {
-            "memory": options.memory,
-            "hints": {name: _spec_to(spec) for name, spec in sorted(options.hints.items())},
-            "keep": options.keep,
-            "fold": options.fold,
-            "seed": options.seed,
-        },
-        "parameters": _tensors_to(plan.parameters),
-        "buffers": _tensors_to(plan.buffers),
-        "inputs": _tensors_to(plan.inputs),
-        "optimizer_state": _tensors_to(plan.optimizer_state),
-        "outputs": _tensors_to(plan.outputs),
-        "activations": [_activation_to(value) for value in plan.activations],
-        "predicted": None if plan.predicted is None else predicted_to(plan.predicted),
-        "solver": None if plan.solver is None else solver_to(plan.solver),
-        "replicated_ops": [
-            {"op": each.op, "module": each.module, "reason": each.reason, "cost_s": each.cost_s}
-            for each in plan.replicated_ops
-        ],
-        **({"wrong_sums": list(plan.wrong_sums)} if plan.wrong_sums else {}),
-        **({"search": [_tried_to(each) for each in plan.search]} if plan.search else {}),
-        **({} if plan.refined is None else {"refined": refined_to(plan.refined)}),
-    }
+def plain(value: Any) -> Any:
+    """A mesh, or figures, as plain JSON values, keys in the format's order."""
+    return json.loads(_compact(value))
 
 
-def refined_to(refined: Refinement) -> Json:
-    """What was compiled to refine a choice, as plain JSON values."""
-    return {
-        "target": refined.target,
-        "chosen": refined.chosen,
-        "candidates": [
-            {
-                "name": each.name,
-                "predicted_s": each.predicted_s,
-                "predicted_overlapped_s": each.predicted_overlapped_s,
-                "compiled_s": each.compiled_s,
-                "compiled_overlapped_s": each.compiled_overlapped_s,
-                "peak_memory_bytes": each.peak_memory_bytes,
-                "note": each.note,
-            }
-            for each in refined.candidates
-        ],
-    }
+_UNSAID: Mapping[type, Sequence[str]] = {
+    Plan: ("wrong_sums", "search", "refined"),
+    ProgramInfo: ("reads",),
+    OpSignature: ("options",),
+    TensorPlan: ("copies",),
+    Copy: ("hops",),
+    Predicted: ("modules",),
+    SolverInfo: ("overruled",),
+}
+"""Fields that are left out where they are empty."""
 
 
-def _tried_to(tried: MeshTried) -> Json:
-    return {
-        "shape": list(tried.shape),
-        "outcome": tried.outcome,
-        "step_time_s": tried.step_time_s,
-        "objective": tried.objective,
-        "bound": tried.bound,
-        "peak_memory_bytes": tried.peak_memory_bytes,
-        "note": tried.note,
-    }
+@cache
+def _keys(kind: Any) -> tuple[tuple[str, bool], ...]:
+    """The names of a value's fields that are written, and whether an empty one is."""
+    left_out = _UNSAID.get(kind, ())
+    return tuple((each.name, each.name not in left_out) for each in fields(kind) if each.compare)
 
 
-def _spec_to(spec: Spec) -> list[list[str]]:
-    return [list(dim) for dim in spec]
-
-
-def _copies_to(copies: Sequence[Copy]) -> list[Json]:
-    return [
-        {"consumer": copy.consumer, "spec": _spec_to(copy.spec)}
-        | ({"hops": [_spec_to(hop) for hop in copy.hops]} if copy.hops else {})
-        for copy in copies
-    ]
-
-
-def _tensors_to(tensors: Mapping[str, TensorPlan]) -> Json:
-    return {
-        name: {"shape": list(tensor.shape), "dtype": tensor.dtype, "spec": _spec_to(tensor.spec)}
-        | ({"copies": _copies_to(tensor.copies)} if tensor.copies else {})
-        for name, tensor in tensors.items()
-    }
-
-
-def _activation_to(value: ActivationPlan) -> Json:
-    key = value.key
-    return {
-        "key": {"frontend": key.frontend, "index": key.index, "name": key.name, "output": key.output},
-        "module": value.module,
-        "shape": list(value.shape),
-        "dtype": value.dtype,
-        "spec": None if value.spec is None else _spec_to(value.spec),
-        "copies": _copies_to(value.copies),
-    }
-
-
-def _op_to(op: OpSignature) -> Json:
-    inputs = [list(source) if isinstance(source, tuple) else source for source in op.inputs]
-    return {"name": op.name, "outputs": list(op.outputs), "inputs": inputs} | (
-        {"options": op.options} if op.options else {}
-    )
-
-
-def _read_to(read: ValueRead) -> Json:
-    return {**asdict(read), "follows_from": list(read.follows_from)}
-
-
-def mesh_to(mesh: Mesh) -> Json:
-    """A mesh as JSON values."""
-    return {
-        "shape": list(mesh.shape),
-        "axis_names": list(mesh.axis_names),
-        "device": mesh.device,
-        "placement": list(mesh.placement),
-    }
-
-
-def solver_to(solver: SolverInfo) -> Json:
-    """What the solver says of a plan, as JSON values."""
-    return {
-        "status": solver.status,
-        "objective": solver.objective,
-        "bound": solver.bound,
-        "gap": solver.gap,
-        "backend": solver.backend,
-        **({} if solver.overruled is None else {"overruled": solver.overruled}),
-    }
-
-
-def predicted_to(predicted: Predicted, *, modules: bool = True) -> Json:
-    """Predicted figures as plain JSON values, keys in the format's order; `modules`: also those of each module."""
-    found = {
-        "step_time_s": predicted.step_time_s,
-        "compute_s": predicted.compute_s,
-        "communication_s": predicted.communication_s,
-        "overlapped_s": predicted.overlapped_s,
-        "mfu": predicted.mfu,
-        "collectives": _collectives_to(predicted.collectives),
-        "peak_memory_bytes": predicted.peak_memory_bytes,
-    }
-    if modules and predicted.modules:
-        found["modules"] = [
-            {
-                "module": each.module,
-                "phase": each.phase,
-                "compute_s": each.compute_s,
-                "communication_s": each.communication_s,
-                "collectives": _collectives_to(each.collectives),
-            }
-            for each in predicted.modules
-        ]
-    return found
-
-
-def _collectives_to(totals: Sequence[CollectiveTotal]) -> list[Json]:
-    return [
-        {"kind": each.kind, "axes": [*map(str, each.axes)], "count": each.count, "bytes": each.bytes} for each in totals
-    ]
+def _said(value: Any) -> Any:
+    """The fields of a value by name; what splits part of an axis as text."""
+    if isinstance(value, AxisPart):
+        return str(value)
+    said = {key: found for key, always in _keys(value.__class__) if (found := getattr(value, key)) or always}
+    for key in said.keys() & {"versions", "hints"}:
+        said[key] = dict(sorted(said[key].items()))
+    return said
 
 
 _ONE_LINE_EACH = frozenset({"candidates", "collectives", "hints", "modules", "ops"})
@@ -246,9 +97,11 @@ def _lines(value: Json) -> Iterator[str]:
 
 
 def _entry(value: Any, indent: str, spread: bool) -> Iterator[str]:
-    if not spread or not isinstance(value, dict | list) or not value:
+    if not spread or not value or isinstance(value, str | int):
         yield _compact(value)
         return
+    if not isinstance(value, dict | tuple):
+        value = _said(value)
     inner = indent + "  "
     items = list(value.items()) if isinstance(value, dict) else [(None, each) for each in value]
     yield "{" if isinstance(value, dict) else "["
@@ -261,13 +114,13 @@ def _entry(value: Any, indent: str, spread: bool) -> Iterator[str]:
     yield f"\n{indent}" + ("}" if isinstance(value, dict) else "]")
 
 
-_compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_said).encode
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
+@cache
 def schema() -> Json:
     """The published JSON Schema."""
     found = json.loads(resources.files("autoshard.plans").joinpath("plan_schema.json").read_text(encoding="utf-8"))
@@ -355,99 +208,30 @@ def _explain(error: Any) -> str:
 
 
 def from_dict(value: Json) -> Plan:
-    """The plan that `to_dict` gave; `value` must have passed `check`.
+    """The plan of JSON values that have passed `check`.
 
     Raises:
         ValueError: specs that do not fit their tensors or the mesh, or a mesh that is none.
     """
-    program, mesh, options, solver = value["program"], value["mesh"], value["options"], value["solver"]
-    return Plan(
-        program=ProgramInfo(
-            fingerprint=program["fingerprint"],
-            kind=program["kind"],
-            frontend=program["frontend"],
-            versions=program["versions"],
-            switches=tuple(program["switches"]),
-            ops=tuple(_op_from(op) for op in program["ops"]),
-            reads=tuple(_read_from(read) for read in program.get("reads", ())),
-        ),
-        mesh=_mesh_from(mesh),
-        options=Options(
-            memory=options["memory"],
-            hints={name: as_spec(spec) for name, spec in options["hints"].items()},
-            keep=options["keep"],
-            fold=options["fold"],
-            seed=options["seed"],
-        ),
-        parameters=_tensors_from(value["parameters"]),
-        buffers=_tensors_from(value["buffers"]),
-        inputs=_tensors_from(value["inputs"]),
-        optimizer_state=_tensors_from(value["optimizer_state"]),
-        outputs=_tensors_from(value["outputs"]),
-        activations=tuple(_activation_from(entry) for entry in value["activations"]),
-        predicted=None if value["predicted"] is None else _predicted_from(value["predicted"]),
-        solver=None if solver is None else SolverInfo(**solver),
-        replicated_ops=tuple(ReplicatedOp(**each) for each in value["replicated_ops"]),
-        wrong_sums=tuple(value.get("wrong_sums", ())),
-        search=tuple(MeshTried(**(each | {"shape": tuple(each["shape"])})) for each in value.get("search", ())),
-        refined=_refined_from(value["refined"]) if "refined" in value else None,
-    )
+    return _converter().structure(value, Plan)
 
 
-def _refined_from(value: Json) -> Refinement:
-    candidates = tuple(RefineCandidate(**each) for each in value["candidates"])
-    return Refinement(value["target"], value["chosen"], candidates)
+@cache
+def _converter() -> Converter:
+    from cattrs import Converter
+    from cattrs.gen import make_dict_structure_fn, override
 
+    made = Converter(detailed_validation=False)
+    as_mesh = made.get_structure_hook(Mesh)
 
-def _mesh_from(mesh: Json) -> Mesh:
-    try:
-        return Mesh(tuple(mesh["shape"]), tuple(mesh["axis_names"]), mesh["device"], tuple(mesh["placement"]))
-    except ValueError as error:
-        raise PlanError(f"mesh: {error}") from None
+    def mesh(value: Json, kind: type) -> Any:
+        try:
+            return as_mesh(value, kind)
+        except ValueError as error:
+            raise PlanError(f"mesh: {error}") from None
 
-
-def _copies_from(copies: Sequence[Json]) -> tuple[Copy, ...]:
-    return tuple(
-        Copy(copy["consumer"], as_spec(copy["spec"]), tuple(map(as_spec, copy.get("hops", ())))) for copy in copies
-    )
-
-
-def _tensors_from(tensors: Json) -> dict[str, TensorPlan]:
-    return {
-        name: TensorPlan(
-            tuple(tensor["shape"]), tensor["dtype"], as_spec(tensor["spec"]), _copies_from(tensor.get("copies", ()))
-        )
-        for name, tensor in tensors.items()
-    }
-
-
-def _activation_from(value: Json) -> ActivationPlan:
-    return ActivationPlan(
-        key=ActivationKey(**value["key"]),
-        module=value["module"],
-        shape=tuple(value["shape"]),
-        dtype=value["dtype"],
-        spec=None if value["spec"] is None else as_spec(value["spec"]),
-        copies=_copies_from(value["copies"]),
-    )
-
-
-def _op_from(op: Json) -> OpSignature:
-    inputs = tuple((source[0], source[1]) if isinstance(source, list) else source for source in op["inputs"])
-    return OpSignature(op["name"], tuple(op["outputs"]), inputs, op.get("options", ""))
-
-
-def _read_from(read: Json) -> ValueRead:
-    return ValueRead(**{**read, "follows_from": tuple(read["follows_from"])})
-
-
-def _predicted_from(value: Json) -> Predicted:
-    modules = tuple(
-        ModuleCost(**(each | {"collectives": _collectives_from(each["collectives"])}))
-        for each in value.get("modules", ())
-    )
-    return Predicted(**(value | {"collectives": _collectives_from(value["collectives"]), "modules": modules}))
-
-
-def _collectives_from(totals: Sequence[Json]) -> tuple[CollectiveTotal, ...]:
-    return tuple(CollectiveTotal(**(each | {"axes": parse_axes(each["axes"])})) for each in totals)
+    made.register_structure_hook(Mesh, mesh)
+    made.register_structure_hook(str | AxisPart, lambda name, _: parse_axes([name])[0])
+    made.register_structure_hook(Producer, lambda value, _: tuple(value) if isinstance(value, list) else value)
+    made.register_structure_hook(Plan, make_dict_structure_fn(Plan, made, captured=override(omit=True)))
+    return made

@@ -24,9 +24,10 @@ from autoshard.plans.figures import RefineCandidate as RefineCandidate
 from autoshard.plans.figures import Refinement as Refinement
 from autoshard.plans.figures import ReplicatedOp as ReplicatedOp
 from autoshard.plans.figures import SolverInfo as SolverInfo
+from autoshard.program import Program, ValueRead
 
 if TYPE_CHECKING:
-    from autoshard.program import Argument, AtenOp, Program, TensorType, ValueRead
+    from autoshard.program import Argument, AtenOp, TensorType
 
 Producer = tuple[int, int] | str | None
 """What an op reads: `(k, j)` for output j of aten op k, the name of an argument, or None for a host constant."""

@@ -14,7 +14,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard.cost.predict import predict
+from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
@@ -26,7 +26,8 @@ from autoshard.planning.one_mesh import OneMesh, decide, formulated
 from autoshard.planning.options import PlanningOptions, Progress, silent
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_program
-from autoshard.plans.value import NoPlanError, Plan, PlanError
+from autoshard.plans.json_format import plain
+from autoshard.plans.value import NoPlanError, Plan, PlanError, Predicted
 from autoshard.program import Program, TensorType
 from autoshard.show.report import duration, layout, size
 from autoshard.stablehlo.reader import build_graph
@@ -104,19 +105,7 @@ class Explanation:
             "shape": list(self.type.shape),
             "dtype": self.type.dtype,
             "chosen": [list(dim) for dim in self.chosen],
-            "alternatives": [
-                {
-                    "spec": [list(dim) for dim in each.spec],
-                    "step_time_s": each.step_time_s,
-                    "compute_s": each.compute_s,
-                    "communication_s": each.communication_s,
-                    "overlapped_s": each.overlapped_s,
-                    "peak_memory_bytes": each.peak_memory_bytes,
-                    "changed": list(each.changed),
-                    "error": each.error or None,
-                }
-                for each in self.alternatives
-            ],
+            "alternatives": [{**plain(each), "error": each.error or None} for each in self.alternatives],
         }
 
     def __str__(self) -> str:
@@ -247,7 +236,7 @@ def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, val
     others = []
     for spec in dict.fromkeys([chosen, *common]):
         if spec == chosen and plan.predicted is not None:
-            others.append(_as_planned(plan, spec))
+            others.append(_predicted(spec, plan.predicted))
             continue
         fixed = formulation.fixed(dict.fromkeys(values, spec))
         others.append(_alternative(plan, _Fixed(on, fixed), spec, values))
@@ -255,9 +244,7 @@ def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, val
     return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh)
 
 
-def _as_planned(plan: Plan, spec: Spec) -> Alternative:
-    assert plan.predicted is not None
-    figures = plan.predicted
+def _predicted(spec: Spec, figures: Predicted | Prediction, changed: tuple[str, ...] = ()) -> Alternative:
     return Alternative(
         spec,
         figures.step_time_s,
@@ -265,6 +252,7 @@ def _as_planned(plan: Plan, spec: Spec) -> Alternative:
         figures.communication_s,
         figures.overlapped_s,
         figures.peak_memory_bytes,
+        changed,
     )
 
 
@@ -294,16 +282,8 @@ def _alternative(plan: Plan, problem: _Fixed, spec: Spec, values: Sequence[Value
         if plan.options.memory is not None:
             return Alternative(spec, error="no plan was found that keeps the memory limit")
         return Alternative(spec, error="what the program ties to it cannot be split so")
-    prediction = found.prediction
-    return Alternative(
-        spec,
-        prediction.step_time_s,
-        prediction.compute_s,
-        prediction.communication_s,
-        prediction.overlapped_s,
-        prediction.peak_memory_bytes,
-        _changed(plan, problem.on.graph, found.annotations, {value.op for value in values}),
-    )
+    changed = _changed(plan, problem.on.graph, found.annotations, {value.op for value in values})
+    return _predicted(spec, found.prediction, changed)
 
 
 def _changed(plan: Plan, graph: Graph, written: Annotations, fixed: Container[int]) -> tuple[str, ...]:

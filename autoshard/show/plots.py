@@ -6,9 +6,10 @@ Figures are made without pyplot: nothing is shown or kept by itself, and no disp
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autoshard import files
 from autoshard.mesh import Mesh, Spec
@@ -40,42 +41,6 @@ _FAR = 6
 """A limit more than this many times the highest bar is not drawn."""
 
 
-class Row(Protocol):
-    """What is drawn of one plan in an `autoshard.Comparison`."""
-
-    @property
-    def name(self) -> str:
-        """What it is called there."""
-
-    @property
-    def predicted(self) -> Predicted:
-        """What the cost model says."""
-
-    @property
-    def compiled(self) -> Predicted | None:
-        """The same figures of the compiled program, where it was compiled."""
-
-
-class Comparison(Protocol):
-    """What is drawn of an `autoshard.Comparison`."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """That all plans are for."""
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes that a device has; None is no limit."""
-
-    @property
-    def target(self) -> str:
-        """What the plans were compiled for."""
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """The plans."""
-
-
 def check_format(path: Path) -> None:
     """Raise ValueError unless a figure can be written to a file of that name."""
     if path.suffix.removeprefix(".").lower() not in FORMATS:
@@ -96,27 +61,24 @@ def save(figure: Figure, path: Path) -> None:
     files.write(path, buffer.getvalue())
 
 
-def plot_comparison(comparison: Comparison, *, compiled: bool = False) -> Figure:
+def plot_comparison(plans: Mapping[str, Predicted], limit: int | None, title: str) -> Figure:
     """Step time by parts (a mark where gradient collectives overlap), MFU, bytes per collective, memory and limit."""
-    rows = [(row.name, row.compiled if compiled else row.predicted) for row in comparison.rows]
-    shown: list[tuple[str, Predicted]] = [(name, figures) for name, figures in rows if figures is not None]
-    names = [name for name, _ in shown]
+    names = list(plans)
     figure = _figure(9, 6)
     times, mfu, moved, memory = figure.subplots(2, 2).flat
-    _step_times(times, shown)
-    mfu.bar(names, [100 * figures.mfu for _, figures in shown], color=COMPUTE)
+    _step_times(times, plans)
+    mfu.bar(names, [100 * figures.mfu for figures in plans.values()], color=COMPUTE)
     mfu.set_ylabel("MFU, %")
-    _stacked_bytes(moved, shown)
-    memory.bar(names, [figures.peak_memory_bytes / 1e9 for _, figures in shown], color=COMPUTE)
+    _stacked_bytes(moved, plans)
+    memory.bar(names, [figures.peak_memory_bytes / 1e9 for figures in plans.values()], color=COMPUTE)
     memory.set_ylabel("memory per device, GB")
-    if comparison.memory is not None:
-        _limit(memory, comparison.memory, max(figures.peak_memory_bytes for _, figures in shown))
+    if limit is not None:
+        _limit(memory, limit, max(figures.peak_memory_bytes for figures in plans.values()))
     for axes in (times, mfu, moved, memory):
         _plain(axes)
         if len(names) > _BESIDE:
             axes.tick_params(axis="x", labelrotation=45)
-    what = f"compiled for {comparison.target}" if compiled else "predicted"
-    figure.suptitle(f"{'x'.join(map(str, comparison.mesh.shape))} of {comparison.mesh.device}, {what}", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -129,21 +91,21 @@ def _limit(axes: Axes, limit: int, most: int) -> None:
     axes.set_title(f"dashed: the limit of {size(limit)}", fontsize=8)
 
 
-def _step_times(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
-    names = [name for name, _ in shown]
-    compute = [1e3 * figures.compute_s for _, figures in shown]
+def _step_times(axes: Axes, plans: Mapping[str, Predicted]) -> None:
+    names = list(plans)
+    compute = [1e3 * figures.compute_s for figures in plans.values()]
     axes.bar(names, compute, color=COMPUTE, label="compute")
-    communication = [1e3 * figures.communication_s for _, figures in shown]
+    communication = [1e3 * figures.communication_s for figures in plans.values()]
     axes.bar(names, communication, bottom=compute, color=COMMUNICATION, label="communication")
-    overlapped = [1e3 * figures.overlapped_s for _, figures in shown]
+    overlapped = [1e3 * figures.overlapped_s for figures in plans.values()]
     axes.plot(names, overlapped, "_", color=OVERLAPPED, markersize=18, markeredgewidth=1.5, label="with overlap")
     axes.set_ylabel("step time, ms")
     _legend_above(axes)
 
 
-def _stacked_bytes(axes: Axes, shown: Sequence[tuple[str, Predicted]]) -> None:
-    names = [name for name, _ in shown]
-    per_plan = [bytes_by_kind(figures) for _, figures in shown]
+def _stacked_bytes(axes: Axes, plans: Mapping[str, Predicted]) -> None:
+    names = list(plans)
+    per_plan = [bytes_by_kind(figures) for figures in plans.values()]
     bottom = [0.0] * len(names)
     for kind in sorted({kind for moved in per_plan for kind in moved}):
         heights = [moved.get(kind, 0) / 1e9 for moved in per_plan]
@@ -160,7 +122,7 @@ def _legend_above(axes: Axes) -> None:
 
 
 def plot_sweep(
-    comparisons: Mapping[float, Comparison],
+    comparisons: Mapping[float, Any],
     xlabel: str,
     *,
     of: Callable[[Predicted], float] = lambda figures: 1e3 * figures.step_time_s,
@@ -170,14 +132,14 @@ def plot_sweep(
     """One line per plan over batch sizes, devices…: `of` its predicted figures, open marks where memory does not fit.
 
     Args:
-        comparisons: x -> the plans there; a plan need not be in all.
+        comparisons: x -> the `autoshard.Comparison` there; a plan need not be in all.
     """
     from matplotlib.ticker import LogLocator
 
     figure = _figure(6, 3.6)
     axes = figure.subplots()
     names = dict.fromkeys(row.name for each in comparisons.values() for row in each.rows)
-    for colour, name in zip(_endless(PARTS), names, strict=False):
+    for colour, name in zip(itertools.cycle(PARTS), names, strict=False):
         points = [
             (x, of(row.predicted), each.memory is None or row.predicted.peak_memory_bytes <= each.memory)
             for x, each in comparisons.items()
@@ -275,12 +237,6 @@ def _tensor(axes: Axes, mesh: Mesh, spec: Spec) -> None:
     rows_dim, columns_dim = ("" if dim is None else f"dim {dim}" for dim in grid.dims)
     axes.set_ylabel(rows_dim, fontsize=7)
     axes.set_xlabel(columns_dim, fontsize=7)
-
-
-def _endless(colours: Sequence[str]) -> Any:
-    import itertools
-
-    return itertools.cycle(colours)
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -6,7 +6,8 @@ choices. A solution is a list with one strategy index per node.
 
 The format has one usage vector and one interval per node, and none for edges. What does not fit becomes extra nodes
 behind the real ones, tied to them (or, for an edge's usage, one strategy per pair, tied to both ends). Amounts and
-costs are whole numbers there: `write` scales costs, and rounds usages up and the limit down.
+costs are whole numbers there: `write` scales costs, and rounds usages up and the limit down. Arrays of millions of
+numbers are checked as arrays: a JSON schema would look at them one by one.
 """
 
 from __future__ import annotations

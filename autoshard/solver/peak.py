@@ -80,10 +80,9 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
     best = _repaired(problem, net, deadline)
     if len(net.room):
         most = evaluate(usage_only, best).peak - bound if best is not None else _most(net)
-        name = ilp.require(backend)
-        name = next((b for b in ilp.available() if b != "cp-sat"), name) if name == "cp-sat" else name
+        name = "highs" if backend == "cp-sat" else ilp.require(backend)  # the overflow is not a whole number
         left = max(0.1, deadline - time.perf_counter())
-        if most > 0.0 and name != "cp-sat" and time.perf_counter() < deadline and ilp.nonzeros(net) <= LARGEST_PROGRAM:
+        if most > 0.0 and time.perf_counter() < deadline and ilp.nonzeros(net) <= LARGEST_PROGRAM:
             choice, overflow, _ = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)
             if choice is not None:
                 best = _better(usage_only, best, net.expand(choice))

@@ -6,7 +6,6 @@ annotations on a running program.
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,15 +15,9 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
 from autoshard.program import Program
+from autoshard.stablehlo.context import bytecode, entries_of, entry_block, functions_of, mlir_context, set_entries
 from autoshard.stablehlo.inline import inline_calls
-from autoshard.stablehlo.reader import (
-    SHARDING_ATTRIBUTES,
-    aten_of,
-    entry_block,
-    functions_of,
-    mlir_context,
-    parse_module,
-)
+from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES, aten_of, parse_module
 
 
 class AnnotationError(AutoshardError, ValueError):
@@ -120,9 +113,7 @@ def annotate(
             raise AnnotationError("the annotated module is not valid StableHLO")  # pragma: no cover
         if text:
             return f"{module.operation.get_asm(enable_debug_info=True)}\n".encode()
-        out = io.BytesIO()
-        module.operation.write_bytecode(out)
-        return out.getvalue()
+        return bytecode(module)
 
 
 def donated(program: Program) -> dict[int, int]:
@@ -367,9 +358,7 @@ def set_boundary(program: Program, arguments: Mapping[int, Spec], mesh: Mesh) ->
         write_shardings(function, "res_attrs", results, len(program.outputs))
         if not module.operation.verify():
             raise AnnotationError("the annotated module is not valid StableHLO")  # pragma: no cover
-        out = io.BytesIO()
-        module.operation.write_bytecode(out)
-        return out.getvalue()
+        return bytecode(module)
 
 
 def _is_sharding(op: Any) -> bool:
@@ -385,15 +374,10 @@ def write_shardings(function: Any, name: str, shardings: Mapping[int, str], coun
 
 
 def _write_attributes(function: Any, where: str, name: str, attributes: Mapping[int, Any], count: int) -> None:
-    from jaxlib.mlir import ir
-
-    entries: list[dict[str, Any]] = [{} for _ in range(count)]
-    if where in function.attributes:
-        attribute = ir.ArrayAttr(function.attributes[where])
-        entries = [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in attribute]
+    entries = entries_of(function, where, count)
     for index, entry in enumerate(entries):
         for known in SHARDING_ATTRIBUTES:
             entry.pop(known, None)
         if index in attributes:
             entry[name] = attributes[index]
-    function.attributes[where] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+    set_entries(function, where, entries)

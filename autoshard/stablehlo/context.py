@@ -1,7 +1,9 @@
-"""The MLIR context in which StableHLO modules are read; light, for a process that does nothing else."""
+"""The MLIR context in which StableHLO modules are read, and ways about a module; light, no import of jax itself."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -20,3 +22,49 @@ def mlir_context() -> Any:
     for dialect in (stablehlo, chlo, sdy):
         dialect.register_dialect(context)
     return context
+
+
+def functions_of(module: Any) -> dict[str, Any]:
+    """Name -> function of a module."""
+    found = {}
+    for view in module.body.operations:
+        if view.operation.name == "func.func":
+            found[view.operation.attributes["sym_name"].value] = view.operation
+    return found
+
+
+def entry_block(function: Any) -> Any:
+    """The one block of a function."""
+    return function.regions[0].blocks[0]
+
+
+def bytecode(module: Any) -> bytes:
+    """A module as MLIR bytecode."""
+    out = io.BytesIO()
+    module.operation.write_bytecode(out)
+    return out.getvalue()
+
+
+def ops_inside(op: Any) -> Iterator[Any]:
+    """Every op in the regions of an op, and in theirs, each before what is in it."""
+    for region in op.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                yield view.operation
+                yield from ops_inside(view.operation)
+
+
+def entries_of(function: Any, where: str, count: int) -> list[dict[str, Any]]:
+    """A function's `arg_attrs` or `res_attrs`, as a dictionary for each argument or result."""
+    from jaxlib.mlir import ir
+
+    if where not in function.attributes:
+        return [{} for _ in range(count)]
+    return [{item.name: item.attr for item in ir.DictAttr(entry)} for entry in ir.ArrayAttr(function.attributes[where])]
+
+
+def set_entries(function: Any, where: str, entries: list[dict[str, Any]]) -> None:
+    """Write what `entries_of` gave."""
+    from jaxlib.mlir import ir
+
+    function.attributes[where] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])

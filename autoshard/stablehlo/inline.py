@@ -1,11 +1,14 @@
-"""Calls of private functions replaced by the bodies they call, so that each op of main stands for one value."""
+"""Calls of private functions replaced by the bodies they call, so that each op of main stands for one value.
+
+MLIR's own `inline` leaves every call where it is: jaxlib's bindings do not register what it asks the func dialect.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from autoshard.stablehlo.reader import entry_block, functions_of
+from autoshard.stablehlo.context import entry_block, functions_of, ops_inside
 
 _C = TypeVar("_C")
 
@@ -68,15 +71,7 @@ def _calls(functions: Mapping[str, Any], name: str) -> list[str]:
     function = functions.get(name)
     if function is None or len(function.regions[0].blocks) != 1:
         raise ValueError(f"the function {name} has no body" if function is not None else f"there is no function {name}")
-    found = []
-    blocks = [entry_block(function)]
-    while blocks:
-        for view in blocks.pop().operations:
-            op = view.operation
-            if (attribute := _CALLEE.get(op.name)) is not None:
-                found.append(op.attributes[attribute].value)
-            blocks += [block for region in op.regions for block in region.blocks]
-    return found
+    return [op.attributes[_CALLEE[op.name]].value for op in ops_inside(function) if op.name in _CALLEE]
 
 
 def _copy_body(
@@ -116,11 +111,7 @@ def _copy_body(
 
 def _rebind(op: Any, values: Mapping[Any, Any]) -> None:
     """Have the regions of a cloned op read the caller's values where they read the callee's."""
-    for region in op.regions:
-        for block in region.blocks:
-            for view in block.operations:
-                inner = view.operation
-                for position, operand in enumerate(inner.operands):
-                    if operand in values:
-                        inner.operands[position] = values[operand]
-                _rebind(inner, values)
+    for inner in ops_inside(op):
+        for position, operand in enumerate(inner.operands):
+            if operand in values:
+                inner.operands[position] = values[operand]

@@ -23,7 +23,7 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.orders import post_order
 from autoshard.program import Argument, Output, Program, TensorType
 from autoshard.stablehlo.attributes import plain_dot, read_attrs, trip_count
-from autoshard.stablehlo.context import mlir_context as mlir_context
+from autoshard.stablehlo.context import entry_block, functions_of, mlir_context, ops_inside
 
 # An SSA value is one tensor, or a tuple of such.
 Bound: TypeAlias = "Value | tuple[Bound, ...]"
@@ -350,12 +350,7 @@ def _changes_nothing(op: Any) -> bool:
 
 def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Any]:
     """Values of the module in `env` that the regions of `op` read without being passed them."""
-    for region in op.regions:
-        for block in region.blocks:
-            for view in block.operations:
-                inner = view.operation
-                yield from (operand for operand in inner.operands if operand in env)
-                yield from _captured(inner, env)
+    return (operand for inner in ops_inside(op) for operand in inner.operands if operand in env)
 
 
 def _rebound(bound: Bound, place: Mapping[Value, Value]) -> Bound:
@@ -382,20 +377,6 @@ def parse_module(module: bytes) -> Any:
     except ir.MLIRError as error:
         said = next((line.strip() for line in str(error).splitlines() if "error:" in line), str(error).strip())
         raise CaptureError(f"the program's StableHLO module cannot be parsed: {' '.join(said.split())}") from error
-
-
-def functions_of(module: Any) -> dict[str, Any]:
-    """Name -> function of a module."""
-    found = {}
-    for view in module.body.operations:
-        if view.operation.name == "func.func":
-            found[view.operation.attributes["sym_name"].value] = view.operation
-    return found
-
-
-def entry_block(function: Any) -> Any:
-    """The one block of a function."""
-    return function.regions[0].blocks[0]
 
 
 def aten_of(op: Any, caller: int | None) -> tuple[int | None, int | None]:

@@ -6,11 +6,11 @@ replaces it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 from autoshard.program import TensorType
-from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context, parse_module
+from autoshard.stablehlo.context import bytecode, entries_of, entry_block, functions_of, mlir_context, set_entries
+from autoshard.stablehlo.reader import parse_module
 
 
 def with_arguments(stablehlo: bytes, types: Sequence[TensorType]) -> bytes:
@@ -26,11 +26,7 @@ def with_arguments(stablehlo: bytes, types: Sequence[TensorType]) -> bytes:
         added = [ir.Type.parse(f"tensor<{''.join(f'{n}x' for n in each.shape)}{each.dtype}>") for each in types]
         whole = ir.FunctionType.get([*kind.inputs, *added], kind.results)
         main.attributes["function_type"] = ir.TypeAttr.get(whole)
-        if "arg_attrs" in main.attributes:
-            had = ir.ArrayAttr(main.attributes["arg_attrs"])
-            main.attributes["arg_attrs"] = ir.ArrayAttr.get([*had, *(ir.DictAttr.get({}) for _ in added)])
+        set_entries(main, "arg_attrs", entries_of(main, "arg_attrs", len(kind.inputs)) + [{} for _ in added])
         for each in added:
             entry_block(main).add_argument(each, main.location)
-        out = io.BytesIO()
-        module.operation.write_bytecode(out)
-    return out.getvalue()
+        return bytecode(module)

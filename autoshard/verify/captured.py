@@ -28,7 +28,8 @@ from autoshard.plans.annotated import annotations_of
 from autoshard.plans.value import Plan
 from autoshard.program import Program, TensorType
 from autoshard.stablehlo.annotate import annotate, check_steps
-from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import build_graph, parse_module
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoshard.cost.machine.device import Device, load_device
@@ -45,16 +45,7 @@ class Judged:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {
-            "step_time_s": self.step_time_s,
-            "overlapped_s": self.overlapped_s,
-            "communication_s": self.communication_s,
-            "compute_s": self.compute_s,
-            "flops": self.flops,
-            "bytes": self.bytes,
-            "collective_bytes": self.collective_bytes,
-            "memory_bytes": self.memory_bytes,
-        }
+        return {"step_time_s": self.step_time_s, **asdict(self)}
 
 
 def judge(compiled: Compiled, mesh: Mesh, device: Device | None = None) -> Judged:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from autoshard.stablehlo.context import entries_of, functions_of, ops_inside, set_entries
 from autoshard.verify.targets import Target, gpu_limits
 from autoshard.workers import end_with_parent
 
@@ -219,44 +220,30 @@ def _shortened(text: str, target: Target) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _drop_layouts(op: Any) -> None:
+def _drop_layouts(module: Any) -> None:
     """Remove the layouts of the capturing platform: each compiler picks its own, but for what a custom call reads."""
-    names = [] if op.name == "stablehlo.custom_call" else [getattr(each, "name", each) for each in op.attributes]
-    for name in names:
-        if name in _LAYOUTS or (name.startswith("mhlo") and "layout" in name) or "entry_computation" in name:
-            del op.attributes[name]
-    for region in op.regions:
-        for block in region.blocks:
-            for child in block.operations:
-                _drop_layouts(child.operation)
+    for op in (module, *ops_inside(module)):
+        names = [] if op.name == "stablehlo.custom_call" else [getattr(each, "name", each) for each in op.attributes]
+        for name in names:
+            if name in _LAYOUTS or (name.startswith("mhlo") and "layout" in name) or "entry_computation" in name:
+                del op.attributes[name]
 
 
 def _prepare_main(module: Any, donate: dict[int, int]) -> list[bool]:
     """Mark donated arguments; say for each result whether it has a sharding."""
     from jaxlib.mlir import ir
 
-    for op in module.body.operations:
-        if op.operation.name == "func.func" and ir.StringAttr(op.operation.attributes["sym_name"]).value == "main":
-            break
-    else:
+    main = functions_of(module).get("main")
+    if main is None:
         raise ValueError("the module has no function main")
-    kind = ir.FunctionType(ir.TypeAttr(op.operation.attributes["function_type"]).value)
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
     if donate:
-        dicts = _dictionaries(op.operation, "arg_attrs", len(kind.inputs))
+        entries = entries_of(main, "arg_attrs", len(kind.inputs))
         integer = ir.IntegerType.get_signless(32)
         for argument, output in donate.items():
-            dicts[argument]["tf.aliasing_output"] = ir.IntegerAttr.get(integer, output)
-        op.operation.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in dicts])
-    return ["mhlo.sharding" in entry for entry in _dictionaries(op.operation, "res_attrs", len(kind.results))]
-
-
-def _dictionaries(op: Any, name: str, count: int) -> list[dict[str, Any]]:
-    """A function's argument or result attributes as one plain dictionary each."""
-    from jaxlib.mlir import ir
-
-    if name not in op.attributes:
-        return [{} for _ in range(count)]
-    return [{entry.name: entry.attr for entry in ir.DictAttr(item)} for item in ir.ArrayAttr(op.attributes[name])]
+            entries[argument]["tf.aliasing_output"] = ir.IntegerAttr.get(integer, output)
+        set_entries(main, "arg_attrs", entries)
+    return ["mhlo.sharding" in entry for entry in entries_of(main, "res_attrs", len(kind.results))]
 
 
 def _devices(target: Target) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,11 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many bytes of an HLO module say where its instructions were made, in a capture."""
     found = []
 
-    def noted(module: bytes) -> bytes:
-        found.extend(
-            len(index) for number, index, _ in hlo_proto._raw(module) if number == hlo_proto._STACK_FRAME_INDEX
-        )
-        return hlo_proto.without_stacks(module)
+    def noted(module: Any) -> None:
+        found.append(module.stack_frame_index.ByteSize())
+        hlo_proto.drop_stacks(module)
 
-    monkeypatch.setattr(torch_xla, "without_stacks", noted)
+    monkeypatch.setattr(torch_xla, "drop_stacks", noted)
     with torch.device("meta"):
         program = torch_xla.capture(torch.nn.Linear(4, 4), torch.empty(2, 4))
     makers = {op.aten for op in build_graph(program).ops}

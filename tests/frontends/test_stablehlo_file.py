@@ -13,7 +13,8 @@ from autoshard.frontends.stablehlo_file import module_path, path_name, read_prog
 from autoshard.mesh import Mesh
 from autoshard.sources import is_stablehlo
 from autoshard.stablehlo.annotate import annotate
-from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import build_graph, parse_module
 
 MESH = Mesh((2, 2))
 FORWARD = """

@@ -117,7 +117,7 @@ def execute(module: bytes, arguments: list[np.ndarray], devices: int) -> list[li
 
 
 def _drop_annotations(module: Any) -> None:
-    from autoshard.stablehlo.reader import entry_block, functions_of
+    from autoshard.stablehlo.context import entry_block, functions_of
 
     for view in list(entry_block(functions_of(module)["main"]).operations):
         op = view.operation

@@ -12,7 +12,8 @@ from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
 from autoshard.program import AtenOp, TensorType
 from autoshard.stablehlo.annotate import AnnotationError, annotate, donated, gspmd_sharding
-from autoshard.stablehlo.reader import build_graph, mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import build_graph, parse_module
 from tests.graph.helpers import program_from_text
 from tests.verify.small import MESH, W, X, program
 

@@ -29,31 +29,11 @@ def module_bytes(sums: int) -> bytes:
 
 def through(module: bytes) -> bytes:
     """The same module with ids counted on from computation to computation."""
-    parts, offset = [], 0
-    for number, value, raw in hlo_proto._raw(module):
-        if number == hlo_proto._COMPUTATIONS:
-            ids = [
-                v
-                for n, message, _ in hlo_proto._raw(value)
-                if n == hlo_proto._INSTRUCTIONS
-                for k, v, _ in hlo_proto._raw(message)
-                if k == hlo_proto._ID
-            ]
-            raw = hlo_proto._message(number, hlo_proto._numbered(value, offset + 1 - min(ids)))
-            offset += len(ids)
-        parts.append(raw)
-    return b"".join(parts)
-
-
-def largest_ids(module: bytes) -> list[int]:
-    """The root's id of each computation."""
-    return [
-        value
-        for number, computation, _ in hlo_proto._raw(module)
-        if number == hlo_proto._COMPUTATIONS
-        for field, value, _ in hlo_proto._raw(computation)
-        if field == hlo_proto._ROOT_ID
-    ]
+    parsed, offset = hlo_proto.parse(module), 0
+    for computation in parsed.computations:
+        hlo_proto.shift_ids(computation, offset + 1 - min(each.id for each in computation.instructions))
+        offset += len(computation.instructions)
+    return parsed.SerializeToString()
 
 
 @pytest.mark.parametrize("sums", [1, 40])
@@ -61,7 +41,8 @@ def test_ids_start_anew_in_each_computation_and_the_program_stays_the_same(sums:
     from jaxlib._jax import mlir
 
     given = module_bytes(sums)
-    assert max(largest_ids(given)[:-1]) == 3 * sums - 1
-    found = hlo_proto.with_ids_from_one(given)
-    assert max(largest_ids(found)[:-1]) <= 6
-    assert mlir.hlo_to_stablehlo(found) == mlir.hlo_to_stablehlo(given)
+    module = hlo_proto.parse(given)
+    assert max(each.root_id for each in module.computations[:-1]) == 3 * sums
+    hlo_proto.number_from_one(module)
+    assert max(each.root_id for each in module.computations[:-1]) <= 6
+    assert mlir.hlo_to_stablehlo(module.SerializeToString()) == mlir.hlo_to_stablehlo(given)

@@ -13,7 +13,8 @@ import torch
 from autoshard.cli import commands as cli
 from autoshard.frontends.torch_xla import program as front_end
 from autoshard.sources import Source
-from autoshard.stablehlo.reader import mlir_context, parse_module
+from autoshard.stablehlo.context import mlir_context
+from autoshard.stablehlo.reader import parse_module
 from autoshard.verify import run_worker
 from autoshard.verify.batches import random_batch
 from autoshard.verify.judged import Causes, of_captured

@@ -37,7 +37,7 @@ from autoshard.frontends.tracing.trace import (
     trace_step,
 )
 from autoshard.program import WRITTEN_LAST, Argument, Program, TensorType
-from autoshard.stablehlo.hlo_proto import signature, with_ids_from_one, without_stacks
+from autoshard.stablehlo.hlo_proto import drop_stacks, number_from_one, parse, signature
 from autoshard.stablehlo.unread import with_arguments
 
 UNMARKABLE = frozenset({"aten.view_as_real_copy.default"})
@@ -105,18 +105,11 @@ def capture(
 
 
 def trace(
-    labels: Callable[[Any, ModulePaths], XlaLabels],
-    model: torch.nn.Module,
-    sample_inputs: Any,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = None,
-    train: bool | None = None,
-    switches: Sequence[str] = switches.DEFAULT,
+    labels: Callable[[Any, ModulePaths], XlaLabels], model: torch.nn.Module, sample_inputs: Any, **asked: Any
 ) -> Program:
-    """`capture` under another sequence than `XlaLabels`: lowering has one that annotates."""
+    """`capture` under another sequence than `XlaLabels`, with all of its keywords: lowering has one that annotates."""
     prepare_runtime()
-    return trace_step(partial(_XlaTracing, labels), model, sample_inputs, loss_fn, optimizer, train, switches)
+    return trace_step(partial(_XlaTracing, labels), model, sample_inputs, **asked)
 
 
 class _XlaTracing(Tracing):
@@ -180,14 +173,16 @@ class _XlaTracing(Tracing):
 
     def lower(self, results: Sequence[Result]) -> Lowered:
         tensors = [self._own(r.tensor) for r in results]
-        proto = self.xla._get_xla_tensors_hlo_proto(tensors)
+        module = parse(self.xla._get_xla_tensors_hlo_proto(tensors))
         _, data = self.xla._get_tensors_xla_device_data_node(tensors)
-        parameter_types, result_types = signature(proto)
+        parameter_types, result_types = signature(module)
         from jaxlib._jax import mlir
 
         read = self._arguments(data, parameter_types)
         unread = self.unread(results, read)
-        stablehlo = mlir.hlo_to_stablehlo(without_stacks(with_ids_from_one(proto)))
+        number_from_one(module)
+        drop_stacks(module)
+        stablehlo = mlir.hlo_to_stablehlo(module.SerializeToString())
         return Lowered(with_arguments(stablehlo, [a.type for a in unread]), (*read, *unread), result_types)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:

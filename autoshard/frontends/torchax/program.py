@@ -47,8 +47,8 @@ from autoshard.frontends.tracing.trace import (
     trace_step,
 )
 from autoshard.program import Argument, Program, TensorType
+from autoshard.stablehlo.context import bytecode, entry_block, functions_of, mlir_context, ops_inside
 from autoshard.stablehlo.inline import inline_calls
-from autoshard.stablehlo.reader import entry_block, functions_of, mlir_context
 
 FRONTEND = "torchax"
 
@@ -259,8 +259,6 @@ class _Module:
 
     def stablehlo(self) -> bytes:
         """MLIR bytecode."""
-        import io
-
         with mlir_context(), jax_types():
             module = _parsed(self._text())
             _inline(module)
@@ -271,9 +269,7 @@ class _Module:
             _concatenate_at_once(main)
             _without_index_dim(main, {f"op{c.label}" for c in self.calls if str(c.signature.func) in INDEXED_BY_ROW})
             _in_post_order(main)
-            out = io.BytesIO()
-            module.operation.write_bytecode(out)
-        return out.getvalue()
+            return bytecode(module)
 
     def _text(self) -> str:
         names = {value: f"%a{i}" for i, value in enumerate(self.given)}
@@ -426,11 +422,7 @@ def _in_post_order(block: Any) -> None:
 
 def _reads(op: Any) -> Iterator[Any]:
     """The values that an op reads, in its regions too."""
-    yield from op.operands
-    for region in op.regions:
-        for block in region.blocks:
-            for view in block.operations:
-                yield from _reads(view.operation)
+    return (value for each in (op, *ops_inside(op)) for value in each.operands)
 
 
 def _mlir(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -425,7 +425,8 @@ def traced():
     plan = alternating(program, MESH)
     annotated = annotated_program(plan, model(), batch(0), loss_fn=loss_of, optimizer=sgd)
     other = refusal(lambda: annotated_program(plan, model(), batch(0), loss_fn=loss_of, optimizer=adamw))
-    from autoshard.stablehlo.reader import mlir_context, parse_module
+    from autoshard.stablehlo.context import mlir_context
+    from autoshard.stablehlo.reader import parse_module
 
     with mlir_context():
         text = str(parse_module(annotated))
