@@ -1,6 +1,6 @@
 """Measure the solver on problems in IOPDDL JSON: cost, bound, gap, CPU seconds, peak memory.
 
-    python benchmarks/solver.py [PROBLEM.json[.gz] …] [--models out/problems] [--time-limit 60] [--ilp highs,cp-sat]
+    python benchmarks/solver.py [PROBLEM.json[.gz] …] [--models out/problems] [--time-limit 60] [--ilp highs,cbc,cp-sat]
 
 Without files: the contest's instances in ../shared/iopddl (outside this project: the `benchmarks` of the repository
 google/iopddl, Apache License 2.0). Problems of one's own: `autoshard plan … --dump-problem problem.json.gz`; `--models`
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("problems", nargs="*", type=Path)
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="plan a few small models for their problems")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds per solve")
-    parser.add_argument("--ilp", default="", help="backends for the unreduced program, for example highs,cp-sat")
+    parser.add_argument("--ilp", default="", help="backends for the unreduced program, for example highs,cbc,cp-sat")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

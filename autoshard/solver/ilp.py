@@ -1,4 +1,4 @@
-"""The problem as an integer linear program, for the solvers of OR-Tools: HiGHS, SCIP, CP-SAT.
+"""The problem as an integer linear program, behind one interface over OR-Tools (HiGHS, CP-SAT, SCIP) and PuLP (CBC).
 
 One 0/1 variable per strategy (one-hot per node) and one continuous variable per finite pair of an edge, whose rows
 and columns both sum to the node variables (Alpa, OSDI'22, section 4.2, there with <=): the linear relaxation of this
@@ -10,11 +10,14 @@ Solvers run in one thread with a given seed and a relative gap of 0.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +27,9 @@ import numpy as np
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
-BACKENDS = ("highs", "scip", "cp-sat")
+BACKENDS = ("highs", "scip", "cp-sat", "cbc")
 """In order of preference."""
+_ORTOOLS = {"highs": "highs", "scip": "scip", "cp-sat": "sat"}
 SPAN, WHOLE_SPAN = 2.0**20, 2.0**40
 """Costs are scaled so that the range that matters is this wide: solvers in float64 stop at absolute gaps of 1e-6, which
 is then 1e-12 of the range; CP-SAT, which takes whole numbers only, gets a finer grid."""
@@ -39,7 +43,7 @@ NOTHING: Outcome = (None, -math.inf, False, False)
 
 
 class BackendMissingError(RuntimeError):
-    """The installed OR-Tools was built without the asked-for solver."""
+    """The asked-for solver is not installed."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,35 @@ class IlpResult:
     finished: bool
 
 
+def available() -> tuple[str, ...]:
+    """The backends that can run here, in order of preference. Imports nothing heavy."""
+    found = []
+    if importlib.util.find_spec("ortools") is not None and importlib.util.find_spec("scipy") is not None:
+        found += ["highs", "scip", "cp-sat"]
+    if importlib.util.find_spec("pulp") is not None:
+        found.append("cbc")
+    return tuple(found)
+
+
 def require(backend: str) -> str:
-    """`backend`, checked; for "auto" the first one.
+    """`backend`, checked; for "auto" the first one available.
 
     Raises:
         ValueError: no such backend.
+        BackendMissingError: it is not installed.
     """
+    have = available()
     if backend == "auto":
-        return BACKENDS[0]
+        if not have:
+            raise BackendMissingError("no ILP solver is installed: pip install ortools scipy (or pulp)")
+        return have[0]
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}")
+    if backend not in have:
+        package = "pulp" if backend == "cbc" else "ortools scipy"
+        raise BackendMissingError(
+            f"the backend {backend!r} needs a package that is not installed: pip install {package}"
+        )
     return backend
 
 
@@ -157,8 +180,16 @@ def build(net: Network, *, cost_scale: float, whole: bool, overflow: float = 0.0
     cost[~allowed] = 0.0
     cost = np.floor(cost) if whole else cost
     cat: Any = np.concatenate
-    entries = cat(rows), cat(columns), cat(values)
+    entries = _summed(cat(rows), cat(columns), cat(values), len(cost))
     return Model(cost, allowed.astype(np.float64), integers, n, *entries, cat(lower), cat(upper), first)
+
+
+def _summed(row: np.ndarray, column: np.ndarray, value: Array, width: int) -> tuple[np.ndarray, np.ndarray, Array]:
+    """Each place of the matrix once: usages of one node may overlap in time, and PuLP keeps the last of two."""
+    places, number = np.unique(row * width + column, return_inverse=True)
+    total = np.zeros(len(places))
+    np.add.at(total, number, value)
+    return places // width, places % width, total
 
 
 def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, largest: float = math.inf) -> IlpResult:
@@ -166,7 +197,7 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
 
     Args:
         net: left as it is.
-        backend: one of `BACKENDS`.
+        backend: one of `BACKENDS`, available.
         time_limit: seconds.
         seed: for the solver's random choices.
         largest: the range of total cost that matters, to choose the scale (default: from the costs).
@@ -250,7 +281,12 @@ def _run(model: Model, backend: str, time_limit: float, seed: int) -> Outcome:
 
     def work() -> None:
         try:
-            found.append(_run_ortools(model, backend, time_limit, seed, stops))
+            name = _ORTOOLS.get(backend)
+            found.append(
+                _run_cbc(model, time_limit, seed)
+                if name is None
+                else _run_ortools(model, name, time_limit, seed, stops)
+            )
         except BaseException as error:  # handed on to the caller's thread
             failed.append(error)
 
@@ -275,9 +311,7 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: l
     from ortools.linear_solver.python import model_builder_helper as helper
 
     n = len(model.cost)
-    # Entries of one place, of usages that overlap in time, are added up.
     matrix = scipy.sparse.csr_matrix((model.value, (model.row, model.column)), shape=(len(model.lower), n))
-    matrix.sum_duplicates()
     program = helper.ModelBuilderHelper()
     arguments: list[Any] = [np.zeros(n), model.most, model.cost, model.lower, model.upper, matrix]
     program.fill_model_from_sparse_data(*arguments)
@@ -285,14 +319,14 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: l
     # SCIP (of OR-Tools 9.15) has cut off the optimum in presolve with continuous ones: see the test.
     for i in range(model.integers if name == "highs" else model.columns):
         program.set_var_integrality(i, True)
-    solver = helper.ModelSolverHelper("sat" if name == "cp-sat" else name)
+    solver = helper.ModelSolverHelper(name)
     if not solver.solver_is_supported():
         raise BackendMissingError(f"this build of ortools has no {name}: install the ortools wheel from its project")
     solver.set_time_limit_in_seconds(max(0.01, time_limit))
     parameters = {
         "highs": f"threads=1\nrandom_seed={seed}\nmip_rel_gap=0\nmip_abs_gap=1e-6\noutput_flag=false",
         "scip": f"limits/gap = 0\nrandomization/randomseedshift = {seed}",
-        "cp-sat": f"num_workers:1,random_seed:{seed},relative_gap_limit:0",
+        "sat": f"num_workers:1,random_seed:{seed},relative_gap_limit:0",
     }
     solver.set_solver_specific_parameters(parameters[name])
     stops.append(solver.interrupt_solve)
@@ -306,6 +340,45 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: l
     elif name == "highs" or infeasible:
         bound = math.inf if infeasible else -math.inf  # through OR-Tools HiGHS reports no bound unless it finishes
     return x, bound, infeasible, optimal or infeasible
+
+
+def _run_cbc(model: Model, time_limit: float, seed: int) -> Outcome:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3.3 announces the names of PuLP 4 at every call
+        return _run_pulp(model, time_limit, seed)
+
+
+def _run_pulp(model: Model, time_limit: float, seed: int) -> Outcome:
+    import pulp
+
+    n = len(model.cost)
+    program = pulp.LpProblem("strategies", pulp.LpMinimize)
+    kind = [pulp.LpInteger] * model.integers + [pulp.LpContinuous] * (n - model.integers)
+    x = [pulp.LpVariable(f"x{i}", 0, float(model.most[i]), kind[i]) for i in range(n)]
+    program += pulp.LpAffineExpression((x[i], float(c)) for i, c in enumerate(model.cost))
+    order = np.argsort(model.row, kind="stable")
+    bounds = np.searchsorted(model.row[order], np.arange(len(model.lower) + 1))
+    for r in range(len(model.lower)):
+        part = order[bounds[r] : bounds[r + 1]]
+        expression = pulp.LpAffineExpression((x[int(model.column[p])], float(model.value[p])) for p in part)
+        equal = model.lower[r] == model.upper[r]
+        sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintLE
+        program += pulp.LpConstraint(expression, sense, rhs=float(model.upper[r]))
+    options = [f"randomSeed {seed + 1}", f"randomCbcSeed {seed + 1}"]
+    with tempfile.TemporaryDirectory() as folder:
+        solver = pulp.PULP_CBC_CMD(
+            msg=False, timeLimit=max(0.01, time_limit), threads=1, gapRel=0.0, gapAbs=1e-6, options=options
+        )
+        solver.tmpDir = folder
+        program.solve(solver)
+    optimal = program.sol_status == pulp.LpSolutionOptimal
+    infeasible = program.status == pulp.LpStatusInfeasible
+    has = program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    values = np.array([v.value() or 0.0 for v in x]) if has else None
+    bound = math.inf if infeasible else -math.inf
+    if optimal and values is not None:
+        bound = float(model.cost @ values)
+    return values, bound, infeasible, optimal or infeasible
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ def solve(
         time_limit: seconds; when they are over the best choice so far is returned with its bound. An interrupt ends
             the solve in the same way; where nothing has been found yet, it stays a KeyboardInterrupt.
         seed: for whatever is random.
-        backend: "auto", "highs", "scip" or "cp-sat", for the parts left to an integer program.
+        backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
         fold: whether repeated parts may be solved as one (`fold.py`) to find a first choice where exact methods are
             out of reach; the bound is always that of the whole problem.
         progress: called after every stage with (stage, objective, bound).
@@ -126,7 +126,7 @@ def solve(
 
     Raises:
         ValueError: the problem is malformed, or no such backend.
-        BackendMissingError: an integer program is needed, and the installed OR-Tools lacks its solver.
+        BackendMissingError: an integer program is needed and its solver is not installed.
         GoalOutOfReachError: the bound after some stage has reached the goal.
     """
     check(problem)

@@ -149,7 +149,7 @@ def test_results_that_replace_an_argument_are_not_listed_as_outputs():
 
 
 def test_floats_keep_nine_significant_digits():
-    plan = plans.plan(solver=SolverInfo("feasible", 0.1234567891234, 0.1, 0.2, "scip"))
+    plan = plans.plan(solver=SolverInfo("feasible", 0.1234567891234, 0.1, 0.2, "cbc"))
     assert plan.solver.objective == 0.123456789
     assert '"objective": 0.123456789,' in plan.to_json()
 
