@@ -29,7 +29,7 @@ class Dtype(NamedTuple):
     number: int
 
 
-_TABLE = """
+_DTYPE_TABLE = """
 i1            8   bool       bool_              pred          1
 i2            2   -          int2               s2            26
 i4            4   -          int4               s4            21
@@ -62,7 +62,7 @@ f8E8M0FNU     8   -          float8_e8m0fnu     f8e8m0fnu     33
 
 DTYPES = {
     name: Dtype(name, int(bits), torch.replace("-", ""), numpy, hlo, int(number))
-    for name, bits, torch, numpy, hlo, number in map(str.split, _TABLE.strip().splitlines())
+    for name, bits, torch, numpy, hlo, number in map(str.split, _DTYPE_TABLE.strip().splitlines())
 }
 
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})

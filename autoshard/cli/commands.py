@@ -31,7 +31,7 @@ from autoshard.cli.comparing import compare, explain
 from autoshard.cli.lowering import lower
 from autoshard.cli.options import (
     SECONDS,
-    SEED,
+    SEED_RANGE,
     Number,
     pairs,
     parse_hint,
@@ -215,7 +215,7 @@ def commands() -> None:
     help="Compile the few best candidates for it (tpu-v5e:2x4, h100:8, cpu) and take the best compiled one.",
 )
 @click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the solver.")
+@click.option("--seed", type=SEED_RANGE, default=0, show_default=True, help="Of the solver.")
 @click.option(
     "--dump-problem",
     type=click.Path(path_type=Path),
@@ -372,7 +372,7 @@ def show(plan_file: Path, html: Path | None, as_json: bool) -> None:
 @commands.command()
 @click.argument("problem_file", metavar="PROBLEM.JSON[.GZ]", type=click.Path(path_type=Path))
 @click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the solver.")
+@click.option("--seed", type=SEED_RANGE, default=0, show_default=True, help="Of the solver.")
 @click.option(
     "-o", "--output", metavar="SOLUTION.JSON", type=click.Path(path_type=Path), help="Write the choice there."
 )

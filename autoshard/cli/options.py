@@ -26,7 +26,7 @@ class Number(click.FloatRange):
 
 
 SECONDS = Number(0, min_open=True)
-SEED = click.IntRange(0, 2**31 - 2)
+SEED_RANGE = click.IntRange(0, 2**31 - 2)
 """Solvers keep it in 32 bits."""
 
 

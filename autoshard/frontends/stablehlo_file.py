@@ -50,7 +50,7 @@ _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rem
 """Scopes that jax's own transformations put in names."""
 MOST_ELEMENTS = 2**58
 """Of one tensor, so that its bytes are a number of 64 bits."""
-_OWN = frozenset({"sdy.sharding_constraint"})
+_ANNOTATION_OPS = frozenset({"sdy.sharding_constraint"})
 
 
 def read_program(path: str | os.PathLike[str]) -> Program:
@@ -228,7 +228,7 @@ class _Reader:
         for view in list(self.block.operations):
             op = view.operation
             sharding = op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding"
-            if op.name in _OWN or sharding:
+            if op.name in _ANNOTATION_OPS or sharding:
                 op.results[0].replace_all_uses_with(op.operands[0])
                 op.erase()
                 continue

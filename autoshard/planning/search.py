@@ -21,7 +21,7 @@ from autoshard.plans.value import MeshTried, NoPlanError, PlanError
 from autoshard.solver.solve import GoalOutOfReachError
 from autoshard.strategies.carry import Carried
 
-WORTH = 1e-3
+MIN_MESH_GAIN = 1e-3
 """A shape is given up when no plan on it can be better than the best so far by more than this part."""
 FIRST_SHARE = 0.25
 """Part of the time limit that the solver has for each shape; the best is solved again with all of it."""
@@ -46,12 +46,12 @@ def best_mesh(
         if twin is not None:
             tried[mesh] = MeshTried(mesh.shape, "same", note=f"as {_text(twin.shape)}: its axes lie on one network")
             continue
-        goal = math.inf if best is None or best.solver is None else (1 - WORTH) * best.solver.objective
+        goal = math.inf if best is None or best.solver is None else (1 - MIN_MESH_GAIN) * best.solver.objective
         try:
             found = candidate_on(graph, mesh, options, FIRST_SHARE * options.time_limit, goal, others)
         except GoalOutOfReachError as pruned:
             assert best is not None
-            note = f"no plan is better than that on {_text(best.mesh.shape)} by more than {100 * WORTH:g} %"
+            note = f"no plan is better than that on {_text(best.mesh.shape)} by more than {100 * MIN_MESH_GAIN:g} %"
             tried[mesh] = MeshTried(mesh.shape, "pruned", bound=pruned.bound, note=note)
             continue
         except NoPlanError as error:

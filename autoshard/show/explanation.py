@@ -36,7 +36,7 @@ from autoshard.text import columns
 
 _EQUAL = 1e-6
 """Steps whose times differ by no more than this part are called equal: plans round what they record."""
-_LISTED = 3
+_MAX_LISTED_TENSORS = 3
 """Names of changed tensors that are listed before the rest is counted."""
 
 
@@ -64,8 +64,8 @@ class Alternative:
     def changes(self) -> str:
         """What it splits otherwise, the numbers of alike tensors left open: `h.*.mlp.c_fc.weight` and 3 more."""
         names = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in self.changed)
-        listed = ", ".join(list(names)[:_LISTED])
-        return f"{listed} and {len(names) - _LISTED} more" if len(names) > _LISTED else listed
+        listed = ", ".join(list(names)[:_MAX_LISTED_TENSORS])
+        return f"{listed} and {len(names) - _MAX_LISTED_TENSORS} more" if len(names) > _MAX_LISTED_TENSORS else listed
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ OPTIMIZER = "(optimizer step)"
 PHASES = (("", "weights"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
 """Phase of a ModuleCost -> what the page calls it."""
 _WIDTH, _HEIGHT, _COLOURS, _LABELS, _LEGIBLE = 120, 48, 8, 32, 4.0
-_LISTED = 12
+_MAX_LISTED_ROWS = 12
 
 
 @dataclass
@@ -425,7 +425,7 @@ def undivided(plan: Plan, explanations: Sequence[Explanation] = ()) -> list[Undi
         held = count * shard_bytes(tensor.shape, tensor.dtype, spec, plan.mesh)
         saved = held - held // plan.mesh.ways(idle)
         rows.append(Undivided(name if count > 1 else first, count, kind, spec, idle, held, saved, why))
-    return sorted(rows, key=lambda row: (-row.saved_bytes, row.name))[:_LISTED]
+    return sorted(rows, key=lambda row: (-row.saved_bytes, row.name))[:_MAX_LISTED_ROWS]
 
 
 def _idle(mesh: Mesh, spec: Spec) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COMPUTE, COMMUNICATION, OVERLAPPED = "#4477AA", "#EE6677", "#222222"
-KINDS: Mapping[str, str] = {
+KIND_COLORS: Mapping[str, str] = {
     "all-gather": "#4477AA",
     "all-reduce": "#EE6677",
     "reduce-scatter": "#228833",
@@ -32,7 +32,7 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of collective -> colour (Paul Tol's bright scheme, which colour-blind readers tell apart)."""
 OTHER_KIND = "#BBBBBB"
-PARTS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#BBBBBB", "#EE8866")
+PART_COLORS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#BBBBBB", "#EE8866")
 """Colours of a tensor's parts, in turn."""
 _LABELLED_PARTS = 64
 _BESIDE = 6
@@ -109,7 +109,7 @@ def _stacked_bytes(axes: Axes, plans: Mapping[str, Predicted]) -> None:
     bottom = [0.0] * len(names)
     for kind in sorted({kind for moved in per_plan for kind in moved}):
         heights = [moved.get(kind, 0) / 1e9 for moved in per_plan]
-        axes.bar(names, heights, bottom=bottom, color=KINDS.get(kind, OTHER_KIND), label=kind)
+        axes.bar(names, heights, bottom=bottom, color=KIND_COLORS.get(kind, OTHER_KIND), label=kind)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     axes.set_ylabel("collectives, GB per device")
     if any(bottom):
@@ -139,7 +139,7 @@ def plot_sweep(
     figure = _figure(6, 3.6)
     axes = figure.subplots()
     names = dict.fromkeys(row.name for each in comparisons.values() for row in each.rows)
-    for colour, name in zip(itertools.cycle(PARTS), names, strict=False):
+    for colour, name in zip(itertools.cycle(PART_COLORS), names, strict=False):
         points = [
             (x, of(row.predicted), each.memory is None or row.predicted.peak_memory_bytes <= each.memory)
             for x, each in comparisons.items()
@@ -220,7 +220,7 @@ def _tensor(axes: Axes, mesh: Mesh, spec: Spec) -> None:
     numbers: dict[tuple[int, ...], int] = {}
     for i, row in enumerate(grid.devices):
         for j, devices in enumerate(row):
-            colour = PARTS[numbers.setdefault(devices, len(numbers)) % len(PARTS)]
+            colour = PART_COLORS[numbers.setdefault(devices, len(numbers)) % len(PART_COLORS)]
             place = (j / columns, 1 - (i + 1) / rows)
             axes.add_patch(
                 Rectangle(place, 1 / columns, 1 / rows, facecolor=colour, alpha=0.55, edgecolor="white", linewidth=1)

@@ -14,12 +14,12 @@ import numpy as np
 
 from autoshard.solver.problem import Array, Problem, Usage
 
-ROUNDS = 4
+COLOR_ROUNDS = 4
 """Edges that colours look along. The ends of a stack of layers differ from its middle as far as this; much fewer, and
 unlike ops of one layer fall together; much more, and no two layers are alike."""
 
 
-def classes_of(problem: Problem, rounds: int = ROUNDS) -> tuple[int, ...]:
+def classes_of(problem: Problem, rounds: int = COLOR_ROUNDS) -> tuple[int, ...]:
     """A class per node, by colour refinement (Weisfeiler and Lehman, 1968), numbered by first appearance.
 
     Nodes are in one class when their costs and the amounts they use are equal, and so are, with direction and costs,

@@ -27,7 +27,7 @@ import numpy as np
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
-BACKENDS = ("highs", "scip", "cp-sat", "cbc")
+ILP_SOLVERS = ("highs", "scip", "cp-sat", "cbc")
 """In order of preference."""
 _ORTOOLS = {"highs": "highs", "scip": "scip", "cp-sat": "sat"}
 SPAN, WHOLE_SPAN = 2.0**20, 2.0**40
@@ -37,9 +37,9 @@ is then 1e-12 of the range; CP-SAT, which takes whole numbers only, gets a finer
 
 GRACE, LOOK = 0.5, 0.1
 """Seconds that a solver may go on beyond its limit before it is left behind; seconds between two looks at the clock."""
-Outcome = tuple[Array | None, float, bool, bool]
+IlpOutcome = tuple[Array | None, float, bool, bool]
 """Values of the variables or None, lower bound, whether infeasible, whether finished."""
-NOTHING: Outcome = (None, -math.inf, False, False)
+UNFINISHED: IlpOutcome = (None, -math.inf, False, False)
 
 
 class BackendMissingError(RuntimeError):
@@ -84,8 +84,8 @@ def require(backend: str) -> str:
         if not have:
             raise BackendMissingError("no ILP solver is installed: pip install ortools scipy (or pulp)")
         return have[0]
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}")
+    if backend not in ILP_SOLVERS:
+        raise ValueError(f"unknown backend {backend!r}: choose one of auto, {', '.join(ILP_SOLVERS)}")
     if backend not in have:
         package = "pulp" if backend == "cbc" else "ortools scipy"
         raise BackendMissingError(
@@ -197,7 +197,7 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
 
     Args:
         net: left as it is.
-        backend: one of `BACKENDS`, available.
+        backend: one of `ILP_SOLVERS`, available.
         time_limit: seconds.
         seed: for the solver's random choices.
         largest: the range of total cost that matters, to choose the scale (default: from the costs).
@@ -269,13 +269,13 @@ def left_behind() -> bool:
     return any(worker.is_alive() for worker in _workers)
 
 
-def _run(model: Model, backend: str, time_limit: float, seed: int) -> Outcome:
+def _run(model: Model, backend: str, time_limit: float, seed: int) -> IlpOutcome:
     """What the solver finds in its time.
 
     It works in a thread of its own: presolve ignores limits and interrupts. One that does not end is left behind; an
     interpreter that ends by itself waits for it.
     """
-    found: list[Outcome] = []
+    found: list[IlpOutcome] = []
     failed: list[BaseException] = []
     stops: list[Callable[[], Any]] = []
 
@@ -303,10 +303,10 @@ def _run(model: Model, backend: str, time_limit: float, seed: int) -> Outcome:
                 stop()
     if failed:
         raise failed[0]
-    return found[0] if found else NOTHING
+    return found[0] if found else UNFINISHED
 
 
-def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: list[Callable[[], Any]]) -> Outcome:
+def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: list[Callable[[], Any]]) -> IlpOutcome:
     import scipy.sparse
     from ortools.linear_solver.python import model_builder_helper as helper
 
@@ -342,13 +342,13 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: l
     return x, bound, infeasible, optimal or infeasible
 
 
-def _run_cbc(model: Model, time_limit: float, seed: int) -> Outcome:
+def _run_cbc(model: Model, time_limit: float, seed: int) -> IlpOutcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3.3 announces the names of PuLP 4 at every call
         return _run_pulp(model, time_limit, seed)
 
 
-def _run_pulp(model: Model, time_limit: float, seed: int) -> Outcome:
+def _run_pulp(model: Model, time_limit: float, seed: int) -> IlpOutcome:
     import pulp
 
     n = len(model.cost)

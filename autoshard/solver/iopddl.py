@@ -26,7 +26,7 @@ from autoshard.solver.problem import Array, Problem, Usage
 
 INFINITE = 10**18
 """Costs from here on are forbidden choices (the contest's convention)."""
-MOST = 1e300
+MAX_NUMBER = 1e300
 """No number is larger, so that sums of them stay finite."""
 EXACT = 2**53
 """Whole numbers up to here are exact in float64."""
@@ -98,8 +98,10 @@ def from_json(document: Any) -> Problem:
         pairs.append((ends[0], ends[1]))
         matrices.append(vector.reshape(shape))
     limit = problem.get("usage_limit")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not abs(limit) <= MOST):
-        raise FormatError(f"problem.usage_limit must be null or a number of at most {MOST:g}")
+    if limit is not None and (
+        isinstance(limit, bool) or not isinstance(limit, int | float) or not abs(limit) <= MAX_NUMBER
+    ):
+        raise FormatError(f"problem.usage_limit must be null or a number of at most {MAX_NUMBER:g}")
     return Problem(costs, pairs, matrices, usages, (), None if limit is None else float(limit))
 
 
@@ -119,11 +121,11 @@ def _vector(values: Any, where: str) -> Array:
     try:
         vector = vector.astype(np.float64)
     except OverflowError:
-        raise FormatError(f"{where} has a number beyond {MOST:g}") from None
+        raise FormatError(f"{where} has a number beyond {MAX_NUMBER:g}") from None
     except (TypeError, ValueError):
         raise FormatError(f"{where} must be a list of numbers") from None
-    if not np.all(np.abs(vector) <= MOST):
-        raise FormatError(f"{where} has a number beyond {MOST:g}, or something that is none")
+    if not np.all(np.abs(vector) <= MAX_NUMBER):
+        raise FormatError(f"{where} has a number beyond {MAX_NUMBER:g}, or something that is none")
     return vector
 
 

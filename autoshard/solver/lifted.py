@@ -14,18 +14,18 @@ import numpy as np
 from autoshard.solver.dual import Dual
 from autoshard.solver.kernels import F, Graph, compiled
 
-ROUNDS = 6
-"""Edges that classes look along; see `fold.ROUNDS`. Reduced networks have shorter ways from layer to layer."""
-SHARE = 0.2
+REDUCED_COLOR_ROUNDS = 6
+"""Edges that classes look along; see `fold.COLOR_ROUNDS`. Reduced networks have shorter ways from layer to layer."""
+MAX_QUOTIENT_SHARE = 0.2
 """Largest share of the nodes that the quotient may have."""
-SWEEPS = 100
+QUOTIENT_SWEEPS = 100
 """Sweeps of the quotient."""
 
 
 def hand_on(dual: Dual) -> bool:
     """Give `dual` the messages of its quotient; whether there is one that is small enough."""
     classes = alike(dual)
-    if len(classes) == 0 or classes.max() + 1 > SHARE * len(classes):
+    if len(classes) == 0 or classes.max() + 1 > MAX_QUOTIENT_SHARE * len(classes):
         return False
     quotient = _Quotient(dual, classes)
     quotient.ascend()
@@ -40,7 +40,7 @@ def alike(dual: Dual) -> np.ndarray:
         [known.setdefault((id(dual.net.cost[int(v)]), 0), len(known)) for v in dual.nodes], dtype=np.uint64
     )
     looks = np.unique(_looks(dual), axis=0, return_inverse=True)[1].ravel().astype(np.uint64)
-    for _ in range(ROUNDS):
+    for _ in range(REDUCED_COLOR_ROUNDS):
         around = np.zeros(len(colours), dtype=np.uint64)
         for side, (mine, other) in enumerate(((dual.low, dual.high), (dual.high, dual.low))):
             np.add.at(around, mine, _mixed(_mixed(looks * np.uint64(2) + np.uint64(side)) + colours[other]))
@@ -165,7 +165,7 @@ class _Quotient:
         graph = Graph(
             self.noff, self.unary, self.low, self.high, *matrices, self.first, self.edge, self.side, self.moff
         )
-        for _ in range(SWEEPS):
+        for _ in range(QUOTIENT_SWEEPS):
             for backward in (False, True):
                 sweep(backward, graph, self.portion, self.message)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from autoshard.solver.objective import ROUNDING
+from autoshard.solver.objective import LIMIT_SLACK
 from autoshard.solver.problem import Array, Problem
 
 Span = tuple[int, int]
@@ -127,7 +127,7 @@ class Network:
         if not usages:
             return
         whole = all(bool(np.all(u.amount == np.floor(u.amount))) for u in usages)
-        self.slack = 0.0 if whole else abs(problem.limit) * ROUNDING
+        self.slack = 0.0 if whole else abs(problem.limit) * LIMIT_SLACK
         bounds = np.unique(np.array([(u.start, u.end) for u in usages], dtype=np.int64))
         self.times = bounds[:-1]
         self.room = np.full(len(self.times), float(problem.limit))

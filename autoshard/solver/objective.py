@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoshard.solver.problem import Problem
 
-ROUNDING = 1e-12
+LIMIT_SLACK = 1e-12
 """Relative slack of the limit when usages are not whole bytes: the rounding of a float64 sum."""
 
 
@@ -63,7 +63,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
 
     peak, peak_time, whole = _peak(problem, choice)
     if problem.limit is not None:
-        slack = 0.0 if whole else abs(problem.limit) * ROUNDING
+        slack = 0.0 if whole else abs(problem.limit) * LIMIT_SLACK
         if peak > problem.limit + slack:
             wrong.append(f"usage is {peak:.0f} bytes at time {peak_time}, the limit is {problem.limit:.0f}")
     return Evaluation(objective, peak, peak_time, tuple(wrong))

@@ -31,12 +31,12 @@ fractions of the largest room, and once all fit by the factor SINK as well; the 
 as a fraction of the mean."""
 HEIGHTS, PASSES = (0.7, 0.4, 0.2), 5
 """Factors on the prices within the limit; passes at most without prices after that."""
-WORTH = 1.03
+MAX_COST_RATIO = 1.03
 """What costs more than this times the best is not improved within the limit."""
 NOISE, TIRED = 0.3, 60
 """After TIRED rounds without a better choice the search starts again from the best, at prices times random factors
 whose logarithm has this standard deviation; every other time from the dual's prices."""
-ROUNDING = 1e-12
+MIN_IMPROVEMENT = 1e-12
 """What falls by less than this share of the cost is rounding."""
 
 
@@ -60,7 +60,7 @@ class Oscillation:
         self._best: np.ndarray | None = None
         self._fitting: np.ndarray | None = None
         self._turn = self._stalled = 0
-        self._smallest = ROUNDING * (abs(dual.bound) if np.isfinite(dual.bound) else dual.forbidden)
+        self._smallest = MIN_IMPROVEMENT * (abs(dual.bound) if np.isfinite(dual.bound) else dual.forbidden)
         self.value = np.inf
 
     @property
@@ -88,7 +88,7 @@ class Oscillation:
                 self._keep(self._x.copy())
                 self._fitting = self._x.copy()
             if self._fitting is not None and (not fits or before == np.inf):  # the best on this side of the limit
-                if self._cost(self._fitting) < WORTH * self.value:
+                if self._cost(self._fitting) < MAX_COST_RATIO * self.value:
                     self._within(self._fitting, deadline)
                 self._fitting = None
             if time.perf_counter() > deadline:
@@ -119,7 +119,7 @@ class Oscillation:
 
     def _keep(self, x: np.ndarray) -> None:
         cost = self._cost(x)
-        if cost < self.value - ROUNDING * abs(cost):
+        if cost < self.value - MIN_IMPROVEMENT * abs(cost):
             self._best, self.value = x, cost
 
     def _cost(self, x: np.ndarray) -> float:

@@ -23,7 +23,7 @@ from autoshard.solver.reduce import (
 
 LARGEST_PROGRAM = 500_000
 """Entries of the integer program's matrix up to which it is tried: a solver's time limit does not hold in presolve."""
-PASSES = 20
+PEAK_SWEEPS = 20
 """Sweeps of messages before the choice is rounded."""
 NAMES_SHOWN = 5
 """How many of the largest users of memory a message names."""
@@ -104,7 +104,7 @@ def _repaired(problem: Problem, net: Network, deadline: float) -> list[int] | No
         dual.multipliers[:] = (
             1.0  # there are no costs: every row weighs the same, and the choice uses little everywhere
         )
-        for _ in range(PASSES):
+        for _ in range(PEAK_SWEEPS):
             dual.sweep()
             if time.perf_counter() > deadline:
                 break

@@ -23,7 +23,7 @@ from autoshard.solver.eliminate import joint_classes, merge_classes
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Array
 
-ROUNDS = 20
+REDUCTION_ROUNDS = 20
 ROWS_KEPT = 0.98
 """Memory rows are looked through again while more than the rest of them go."""
 HUB = 16
@@ -42,7 +42,7 @@ def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, dead
     """
     steps: list[Callable[..., None]] = [tighten_rows, arc_consistency, contract_functions, drop_modular_edges]
     steps += [remove_dominated] * dominance + [eliminate_low_degree] * eliminate
-    for _ in range(ROUNDS):
+    for _ in range(REDUCTION_ROUNDS):
         before = _measure(net)
         for step in steps:
             step(net, deadline=deadline)

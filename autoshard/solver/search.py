@@ -21,11 +21,11 @@ LADDERS = ((1.0, 0.8, 0.6, 0.4, 0.2), (0.5, 0.25), (2.0, 1.4, 1.0, 0.7, 0.5, 0.3
 """Factors on the multipliers, falling so that free memory goes where it buys most; one ladder per round in turn."""
 PATIENCE = 10
 """Rounds without a better choice after which the search ends."""
-NOISE = 0.2
+PRICE_NOISE = 0.2
 """Standard deviation of the logarithm of the prices' random factors."""
-PASSES = 50
+MAX_TREE_PASSES = 50
 """Passes at most until no tree helps any more."""
-ROUNDING = 1e-12
+MIN_IMPROVEMENT = 1e-12
 """What falls by less than this share of the cost is rounding."""
 TREES_PER_NODE, LEAST_TREES, CHUNK = 2, 200, 2000
 """Trees of one pass, per node and at least; trees between two looks at the clock."""
@@ -60,14 +60,14 @@ class TreeSearch:
         if not len(best):
             return choice
         start = dual.net.value(choice)
-        self._step = ROUNDING * (abs(start) if np.isfinite(start) else dual.forbidden)
+        self._step = MIN_IMPROVEMENT * (abs(start) if np.isfinite(start) else dual.forbidden)
         self._descend(best, deadline)
         self.best = dual.named(best)
         value, stalled, turn = dual.net.value(self.best), 0, 0
         while stalled < patience and time.perf_counter() < deadline:
             x = best.copy()
             prices = dual.best_multipliers
-            prices = prices * np.exp(NOISE * self._rng.standard_normal(len(prices)))
+            prices = prices * np.exp(PRICE_NOISE * self._rng.standard_normal(len(prices)))
             for height in LADDERS[turn % len(LADDERS)]:
                 self._moves(x, dual.priced(prices * height), deadline)
             self._descend(x, deadline)
@@ -81,7 +81,7 @@ class TreeSearch:
 
     def _descend(self, x: np.ndarray, deadline: float) -> None:
         """Without prices, until a pass helps no more."""
-        for _ in range(PASSES):
+        for _ in range(MAX_TREE_PASSES):
             if self._moves(x, self._plain, deadline) <= 0.0 or time.perf_counter() > deadline:
                 break
 

@@ -40,17 +40,17 @@ GAP_TOLERANCE = 1e-9
 """OPTIMAL means objective - bound <= this fraction of the objective: the rounding of float64 sums over thousands of
 terms, and of costs scaled to whole numbers for the integer program."""
 
-Progress = Callable[[str, float, float], None]
+SolverProgress = Callable[[str, float, float], None]
 """Called with (stage, best objective so far, bound so far)."""
 
 
-ROUNDS = 6
+BOUND_ROUNDS = 6
 """Times that the problem is bounded, fixed and reduced again before the integer program."""
 FIXED_SHARE = 0.5
 """A round ends when no more than this share of the strategies can be in a better choice: the rest is bounded anew."""
 UNFIXED_SHARE = 0.99
 """When more can, and no integer program fits, the same dual goes on: fixing little is not worth its messages."""
-SWEEPS = (20, 50, 100, 200, 300, 300, 400)
+DUAL_SWEEPS = (20, 50, 100, 200, 300, 300, 400)
 """Sweeps of the dual in each part of a round; after each part a choice is rounded and improved."""
 
 NEAR_WIDTH, NEAR_STEP, NEAR_TRIES = 1e-5, 10.0, 4
@@ -104,7 +104,7 @@ def solve(
     seed: int = 0,
     backend: str = "auto",
     fold: bool = True,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
     goal: float = math.inf,
     starts: Iterable[list[int]] = (),
 ) -> Solution:
@@ -187,7 +187,7 @@ class _Run:
         seed: int,
         backend: str,
         fold: bool,
-        progress: Progress | None,
+        progress: SolverProgress | None,
         goal: float,
     ) -> None:
         self.problem, self.deadline, self.seed = problem, deadline, seed
@@ -309,7 +309,7 @@ class _Run:
         from autoshard.solver.lifted import hand_on
 
         multipliers: dict[int, float] = {}  # by the point of time of a memory row
-        for number in range(ROUNDS):
+        for number in range(BOUND_ROUNDS):
             if not net.alive:
                 break
             dual = Dual(net)
@@ -319,7 +319,7 @@ class _Run:
                     return
             dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
             held: list[int] | None = None
-            for sweeps in SWEEPS:
+            for sweeps in DUAL_SWEEPS:
                 dual.ascend(sweeps, self.objective, deadline=self.deadline)
                 self._learn(dual)
                 choice = dual.rounded(deadline=self.deadline)

@@ -32,12 +32,12 @@ SHARDING_ATTRIBUTES = ("mhlo.sharding", "sdy.sharding")
 """Of arguments and results, in GSPMD's form and in Shardy's; where a module has both, XLA falls back to GSPMD."""
 
 _MARKER = re.compile(r"(?:^|/)op(\d+)(?:\.out(\d+))?(?!\w)")
-_ALIASES = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcast", "sdy.sharding_constraint"})
+_RENAMING_OPS = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcast", "sdy.sharding_constraint"})
 _MAYBE_NOTHING = frozenset(
     f"stablehlo.{kind}" for kind in ("broadcast_in_dim", "concatenate", "convert", "reshape", "transpose")
 )
 _RETURNS = frozenset({"func.return", "stablehlo.return"})
-_OWN = _RETURNS | {"stablehlo.custom_call"}
+_DIRECT_READERS = _RETURNS | {"stablehlo.custom_call"}
 """What reads an aten op's own result, or the program's."""
 _CALLS = frozenset({"func.call", "stablehlo.composite"})
 _KIND_NAMES = {"topk": "top_k", "if": "case"}
@@ -209,7 +209,7 @@ class _Importer:
                 whole = operands[0]
                 assert not isinstance(whole, Value)
                 env[op.results[0]] = whole[op.attributes["index"].value]
-            elif name in _ALIASES:
+            elif name in _RENAMING_OPS:
                 env[op.results[0]] = operands[0]
             elif name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "Sharding":
                 env[op.results[0]] = operands[0]
@@ -251,7 +251,7 @@ class _Importer:
             whole, only = (all(aten_of(user, None)[0] != aten for user in users),) * 2
         else:
             names = [user.name for user in users]
-            whole, only = not _OWN.isdisjoint(names), names == ["stablehlo.custom_call"]
+            whole, only = not _DIRECT_READERS.isdisjoint(names), names == ["stablehlo.custom_call"]
         if not whole:
             return place
         value = operands[place]

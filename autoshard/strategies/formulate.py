@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
-from autoshard.cost.partitioner.ops.scatter import MOVES
+from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
 from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings
@@ -495,7 +495,7 @@ class _Builder:
         if op.kind in CONTRACTIONS:
             return True
         made = Value(op.id)
-        if op.kind not in MOVES or not depth or made in self.graph.returned:
+        if op.kind not in SUM_MOVES or not depth or made in self.graph.returned:
             return False
         uses = self.graph.readers(made)
         return bool(uses) and all(self._contracts(each, depth - 1) for each in uses)

@@ -28,7 +28,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Mesh, Spec, format_spec
 
-_ROUNDS = 4
+_GUARD_ROUNDS = 4
 
 
 class WrongNumbersError(AutoshardError, ValueError):
@@ -232,7 +232,7 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
         WrongNumbersError: some would still be: their operands take no annotation.
     """
     annotatable = {*graph.aten_outputs.values(), *map(Value, graph.arguments)}
-    for _ in range(_ROUNDS):
+    for _ in range(_GUARD_ROUNDS):
         found = overcounted(graph, annotations, mesh)
         copies = dict(annotations.copies)
         for number, specs in found.items():

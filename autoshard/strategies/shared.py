@@ -47,7 +47,7 @@ class Shared:
     free: bool
 
 
-ROUNDS = 4
+CONSENSUS_ROUNDS = 4
 """Times that a problem is solved again with what its last solution disagrees on; each adds what was not there yet."""
 
 
@@ -61,7 +61,7 @@ def solved_together(
     known: list[Shared] = []
     whole = formulation
     shared = shared_values(formulation, formulation.annotations(solution.choice), mesh)
-    for _ in range(ROUNDS):
+    for _ in range(CONSENSUS_ROUNDS):
         more = [one for one in disagreeing(formulation, shared, solution.choice) if one not in known]
         if not more:
             break

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from autoshard.sources import Source
 from autoshard.verify.run import RunError
 
-SEED = 20
+BATCH_SEED = 20
 
 
 def with_weights(model: torch.nn.Module) -> torch.nn.Module:
@@ -22,7 +22,7 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
     """
     if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return copy.deepcopy(model).cpu()
-    torch.manual_seed(SEED)
+    torch.manual_seed(BATCH_SEED)
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "init_weights"):  # transformers: its constructor makes weights and buffers
         made: torch.nn.Module = type(model)(copy.deepcopy(config))
@@ -52,7 +52,7 @@ def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
     Integers of a sample with values keep their range: each batch shuffles them; so do floats of which none is negative
     (probabilities, counts, pixels). Tensors that are one object in the sample are one here.
     """
-    generator = torch.Generator().manual_seed(SEED + 1 + step)
+    generator = torch.Generator().manual_seed(BATCH_SEED + 1 + step)
     leaves, spec = tree_flatten_with_path(source.inputs)
     images = any(_leaf_name(path) == "pixel_values" for path, _ in leaves)
     made: dict[int, torch.Tensor] = {}

@@ -22,7 +22,7 @@ from autoshard.verify.hlo_text import (
 from autoshard.verify.partition_index import is_scattered, readers, tuple_index
 from autoshard.verify.targets import Family
 
-KINDS = (
+OPCODES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -178,14 +178,14 @@ class Reader:
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
         own_label = instruction.op_name or label
-        if kind in KINDS:
+        if kind in OPCODES:
             if not scatter and any((outer, kind, instruction.channel) in self.started for outer in (fused_in, *loops)):
                 return
             for collective in self.read(computation, instruction, kind, count, own_label):
                 yield replace(collective, kind="reduce-scatter") if scatter else collective
-        elif slices.transfer(instruction) in slices.TRANSFERS and opcode == "send":
+        elif slices.transfer(instruction) in slices.DCN_COLLECTIVES and opcode == "send":
             yield CompiledCollective(
-                kind=slices.TRANSFERS[slices.transfer(instruction)],
+                kind=slices.DCN_COLLECTIVES[slices.transfer(instruction)],
                 axes=slices.crossing_axes(self.places, instruction, self.mesh),
                 bytes=slices.crossing(computation, instruction),
                 count=count,

@@ -24,10 +24,10 @@ from autoshard.verify.targets import Target, parse_target
 WORKER_VERSION = 2
 """Raised whenever the worker compiles the same module differently: old cache entries no longer count."""
 
-WORKER = (sys.executable, "-P", "-m", "autoshard.verify.worker")
+COMPILE_COMMAND = (sys.executable, "-P", "-m", "autoshard.verify.worker")
 """The command that compiles what the request file, its last argument, describes."""
 
-DEFAULT_TIMEOUT_S = 1200.0
+COMPILE_TIMEOUT_S = 1200.0
 
 _REMATERIALIZATION = "Involuntary full rematerialization"
 
@@ -104,7 +104,7 @@ def compile_module(
     order: Sequence[int] | None = None,
     whole: bool = False,
     cache_dir: Path | str | None = None,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float = COMPILE_TIMEOUT_S,
 ) -> Compiled:
     """Compile a StableHLO module with GSPMD annotations for `target`.
 
@@ -211,7 +211,7 @@ def _run_worker(work: Path, stablehlo: bytes, target: Target, how: Mapping[str, 
     (work / "request.json").write_text(json.dumps(request))
     with open(work / "stderr.txt", "wb") as errors:
         variables = {"TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONFAULTHANDLER": ""}
-        with workers.started([*WORKER, str(work / "request.json")], variables, stderr=errors) as process:
+        with workers.started([*COMPILE_COMMAND, str(work / "request.json")], variables, stderr=errors) as process:
             try:
                 status = process.wait(timeout)
             except subprocess.TimeoutExpired:

@@ -2,8 +2,8 @@
 
 PyTorch takes the steps as they are and, as the yardstick, all in float64; then what capture and lowering made of them
 takes the same ones, with the same batches. After each step its results and every parameter, buffer and optimizer state
-are compared. A tensor may be off from the exact one by 1e-5 of its largest element and `NOISE` times what PyTorch is
-off by itself until then; where that is not enough, also in runs whose every result is off in its last bits
+are compared. A tensor may be off from the exact one by 1e-5 of its largest element and `ROUNDING_SLACK` times what
+PyTorch is off by itself until then; where that is not enough, also in runs whose every result is off in its last bits
 (`rounding.LastBits`). So that such an allowance excuses nothing, a tensor is *untold* where it has not moved by three
 times as much; what PyTorch left as it was, to the bit, has to be left so.
 """
@@ -31,13 +31,13 @@ from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
 from autoshard.verify.captured import CapturedStep, held_tensors
-from autoshard.verify.rounding import NEIGHBOURS, NOISE, LastBits, apart, wide
+from autoshard.verify.rounding import NEIGHBOURS, ROUNDING_SLACK, LastBits, apart, wide
 from autoshard.verify.run import TOLERANCE
 
 TOLD = 3.0
 
-Key = tuple[str, str]
-Numbers = Mapping[Key, Tensor]
+TensorKey = tuple[str, str]
+Numbers = Mapping[TensorKey, Tensor]
 """(`loss`, `output`, `gradient`, `parameter`, `buffer` or `optimizer_state`; which one) -> its value after a step."""
 
 
@@ -54,7 +54,7 @@ class Off:
         scale: the largest element of all gradients, or states of its name, if it is one; else `largest`.
     """
 
-    key: Key
+    key: TensorKey
     step: int
     off: float
     allowed: float
@@ -163,7 +163,7 @@ class EagerSteps:
         yield held(model, optimizer)
         for batch in batches:
             result = self._step(model, optimizer, batch)
-            made: dict[Key, Tensor] = {}
+            made: dict[TensorKey, Tensor] = {}
             if not self.source.train:
                 made = {("output", name): leaf.detach().clone() for name, leaf in named_leaves(result)}
             else:
@@ -211,8 +211,8 @@ class EagerSteps:
     def _judged(self, found: Sequence[Numbers], first: int, neighbours: list[list[Numbers]]) -> Comparison:
         count, worst, where = 0, -1.0, ""
         untold: dict[str, None] = {}
-        own: dict[Key, float] = defaultdict(float)
-        off_in: dict[Key, Off] = {}
+        own: dict[TensorKey, float] = defaultdict(float)
+        off_in: dict[TensorKey, Off] = {}
         begun = self.eager[first]
         for step, ours in enumerate(found, first + 1):
             exact = self.exact[step]
@@ -228,7 +228,7 @@ class EagerSteps:
                 alone = [apart(run[step][key], exact[key]) for run in (self.eager, *neighbours)]
                 own[key] = max(own[key], *alone)
                 largest = _largest(exact[key])
-                allowed = TOLERANCE * largest + NOISE * own[key]
+                allowed = TOLERANCE * largest + ROUNDING_SLACK * own[key]
                 here = Off(key, step, apart(ours[key], exact[key]), allowed, largest, scales[key])
                 if not theirs.is_floating_point() or not moved:
                     here = replace(here, off=0.0 if torch.equal(ours[key], theirs) else math.inf, allowed=0.0)
@@ -285,7 +285,7 @@ def eager_step(
     return loss
 
 
-def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Key, Tensor]:
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[TensorKey, Tensor]:
     """Copies of parameters, buffers and optimizer states."""
     return {key: tensor.clone() for key, tensor in held_tensors(model, optimizer).items()}
 
@@ -296,13 +296,13 @@ def numbers_of(
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
     made: Mapping[str, Any],
-) -> dict[Key, Tensor]:
+) -> dict[TensorKey, Tensor]:
     """The numbers of a program's step: what is no argument of it stays as the model has it."""
     roles: dict[str, str] = {argument.name: argument.role for argument in program.arguments}
     kept = {key: each for key, each in held(model, optimizer).items() if key[0] != "optimizer_state"}
     given = {(roles[name], name): to_torch(np.asarray(array)) for name, array in state.items()}
     kinds = {output.name: output.role for output in program.outputs if output.updates is None}
-    results: dict[Key, Tensor] = {}
+    results: dict[TensorKey, Tensor] = {}
     for name, array in made.items():
         of_kind = kinds[name]
         key = ("loss", "") if of_kind == "loss" else (str(of_kind), name)
@@ -319,16 +319,16 @@ def named_leaves(tree: Any, alone: str = "output") -> Iterator[tuple[str, Tensor
             yield ".".join(key_name(key) for key in path) or alone, leaf
 
 
-def named(key: Key) -> str:
+def named(key: TensorKey) -> str:
     """For a person."""
     return " ".join(filter(None, key))
 
 
-def _scales(exact: Numbers) -> dict[Key, float]:
+def _scales(exact: Numbers) -> dict[TensorKey, float]:
     largest = {key: _largest(tensor) for key, tensor in exact.items()}
     of_sort: dict[str, float] = {}
 
-    def sort(key: Key) -> str:
+    def sort(key: TensorKey) -> str:
         return {"gradient": "gradient", "optimizer_state": key[1].rpartition(".")[2]}.get(key[0], named(key))
 
     for key, each in largest.items():

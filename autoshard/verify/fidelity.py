@@ -18,7 +18,7 @@ from autoshard.mesh import AxisGroup
 from autoshard.text import columns
 from autoshard.verify.compiled_collective import CompiledCollective
 
-Key = tuple[str, AxisGroup]
+CollectiveKey = tuple[str, AxisGroup]
 """Kind and axes."""
 
 Transfers = dict[int | None, Counter[int]]
@@ -54,8 +54,8 @@ class Culprit:
     aten: int | None
     name: str
     module: str
-    predicted: Mapping[Key, int] = field(hash=False)
-    compiled: Mapping[Key, int] = field(hash=False)
+    predicted: Mapping[CollectiveKey, int] = field(hash=False)
+    compiled: Mapping[CollectiveKey, int] = field(hash=False)
 
     @property
     def difference(self) -> int:
@@ -184,12 +184,12 @@ def fidelity(
         names: aten op -> (name, module path), for the report.
     """
     predicted, compiled = list(predicted), list(compiled)
-    before: dict[Key, Transfers] = defaultdict(dict)
-    after: dict[Key, Transfers] = defaultdict(dict)
-    counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])  # predicted, compiled
+    before: dict[CollectiveKey, Transfers] = defaultdict(dict)
+    after: dict[CollectiveKey, Transfers] = defaultdict(dict)
+    counts: dict[CollectiveKey, list[int]] = defaultdict(lambda: [0, 0])  # predicted, compiled
     for one in predicted:
         if one.bytes and one.count:
-            key: Key = (one.kind, tuple(one.axes))
+            key: CollectiveKey = (one.kind, tuple(one.axes))
             aten = aten_of(one.op) if aten_of is not None and one.op is not None else None
             before[key].setdefault(aten, Counter())[one.bytes] += one.count
             counts[key][0] += one.count
@@ -232,16 +232,16 @@ def _unmatched(predicted: Transfers, compiled: Transfers) -> int:
 
 
 def _culprits(
-    wrong: Collection[Key],
+    wrong: Collection[CollectiveKey],
     predicted: list[Collective],
     compiled: list[CompiledCollective],
     aten_of: Callable[[int], int | None],
     names: Mapping[int, tuple[str, str]],
 ) -> tuple[Culprit, ...]:
     """The aten ops behind the kinds and axes in `wrong`."""
-    sides: dict[int | None, tuple[dict[Key, int], dict[Key, int]]] = {}
+    sides: dict[int | None, tuple[dict[CollectiveKey, int], dict[CollectiveKey, int]]] = {}
 
-    def add(aten: int | None, side: int, key: Key, size: int) -> None:
+    def add(aten: int | None, side: int, key: CollectiveKey, size: int) -> None:
         if key in wrong:
             totals = sides.setdefault(aten, ({}, {}))[side]
             totals[key] = totals.get(key, 0) + size
@@ -283,11 +283,11 @@ def _total(transfers: Transfers) -> int:
     return sum(map(_bytes, transfers.values()))
 
 
-def _listed(sizes: Mapping[Key, int]) -> list[dict[str, Any]]:
+def _listed(sizes: Mapping[CollectiveKey, int]) -> list[dict[str, Any]]:
     return [{"kind": kind, "axes": [*map(str, axes)], "bytes": size} for (kind, axes), size in sorted(sizes.items())]
 
 
-def _spoken(sizes: Mapping[Key, int]) -> str:
+def _spoken(sizes: Mapping[CollectiveKey, int]) -> str:
     named = ((kind, "+".join(map(str, axes)), size) for (kind, axes), size in sorted(sizes.items()))
     return ", ".join(f"{kind} {axes} {_mb(size)} MB" for kind, axes, size in named) or "none"
 

@@ -15,7 +15,7 @@ from autoshard.sources import Source
 from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.batches import random_batch
 from autoshard.verify.eager import Comparison, EagerSteps, named
-from autoshard.verify.run import CAUSES, MOST, ROUNDING, TOLERANCE
+from autoshard.verify.run import CAUSES, MAX_EXCUSED, ROUNDS_ON_ONE_DEVICE, TOLERANCE
 
 NORM = next(cause for cause, words in CAUSES.items() if "batch_norm" in words)
 
@@ -55,7 +55,7 @@ class Said:
 
     Attributes:
         compared: how many results, parameters, buffers and states.
-        excused: name and cause of those off by at most `MOST` of their largest value.
+        excused: name and cause of those off by at most `MAX_EXCUSED` of their largest value.
         undecided: names of those that PyTorch in float32 has wrong by more, too.
         faults: names of those that are otherwise than in PyTorch.
         refused: why nothing was compared.
@@ -102,7 +102,7 @@ def judged(made: Comparison, because: Causes | None, optimizer: str | None, tole
     A parameter that PyTorch in float32 has wrong, too, is judged under SGD alone: others divide by moments, which makes
     of a gradient that is nothing but rounding a step like any other.
     """
-    most = max(MOST, tolerance)
+    most = max(MAX_EXCUSED, tolerance)
     excused, undecided, faults = [], [], []
     for off in made.off:
         if off.off <= tolerance * off.largest:
@@ -114,7 +114,7 @@ def judged(made: Comparison, because: Causes | None, optimizer: str | None, tole
         if off.share > 1 and not (cause and off.off <= most * off.largest):
             faults.append(said)
         elif little:
-            excused.append((said, cause if cause is not None and off.share > 1 else ROUNDING))
+            excused.append((said, cause if cause is not None and off.share > 1 else ROUNDS_ON_ONE_DEVICE))
         elif kind != "parameter" or optimizer in (None, "SGD"):
             undecided.append(said)
     return Said(made.names, tuple(excused), tuple(undecided), tuple(faults))

@@ -18,7 +18,7 @@ Indices = NDArray[np.int64]
 """One value per device, shape `(devices, elements)`."""
 
 # Each of these passes on whole elements of its operand, in whatever order.
-MOVES = frozenset({"copy", "bitcast", "reshape", "transpose", "convert", "pad", "copy-start", "copy-done"})
+ELEMENT_PRESERVING = frozenset({"copy", "bitcast", "reshape", "transpose", "convert", "pad", "copy-start", "copy-done"})
 
 _BINARY: dict[str, Callable[[Indices, Indices], Indices]] = {
     "add": np.add,
@@ -64,7 +64,7 @@ def readers(
         other than through a fusion counts as read by the root.
     """
     found: list[tuple[Computation, Instruction, str]] = []
-    moves = MOVES if through_converts else MOVES - {"convert"}
+    moves = ELEMENT_PRESERVING if through_converts else ELEMENT_PRESERVING - {"convert"}
     todo: list[tuple[Computation, str, int | None]] = [(computation, name, index)]
     seen: set[tuple[str, str, int | None]] = set()
     while todo:
@@ -153,7 +153,7 @@ def evaluate(module: Module, computation: Computation, name: str, depth: int = 0
     if opcode == "fusion" and instruction.called and not instruction.shape_text.startswith("("):
         inner = module.computations[instruction.called[0]]
         return evaluate(module, inner, inner.root.name, depth + 1)
-    if opcode not in _OPERATIONS and opcode not in MOVES:
+    if opcode not in _OPERATIONS and opcode not in ELEMENT_PRESERVING:
         return None
     operands = [evaluate(module, computation, operand, depth + 1) for operand in instruction.operands]
     known = [operand for operand in operands if operand is not None]

@@ -9,7 +9,7 @@ the same step in float32 in which the result of every op is off in its last bits
 Parker, *Monte Carlo Arithmetic*, UCLA 1997; Higham, *Accuracy and Stability of Numerical Algorithms*, chapter 2.8), by
 no more than some sixteen terms are when they are added up in another order. A number is rounding where one device is
 off from the exact one by more than the tolerance. Then that is what it is judged by: under the plan it may be off by
-`NOISE` times as much as the worst run on one device, and by no more.
+`ROUNDING_SLACK` times as much as the worst run on one device, and by no more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEIGHBOURS = 8
 """Runs on one device with results that are off in their last bits."""
 APART = {torch.float32: 2.0**-22, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 """By how much a result is off at most, relative: four times the unit roundoff of its type."""
-NOISE = 10.0
+ROUNDING_SLACK = 10.0
 """How much further than the worst run on one device a number under the plan may be from the exact one: XLA's CPU
 kernels add up one by one, of which the error grows with the number of terms, and PyTorch's by halves."""
 
@@ -34,12 +34,12 @@ ZERO = 1e-12
 """Below this part of the largest of all gradients a gradient of the float64 run is zero in exact arithmetic, as is the
 bias of a convolution before a batch norm. It is judged on the scale of the largest gradient."""
 
-Key = tuple[str, str]
-Numbers = Mapping[Key, torch.Tensor]
+TensorKey = tuple[str, str]
+Numbers = Mapping[TensorKey, torch.Tensor]
 """(`loss`, `gradients`, `parameters`, `outputs` or `buffers`; which one) -> the numbers of a run."""
 
 
-def scales(expected: Numbers) -> dict[Key, float]:
+def scales(expected: Numbers) -> dict[TensorKey, float]:
     """What differences are relative to: parameters to 1, all else to the tensor's largest element (but see `ZERO`)."""
     largest = {key: float(each.double().abs().max()) if each.numel() else 1.0 for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
@@ -49,7 +49,9 @@ def scales(expected: Numbers) -> dict[Key, float]:
     }
 
 
-def beyond(found: Numbers, expected: Numbers, keys: Iterable[Key], most: float, tolerance: float) -> list[Key]:
+def beyond(
+    found: Numbers, expected: Numbers, keys: Iterable[TensorKey], most: float, tolerance: float
+) -> list[TensorKey]:
     """Those of `keys` that are off by more than can be excused: `most` of their tensor's largest element.
 
     A gradient may be as far off as rounding is on the scale of the largest one (`tolerance`): behind two norms in a row
@@ -67,20 +69,20 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def off(found: Numbers, expected: Numbers, tolerance: float) -> list[Key]:
+def off(found: Numbers, expected: Numbers, tolerance: float) -> list[TensorKey]:
     """Those that differ by more than the tolerance."""
     scale = scales(expected)
     return [key for key in expected if key in found and apart(found[key], expected[key]) > tolerance * scale[key]]
 
 
 def rounding(
-    keys: Iterable[Key],
+    keys: Iterable[TensorKey],
     found: Numbers,
     expected: Numbers,
     exact: Numbers | None,
     neighbours: Iterable[Numbers],
     tolerance: float,
-) -> dict[Key, float]:
+) -> dict[TensorKey, float]:
     """Those of `keys` that are rounding and nothing else.
 
     Args:
@@ -97,13 +99,13 @@ def rounding(
     truth = expected if exact is None else exact
     left = [key for key in keys if key in truth]
     alone = {key: apart(expected[key], truth[key]) for key in left}
-    excused: dict[Key, float] = {}
+    excused: dict[TensorKey, float] = {}
     scale = scales(truth)
 
     def look() -> None:
         for key in list(left):
             planned, worst = apart(found[key], truth[key]), alone[key]
-            if math.isfinite(worst) and worst > tolerance * scale[key] and planned <= NOISE * worst:
+            if math.isfinite(worst) and worst > tolerance * scale[key] and planned <= ROUNDING_SLACK * worst:
                 excused[key] = planned / worst
                 left.remove(key)
 
@@ -159,7 +161,7 @@ def flat(
     parameters: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-) -> dict[Key, torch.Tensor]:
+) -> dict[TensorKey, torch.Tensor]:
     """All numbers of a run, by kind and name."""
     return dict(
         _flat(losses, {"gradients": gradients, "parameters": parameters, "outputs": outputs, "buffers": buffers})
@@ -168,7 +170,7 @@ def flat(
 
 def _flat(
     losses: Iterable[float], kinds: Mapping[str, Mapping[str, torch.Tensor]]
-) -> Iterator[tuple[Key, torch.Tensor]]:
+) -> Iterator[tuple[TensorKey, torch.Tensor]]:
     for step, loss in enumerate(losses, 1):
         yield ("loss", str(step)), torch.tensor(loss, dtype=torch.float64)
     for kind, tensors in kinds.items():
@@ -176,7 +178,7 @@ def _flat(
             yield (kind, name), tensor
 
 
-def said(key: Key) -> str:
+def said(key: TensorKey) -> str:
     """For a person."""
     kind, name = key
     if kind == "loss":

@@ -17,11 +17,12 @@ gradient in float32 where XLA's CPU kernels do in bf16; its losses stay compared
 parameter, buffer and optimizer state is held against PyTorch's (`verify/eager.py`): what it has otherwise is a fault of
 capture. One that draws random numbers is not.
 
-**Excuses.** What is off by more than the tolerance is excused, counted and named with its cause, by at most `MOST` of
-the tensor's largest value: where PyTorch in float32 is off from float64 as well (`rounding.py`), or where the program
-not split is, and the tensor follows from what explains that (`CAUSES`). Where PyTorch in float32 itself is off by more
-than `MOST` the tensor decides nothing. Where one does not, or more than `SHARE` of all tensors are excused, the run is
-*not decided*. All runs happen in one new process, which has as many virtual devices as the plan's mesh.
+**Excuses.** What is off by more than the tolerance is excused, counted and named with its cause, by at most
+`MAX_EXCUSED` of the tensor's largest value: where PyTorch in float32 is off from float64 as well (`rounding.py`), or
+where the program not split is, and the tensor follows from what explains that (`CAUSES`). Where PyTorch in float32
+itself is off by more than `MAX_EXCUSED` the tensor decides nothing. Where one does not, or more than
+`MAX_EXCUSED_SHARE` of all tensors are excused, the run is *not decided*. All runs happen in one new process, which has
+as many virtual devices as the plan's mesh.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from autoshard.sources import Source
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
 """Where the program holds bf16 or f16 values."""
-DEFAULT_TIMEOUT_S = 1800.0
-MOST = 1e-3
+RUN_TIMEOUT_S = 1800.0
+MAX_EXCUSED = 1e-3
 """What can be excused at most, as a part of a tensor's largest value."""
-SHARE = 0.05
+MAX_EXCUSED_SHARE = 0.05
 """Of all tensors compared: so many may be excused."""
 CAUSES = {
     "near-ties, which PyTorch and XLA may break otherwise": ("topk", "sort", "argmax", "argmin", "max_pool", "median"),
     "sums of a batch norm": ("native_batch_norm", "batch_norm", "var_mean"),
 }
 """Why a tensor may be otherwise in XLA: words in names of the ops that it follows from."""
-RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
+RANDOM_OP_NAMES = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
 FASTER_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Three times faster, the same partitioned program."""
 
@@ -130,7 +131,7 @@ class RunReport:
             judged.append(self.parameters.value)
         if self.unsplit or not all(each <= self.tolerance for each in judged):  # so for nan
             return "differ"
-        if self.undecided or len(self.excused) > SHARE * self.compared:
+        if self.undecided or len(self.excused) > MAX_EXCUSED_SHARE * self.compared:
             return "not decided"
         return "excused" if self.excused else "equal"
 
@@ -170,7 +171,7 @@ class RunReport:
                 f"  rounding on one device too, and off by {self.beside_one_device:.1f} times as much as there: "
                 f"{_some(self.rounding)}"
             )
-        for cause in sorted({cause for _, cause in self.excused} - {ROUNDING}):
+        for cause in sorted({cause for _, cause in self.excused} - {ROUNDS_ON_ONE_DEVICE}):
             lines.append(f"  {cause}: {_some([name for name, why in self.excused if why == cause])}")
         if self.undecided:
             lines.append(f"  off by more than can be excused, in PyTorch in float32 too: {_some(self.undecided)}")
@@ -185,7 +186,7 @@ class RunReport:
         return "\n".join(lines)
 
 
-ROUNDING = "rounding on one device too"
+ROUNDS_ON_ONE_DEVICE = "rounding on one device too"
 _SAID = {
     "equal": "equal numbers",
     "excused": "equal numbers",
@@ -209,7 +210,7 @@ def run_equal(
     steps: int = 3,
     *,
     program: Program | None = None,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float = RUN_TIMEOUT_S,
 ) -> RunReport:
     """Train `steps` steps under `plan` on virtual CPU devices and on one device, and compare.
 
@@ -254,7 +255,7 @@ def run_equal(
 
 def random_op(ops: Iterable[OpSignature]) -> OpSignature | None:
     """The first op that draws random numbers, or None."""
-    return next((op for op in ops if any(word in op.name for word in RANDOM)), None)
+    return next((op for op in ops if any(word in op.name for word in RANDOM_OP_NAMES)), None)
 
 
 def _origin(source: Source) -> Mapping[str, Any] | None:

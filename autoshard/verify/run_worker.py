@@ -26,10 +26,10 @@ from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source, load_source
 from autoshard.verify import rounding
-from autoshard.verify.batches import SEED, random_batch, with_weights
+from autoshard.verify.batches import BATCH_SEED, random_batch, with_weights
 from autoshard.verify.eager import eager_step, named_leaves
 from autoshard.verify.judged import Causes, Said, of_captured
-from autoshard.verify.run import HALF_TOLERANCE, MOST, ROUNDING, TOLERANCE, random_op
+from autoshard.verify.run import HALF_TOLERANCE, MAX_EXCUSED, ROUNDS_ON_ONE_DEVICE, TOLERANCE, random_op
 from autoshard.workers import end_with_parent
 
 ON_CPU, UNSPLIT, EXACT = "PyTorch on one device", "torch_xla, not split", "PyTorch in float64"
@@ -100,18 +100,18 @@ def compare(
             against, expected, alone = UNSPLIT, unsplit, unsplit
             off = rounding.off(found.numbers(), expected.numbers(), tolerance)
     because = Causes(program, found.model) if program is not None else None
-    rounded: dict[rounding.Key, float] = {}
-    causes: dict[rounding.Key, str] = {}
+    rounded: dict[rounding.TensorKey, float] = {}
+    causes: dict[rounding.TensorKey, str] = {}
     undecided, faults = [], []
     if off and not random:
         rounded = _rounding(off, found, alone, kept, source, batches, tolerance)
-        most = max(MOST, tolerance)
+        most = max(MAX_EXCUSED, tolerance)
         undecided = rounding.beyond(found.numbers(), expected.numbers(), rounded, most, tolerance)
-        causes = {key: ROUNDING for key in rounded if key not in undecided}
+        causes = {key: ROUNDS_ON_ONE_DEVICE for key in rounded if key not in undecided}
         if unsplit is not None and not half:
             left = [key for key in off if key not in rounded]
             causes |= _as_unsplit(left, found, unsplit, expected, because, tolerance)
-            beyond = rounding.off(unsplit.numbers(), expected.numbers(), MOST)
+            beyond = rounding.off(unsplit.numbers(), expected.numbers(), MAX_EXCUSED)
             faults = [key for key in left if key not in causes and key in beyond]
     excluded = {*causes, *undecided}
     differences = _differences(found, expected, excluded)
@@ -140,8 +140,8 @@ def compare(
 
 
 def _as_unsplit(
-    keys: list[rounding.Key], found: _Run, unsplit: _Run, expected: _Run, because: Causes | None, tolerance: float
-) -> dict[rounding.Key, str]:
+    keys: list[rounding.TensorKey], found: _Run, unsplit: _Run, expected: _Run, because: Causes | None, tolerance: float
+) -> dict[rounding.TensorKey, str]:
     """Those of `keys` that torch_xla without shardings has otherwise than PyTorch too, a little, and the cause."""
     planned, alone, exact = found.numbers(), unsplit.numbers(), expected.numbers()
     excused, scales = {}, rounding.scales(exact)
@@ -152,7 +152,11 @@ def _as_unsplit(
         cause = because(name.partition(" of batch ")[0] if kind != "loss" else "loss", first_step=first)
         own, off = rounding.apart(alone[key], exact[key]), rounding.apart(planned[key], exact[key])
         scale = scales[key]
-        if cause and tolerance * scale < own <= MOST * scale and off <= min(rounding.NOISE * own, MOST * scale):
+        if (
+            cause
+            and tolerance * scale < own <= MAX_EXCUSED * scale
+            and off <= min(rounding.ROUNDING_SLACK * own, MAX_EXCUSED * scale)
+        ):
             excused[key] = cause
     return excused
 
@@ -188,7 +192,7 @@ def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float
     return {"losses": run.losses, **_differences(found, run, excused)}
 
 
-def _differences(found: _Run, expected: _Run, excused: Collection[rounding.Key] = ()) -> dict[str, Any]:
+def _differences(found: _Run, expected: _Run, excused: Collection[rounding.TensorKey] = ()) -> dict[str, Any]:
     """The largest differences, as in a `RunReport`, of what is not excused."""
     losses = [
         abs(a - b) / max(abs(b), 1e-30)
@@ -214,14 +218,14 @@ def _differences(found: _Run, expected: _Run, excused: Collection[rounding.Key] 
 
 
 def _rounding(
-    keys: list[rounding.Key],
+    keys: list[rounding.TensorKey],
     found: _Run,
     expected: _Run,
     model: torch.nn.Module,
     source: Source,
     batches: list[Any],
     tolerance: float,
-) -> dict[rounding.Key, float]:
+) -> dict[rounding.TensorKey, float]:
     """Which of `keys` are rounding (see `rounding`); `model` has the weights that the runs began with."""
     here = lambda batch: batch  # noqa: E731
     run = _exact(model, source, batches)
@@ -268,7 +272,7 @@ class _Run:
         if on_xla:
             import torch_xla
 
-            torch_xla.manual_seed(SEED)
+            torch_xla.manual_seed(BATCH_SEED)
         for number, batch in enumerate(batches):
             before = _compiles()
             with annotate(plan) if plan is not None else contextlib.nullcontext():
@@ -291,7 +295,7 @@ class _Run:
             self.parameters = {name: p.detach().cpu() for name, p in self.model.named_parameters()}
         return self
 
-    def numbers(self) -> dict[rounding.Key, torch.Tensor]:
+    def numbers(self) -> dict[rounding.TensorKey, torch.Tensor]:
         """All that is judged."""
         judged = self.parameters if self.optimizer == "SGD" else {}
         return rounding.flat(self.losses, self.gradients, judged, self.outputs, self.buffers)

@@ -21,7 +21,7 @@ from autoshard.mesh import AxisGroup, Mesh
 from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes, pair_axes
 
-TRANSFERS = {
+DCN_COLLECTIVES = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -30,10 +30,10 @@ TRANSFERS = {
 }
 """`_xla_megascale_transfer_type` -> kind."""
 
-_MOVES = frozenset(
+_DATA_MOVEMENT = frozenset(
     {"bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element", "copy-start", "copy-done"}
 )
-_MOVES |= {"recv-done"}
+_DATA_MOVEMENT |= {"recv-done"}
 
 
 def places(mesh: Mesh, num_partitions: int) -> list[list[int]]:
@@ -179,7 +179,7 @@ def _source(module: Module, computation: Computation, name: str) -> tuple[str, b
             return "", cut
         if _takes_part(module, value):
             cut = True
-        elif value.opcode not in _MOVES and value.target != "ZeroCrop":  # the tile's rest, not cleared
+        elif value.opcode not in _DATA_MOVEMENT and value.target != "ZeroCrop":  # the tile's rest, not cleared
             return _collective(module, value), cut
         name = value.operands[0]
     return "", cut
@@ -191,7 +191,7 @@ def _takes_part(module: Module, value: Instruction) -> bool:
         return value.opcode == "dynamic-slice"
     inside = [other for called in value.called for other in module.computations[called].instructions.values()]
     cuts = [other for other in inside if other.opcode == "dynamic-slice"]
-    rest = {other.opcode for other in inside} - _MOVES - {"dynamic-slice", "parameter", "constant"}
+    rest = {other.opcode for other in inside} - _DATA_MOVEMENT - {"dynamic-slice", "parameter", "constant"}
     return len(cuts) == 1 and not rest
 
 
@@ -201,7 +201,7 @@ def _sink(module: Module, computation: Computation, name: str) -> str:
         readers = [user for user in computation.users.get(name, ()) if user.opcode != "send-done"]
         if len(readers) != 1:
             return ""
-        if readers[0].opcode not in _MOVES:
+        if readers[0].opcode not in _DATA_MOVEMENT:
             return _collective(module, readers[0])
         name = readers[0].name
     return ""

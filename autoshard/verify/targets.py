@@ -10,7 +10,14 @@ from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
 
-from autoshard.cost.machine.device import ALIASES, TOPOLOGIES, DeviceError, builtin_kinds, load_device, split_topology
+from autoshard.cost.machine.device import (
+    KIND_ALIASES,
+    TOPOLOGIES,
+    DeviceError,
+    builtin_kinds,
+    load_device,
+    split_topology,
+)
 from autoshard.cost.machine.layout import check_layout
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
@@ -93,12 +100,12 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
         target = _cpu(text, rest, mesh_size)
     elif kind in TPUS:
         target = _placed(text.strip().lower(), "tpu")
-    elif ALIASES.get(kind, kind) in gpu_limits():
+    elif KIND_ALIASES.get(kind, kind) in gpu_limits():
         target = _placed(text.strip().lower(), "gpu")
     elif kind.startswith("tpu-"):
         raise TargetError(f"unknown target {text!r}: TPU kinds are {', '.join(TPUS)}")
     else:
-        gpus = ", ".join(sorted({*gpu_limits(), *ALIASES}))
+        gpus = ", ".join(sorted({*gpu_limits(), *KIND_ALIASES}))
         raise TargetError(f"unknown target {text!r}: known are cpu, {', '.join(TPUS)}, {gpus}; write it like {FORMS}")
     if mesh_size is not None and target.num_devices != mesh_size:
         raise TargetError(

@@ -28,7 +28,7 @@ COLLECTIVE = re.compile(
 )
 ASYNC_COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
 _PARTIAL_READS = frozenset({"slice", "dynamic-slice", "gather"})
-_NAMES = {dtype.hlo: dtype.name for dtype in DTYPES.values()}
+_DTYPE_NAMES = {dtype.hlo: dtype.name for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _is_parameter(inner: Computation, name: str) -> bool:
 def _add(totals: dict[str, float], found: tuple[str, float]) -> dict[str, float]:
     dtype, flops = found
     if flops:
-        totals[_NAMES[dtype]] = flops
+        totals[_DTYPE_NAMES[dtype]] = flops
     return totals
 
 

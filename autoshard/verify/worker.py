@@ -41,7 +41,7 @@ _GENERATED = "after_codegen.txt"
 _BUFFERS = "after_optimizations-buffer-assignment.txt"
 """What it dumps right before both."""
 
-_TABLE = re.compile(r"\(size=\d+,offset=\d+\): \(")
+_TUPLE_PARTS = re.compile(r"\(size=\d+,offset=\d+\): \(")
 """A value of a heap that says where the parts of a tuple lie: of nothing else, a heap is not made."""
 
 _RESERVED = 31 * 512
@@ -121,7 +121,7 @@ def laid_out(assignment: str) -> dict[str, int]:
         memory["argument"] += int(size) * argument
         memory["output"] += int(size) * result
         memory["alias"] += int(size) * (argument and result)
-        if words[-1] == "preallocated-temp:" and not all(_TABLE.search(value) for value in values):
+        if words[-1] == "preallocated-temp:" and not all(_TUPLE_PARTS.search(value) for value in values):
             memory["temp"] += int(size) + _RESERVED
     return memory
 

@@ -103,7 +103,7 @@ def test_a_solver_that_does_not_end_is_left_behind(monkeypatch):
 
     net = Network.of(random_problem(3))
     go_on = threading.Event()
-    monkeypatch.setattr(ilp, "_run_ortools", lambda *_: go_on.wait(60) and ilp.NOTHING)
+    monkeypatch.setattr(ilp, "_run_ortools", lambda *_: go_on.wait(60) and ilp.UNFINISHED)
     start = time.perf_counter()
     result = ilp.solve_ilp(net, backend="highs", time_limit=0.0)
     assert time.perf_counter() - start < 30

@@ -93,8 +93,8 @@ def test_bound_and_search_beside_each_other_bracket_the_optimum(seed):
             patch.setattr(solver, name, 0)
         patch.setattr(solver, "exact_minimum", lambda *_, **__: None)
         patch.setattr(solver, "reduce", lambda *_, **__: None)
-        patch.setattr(solver, "SWEEPS", (2,))
-        patch.setattr(solver, "ROUNDS", 1)
+        patch.setattr(solver, "DUAL_SWEEPS", (2,))
+        patch.setattr(solver, "BOUND_ROUNDS", 1)
         solution = solve(problem)
     if math.isinf(best):
         assert solution.choice == ()

@@ -148,7 +148,7 @@ def fake_worker(monkeypatch, tmp_path):
 
     def install(code):
         head = "import json, os, pathlib, sys, time; request = pathlib.Path(sys.argv[1]);"
-        monkeypatch.setattr(compiling, "WORKER", (sys.executable, "-c", head + code))
+        monkeypatch.setattr(compiling, "COMPILE_COMMAND", (sys.executable, "-c", head + code))
 
     return install
 

@@ -12,7 +12,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.mesh import Mesh
 from autoshard.stablehlo.annotate import annotate, donated
 from autoshard.verify.collectives import compiled_collectives
-from autoshard.verify.compile import WORKER
+from autoshard.verify.compile import COMPILE_COMMAND
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.targets import TargetError, parse_target
 from autoshard.verify.work import compiled_work
@@ -52,7 +52,7 @@ def compiled(folder, command, target, size):
 
 @pytest.mark.parametrize("size", [2048, 16384])
 def test_what_is_dumped_says_what_the_whole_compilation_says(tmp_path, target, size):
-    early, memory = compiled(tmp_path / "early", WORKER, target, size)
+    early, memory = compiled(tmp_path / "early", COMPILE_COMMAND, target, size)
     whole, stated = compiled(tmp_path / "whole", [sys.executable, "-P", "-c", WHOLE], target, size)
     assert (tmp_path / "early" / "dump").exists()
     assert not list((tmp_path / "early" / "dump").glob("*after_codegen*"))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.schedule import Dependencies, dependencies, in_order
 
-FEW = 64
+MAX_WALKED_KERNELS = 64
 """Kernels that wait for one, or that one waits for, are followed up to so many: those of an update are few, of tens of
 thousands in all.
 """
@@ -211,7 +211,7 @@ class _Ancestors:
         found, todo = {number}, [number]
         while todo:
             near = beside[todo.pop()]
-            if len(near) > FEW or len(found) > FEW:
+            if len(near) > MAX_WALKED_KERNELS or len(found) > MAX_WALKED_KERNELS:
                 return None
             for one in near:
                 while self.into[one] != one:

@@ -39,9 +39,9 @@ LEAST_POINTS = 3
 """Sizes that a rate needs: two make a line, the third says whether it is one."""
 
 _HUBER = 1.5
-_ROUNDS = 20
+_FIT_ITERATIONS = 20
 
-WORKER = (sys.executable, "-P", "-m", "autoshard.cost.machine.measure")
+MEASURE_COMMAND = (sys.executable, "-P", "-m", "autoshard.cost.machine.measure")
 """The command that measures what the request file, its last argument, asks for."""
 
 
@@ -174,7 +174,7 @@ def measured(
         asked = {"backend": backend, "platform": platform, "devices": devices, "quick": quick}
         request.write_text(json.dumps(asked))
         with open(work / "stderr.txt", "w+") as errors:
-            command, variables = [*WORKER, str(request)], {"TF_CPP_MIN_LOG_LEVEL": "3"}
+            command, variables = [*MEASURE_COMMAND, str(request)], {"TF_CPP_MIN_LOG_LEVEL": "3"}
             with workers.started(command, variables, stdout=subprocess.PIPE, stderr=errors) as process:
                 assert process.stdout is not None
                 lines = list(_said(process.stdout, progress or (lambda stage: None)))
@@ -389,7 +389,7 @@ def robust_nnls(rows: np.ndarray) -> np.ndarray:
     scaled = rows / scale
     weights = np.ones(len(rows))
     x = np.zeros(rows.shape[1])
-    for _ in range(_ROUNDS):
+    for _ in range(_FIT_ITERATIONS):
         found, _residual = nnls(scaled * weights[:, None], weights)
         left = np.abs(scaled @ found - 1)
         width = max(1.4826 * float(np.median(left)), 1e-12)

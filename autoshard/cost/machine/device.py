@@ -227,7 +227,7 @@ def _hosts(device: Device, text: str) -> tuple[int, ...]:
     return hosts, each
 
 
-ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
+KIND_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100"}
 """Other names of kinds."""
 
 
@@ -241,7 +241,7 @@ def load_device(name_or_path: str | os.PathLike[str]) -> Device:
         DeviceError: no such kind; a malformed file, naming file and field; or a topology that the kind cannot have.
     """
     kind, topology = split_topology(os.fspath(name_or_path))
-    device = _load_kind(ALIASES.get(kind, kind))
+    device = _load_kind(KIND_ALIASES.get(kind, kind))
     return device if topology is None else _with_topology(device, topology)
 
 

@@ -28,7 +28,7 @@ from autoshard.cost.machine.measure_jax import JaxBackend
 from autoshard.cost.machine.measure_torch import TorchBackend
 from autoshard.workers import end_with_parent
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _DTYPES = ("f32", "bf16", "f16", "f64", "i8")
 _SIZES = {"cpu": (128, 256, 384, 512, 768), "gpu": (1024, 2048, 4096, 8192, 12288)}
@@ -136,7 +136,7 @@ def points(backend: Backend, quick: bool) -> Iterator[dict[str, Any]]:
     group = 2
     while group <= backend.devices:
         if backend.devices % group == 0:
-            for kind in KINDS:
+            for kind in MEASURED_KINDS:
                 for size in _MOVED[scale][::2] if quick else _MOVED[scale]:
                     run = lambda k=kind, g=group, s=size: backend.collective(k, g, s)  # noqa: E731
                     yield point("collective", run, kind=kind, group=group, bytes=size)  # type: ignore[arg-type]

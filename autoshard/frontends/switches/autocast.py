@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from autoshard.frontends.tracing.device import is_xla
 
 DEVICE = "xla"
-_SAME = frozenset({"meta", "cuda"})
+_UNCHANGED_DEVICES = frozenset({"meta", "cuda"})
 
 LOWER = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bmm", "mm",
@@ -111,11 +111,11 @@ def autocast_of_placeholders() -> Iterator[None]:
     original = autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, DEVICE if device_type in _SAME else device_type, *args, **kwargs)
+        original(self, DEVICE if device_type in _UNCHANGED_DEVICES else device_type, *args, **kwargs)
 
     def maybe(device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
         """transformers' own, which takes `meta` for a device where nothing is computed."""
-        device_type = DEVICE if device_type in _SAME else device_type
+        device_type = DEVICE if device_type in _UNCHANGED_DEVICES else device_type
         if not enabled and not torch.is_autocast_enabled(device_type):
             return contextlib.nullcontext()
         return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

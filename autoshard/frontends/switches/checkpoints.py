@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autoshard.frontends.switches.autocast import DEVICE as AUTOCAST
 from autoshard.frontends.tracing import ops
 from autoshard.frontends.tracing.device import current, is_xla, tensor_id
-from autoshard.frontends.tracing.sequence import ALIASES, computes, name_of, tensors_in
+from autoshard.frontends.tracing.sequence import ALIAS_OPS, computes, name_of, tensors_in
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **kwargs)
         after = (*given, *(tensor for tensor in tensors_in((result,)) if is_xla(tensor)))
         new = [number for number in map(tensor_id, after) if number not in before]
-        if name_of(func) in ALIASES and given and self.number(given[0]) not in self.made:
+        if name_of(func) in ALIAS_OPS and given and self.number(given[0]) not in self.made:
             self.aliases.update(dict.fromkeys(new, self.number(given[0])))
         else:
             self.made.update(new)

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
-SEED = 42
+FIRST_RNG_SEED = 42
 """Of the first random op: an argument of the program; each op gives the next its own."""
 _DISPATCH = torch._C.DispatchKey
 _BIJECTIVE = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "t", "transpose", "permute"})
 """Views that hold every element of their base."""
 _SCATTERS = {"select": "select_scatter", "slice": "slice_scatter", "diagonal": "diagonal_scatter"}
-_ALIASES = frozenset({"detach", "alias", "lift_fresh", "lift", "detach_copy", "alias_copy", "lift_fresh_copy"})
+_ALIAS_NAMES = frozenset({"detach", "alias", "lift_fresh", "lift", "detach_copy", "alias_copy", "lift_fresh_copy"})
 
 
 class UnlowerableError(Exception):
@@ -170,7 +170,7 @@ class Recorder:
         if schema.is_mutable:
             return self._write(func, args, kwargs)
         base = schema.name.partition("::")[2]
-        if base in _ALIASES or func.is_view:
+        if base in _ALIAS_NAMES or func.is_view:
             return self._view(func, base, args, kwargs)
         if base == "_to_copy" and not any(isinstance(a, Placeholder) for a in args):  # from the host
             moved = args[0].to(kwargs.get("dtype") or args[0].dtype)
@@ -198,7 +198,7 @@ class Recorder:
         placed, placed_kwargs = _mapped(place, args), _mapped(place, dict(kwargs))
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random:
-            operands.append(self.constant(torch.tensor(SEED)) if self.seed is None else self.seed)
+            operands.append(self.constant(torch.tensor(FIRST_RNG_SEED)) if self.seed is None else self.seed)
             types.append(((), torch.int64))
             placed_kwargs["seed"] = Ref(len(operands) - 1)
         key = (func, _frozen(placed), _frozen(placed_kwargs), tuple(types))
@@ -265,8 +265,8 @@ class Recorder:
         if not isinstance(source, Placeholder):  # lift_fresh of a constant
             return Placeholder.make(self, self.constant(source), source)
         made: list[Placeholder] = []
-        copies = func if base in _ALIASES or base.endswith("_copy") else _copy_of(func)
-        results = source if base in _ALIASES else self._run(copies, args, kwargs)
+        copies = func if base in _ALIAS_NAMES or base.endswith("_copy") else _copy_of(func)
+        results = source if base in _ALIAS_NAMES else self._run(copies, args, kwargs)
         many = isinstance(results, list | tuple)
         for index, shown in enumerate(results if many else [results]):
             each = Placeholder.make(self, self.value_of(shown), shown)
@@ -318,7 +318,7 @@ class _Step:
         self.args, self.kwargs, self.index = args, kwargs, index
 
     def __call__(self, source: Placeholder) -> Placeholder:
-        if self.base in _ALIASES:
+        if self.base in _ALIAS_NAMES:
             return source
         result = self.recorder._run(self.copies, (source, *self.args), self.kwargs)
         made: Placeholder = result if self.index is None else result[self.index]
@@ -327,7 +327,7 @@ class _Step:
     def back(self, base: Placeholder, written: Placeholder) -> Placeholder:
         """`base` with what was written into this view of it."""
         run, aten = self.recorder._run, torch.ops.aten
-        if self.base in _ALIASES:
+        if self.base in _ALIAS_NAMES:
             return written
         if self.base in ("t", "transpose"):
             dims = self.args if self.base == "transpose" else (0, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-_PLAIN = (bool, int, float, complex, str, bytes)
+_LITERALS = (bool, int, float, complex, str, bytes)
 
 
 class Attributes:
@@ -38,7 +38,9 @@ class Attributes:
         for module, attributes, held in self.saved:
             for name, value in module.__dict__.items():
                 was = attributes.get(name, getattr(type(module), name, None))
-                if value is not was and not (type(value) is type(was) and isinstance(value, _PLAIN) and value == was):
+                if value is not was and not (
+                    type(value) is type(was) and isinstance(value, _LITERALS) and value == was
+                ):
                     yield module, name, was, value
                 elif name in held and not _same_items(held[name], value):
                     yield module, name, held[name], value

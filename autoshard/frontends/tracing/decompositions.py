@@ -15,7 +15,7 @@ import torch
 from autoshard.frontends.tracing import algebra, fourier, writes
 from autoshard.frontends.tracing.device import current
 
-_NAMES = """
+_DECOMPOSED_OPS = """
 _upsample_nearest_exact1d _upsample_nearest_exact3d aminmax bucketize.Scalar bucketize.Tensor channel_shuffle col2im
 copysign.Tensor exp2 fmax fmin glu_backward heaviside huber_loss hypot im2col isin.Scalar_Tensor
 isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum renorm signbit sinc
@@ -29,7 +29,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
     from torch._decomp import decomposition_table
 
     found = {}
-    for name in _NAMES:
+    for name in _DECOMPOSED_OPS:
         base, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
         if op in decomposition_table:

@@ -41,7 +41,7 @@ class Device(Protocol):
         """Draw the numbers again that follow from a state."""
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Xla:
@@ -49,7 +49,7 @@ class _Xla:
     holds = staticmethod(attrgetter("is_xla"))
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _TENSOR_TYPES:
             tensor = getattr(tensor, "global_tensor", tensor)
         return int(_tensor_id()(tensor))
 

@@ -14,7 +14,7 @@ import torch
 from autoshard.errors import CaptureError
 from autoshard.frontends.tracing import ops
 
-LONGEST = 4096
+MAX_FFT_SIZE = 4096
 """Numbers along a transformed dim; the matrix of roots has their square."""
 
 
@@ -79,10 +79,10 @@ def _scale(sizes: Sequence[int], normalization: int) -> float:
 
 def _roots(size: int, rows: int, columns: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[rows, columns]: cosines and sines of 2 pi jk / size."""
-    if size > LONGEST:
+    if size > MAX_FFT_SIZE:
         raise CaptureError(
             f"a Fourier transform of {size} numbers is too long: torch_xla has none, and as a product with its matrix "
-            f"it may have {LONGEST}. Transform shorter pieces, or convolve instead"
+            f"it may have {MAX_FFT_SIZE}. Transform shorter pieces, or convolve instead"
         )
     j, k = torch.arange(rows, device=like.device), torch.arange(columns, device=like.device)
     angle = ((j.unsqueeze(-1) * k) % size).to(like.dtype) * (2 * math.pi / size)

@@ -25,7 +25,7 @@ from autoshard.frontends.tracing.sequence import Call, Producer, outputs_of
 from autoshard.program import ArgumentRole
 
 CPU = torch.device("cpu")
-LONGEST = 16
+MAX_LISTED_ELEMENTS = 16
 """So many elements of a tensor that was read are told one by one; of more, a hash."""
 
 Kinds = frozenset[str]
@@ -199,7 +199,7 @@ def described(value: Any) -> str:
     if not leaves:
         return repr(value)
     tensor = leaves[0].detach()
-    if tensor.numel() <= LONGEST:
+    if tensor.numel() <= MAX_LISTED_ELEMENTS:
         return repr(tensor.tolist())
     wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     digest = sha256(wide.contiguous().numpy().tobytes()).hexdigest()[:12]

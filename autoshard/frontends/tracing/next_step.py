@@ -26,7 +26,7 @@ from autoshard.frontends.tracing.sequence import AtenSequence, Producer, draws
 
 OWN = frozenset(torch.nn.Module().__dict__)
 """Attributes of every module, torch's own."""
-RANDOM = "random numbers"
+RANDOM_NUMBERS = "random numbers"
 FILLS = frozenset(
     f"aten.{name}.default"
     for name in (
@@ -87,14 +87,14 @@ class Expressions:
         return self._kept.get(producer) or Expression(producer.encode(), self._bit(producer))
 
     def names(self, expression: Expression) -> set[str]:
-        """The arguments that a value follows from, and `RANDOM`."""
+        """The arguments that a value follows from, and `RANDOM_NUMBERS`."""
         return {name for name, bit in self._bits.items() if expression.follows_from & bit}
 
     def _bit(self, name: str) -> int:
         return self._bits.setdefault(name, 1 << len(self._bits))
 
     def _of_call(self, func: Any, args: Any, kwargs: Any, inputs: tuple[Producer, ...]) -> Expression:
-        digest, bits = sha256(str(func).encode()), self._bit(RANDOM) if draws(func) else 0
+        digest, bits = sha256(str(func).encode()), self._bit(RANDOM_NUMBERS) if draws(func) else 0
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Read):
                 read = self.of(leaf.producer, leaf.ident)
@@ -177,7 +177,7 @@ class Pass:
             updated, inputs: the arguments that differ from one step to the next.
         """
         read = {producer for _, _, _, producers in values.calls for producer in producers}
-        differing = {*updated, *inputs, RANDOM}
+        differing = {*updated, *inputs, RANDOM_NUMBERS}
         for name, (change, tensor, expression) in self.kept.items():
             if name in read and self.expressions.names(expression) & differing:
                 if tensor.requires_grad:

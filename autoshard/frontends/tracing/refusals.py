@@ -19,7 +19,7 @@ from autoshard.errors import CaptureError
 from autoshard.frontends.tracing.by_values import SHAPED_BY_VALUES
 from autoshard.frontends.tracing.device import current, is_xla, names_it
 from autoshard.frontends.tracing.exact import is_mask, masked_write
-from autoshard.frontends.tracing.sequence import READS_VALUE, TRANSFERS
+from autoshard.frontends.tracing.sequence import COPY_OPS, READS_VALUE
 
 _ONE_DTYPE = frozenset(
     {
@@ -34,7 +34,7 @@ _TAKES_CLASSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.defa
 @cache
 def may_take_values(name: str) -> bool:
     """Whether an op takes values of some tensors to the host."""
-    return name in READS_VALUE or name in TRANSFERS or name.startswith(("aten._copy_from", "aten._to_cpu"))
+    return name in READS_VALUE or name in COPY_OPS or name.startswith(("aten._copy_from", "aten._to_cpu"))
 
 
 def takes_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -42,7 +42,7 @@ def takes_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[s
     if not may_take_values(name) or not any(is_xla(t) for t in tensors):
         return False
     asked = kwargs.get("device")
-    to_host = name in TRANSFERS and asked is not None and not names_it(asked)
+    to_host = name in COPY_OPS and asked is not None and not names_it(asked)
     if name.startswith("aten._copy_from"):
         to_host = len(tensors) > 1 and not is_xla(tensors[1])
     return name in READS_VALUE or name == "aten._to_cpu.default" or to_host

@@ -55,12 +55,12 @@ from autoshard.frontends.tracing.device import current, is_xla, names_it, tensor
 Producer = tuple[int, int] | str | None
 """Who made a tensor: `(k, j)` for output j of op k, the name of an argument, or None when nobody here knows."""
 
-ALIASES = frozenset(
+ALIAS_OPS = frozenset(
     f"aten.{name}.default"
     for name in ("detach", "detach_copy", "alias", "alias_copy", "lift_fresh", "lift_fresh_copy", "lift")
 )
 WRITES_BACK = frozenset({"aten._propagate_xla_data.default"})
-TRANSFERS = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten.copy.default", "aten._copy_from.default"})
+COPY_OPS = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten.copy.default", "aten._copy_from.default"})
 CLEARS = frozenset(f"aten.{name}.default" for name in ("zero", "zero_", "_foreach_zero", "_foreach_zero_"))
 ACCUMULATES = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 READS_VALUE = frozenset(
@@ -344,7 +344,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         of_accumulated = tensor_id(tensors[0]) in self._accumulated
         if accumulates or of_accumulated:
             self._accumulated.update(tensor_id(t) for t in made)
-        if accumulates or of_accumulated or name in ALIASES:
+        if accumulates or of_accumulated or name in ALIAS_OPS:
             producer = self.producer(tensors[-1] if accumulates else tensors[0])
             if producer is not None:
                 self._producers.setdefault(tensor_id(made[0]), producer)
@@ -478,8 +478,8 @@ def _kind(func: Any) -> _Kind:
             by_arguments=func in BY_ARGUMENTS,
             indexes=may_index(func),
             on_host=instead is None and on_host(func),
-            uncounted=name in ALIASES or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,
-            transfers=name in TRANSFERS,
+            uncounted=name in ALIAS_OPS or name in WRITES_BACK or name in CLEARS or name in READS_VALUE,
+            transfers=name in COPY_OPS,
             views=torch.Tag.view_copy in func.tags or name in _VIEWS,
             takes_one_result=name in TAKES_ONE_RESULT,
             draws=torch.Tag.nondeterministic_seeded in func.tags,

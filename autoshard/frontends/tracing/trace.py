@@ -33,8 +33,8 @@ from autoshard.frontends.tracing.modules import ModulePaths, tensor_parallel_pla
 from autoshard.frontends.tracing.next_step import Pass, draw_again
 from autoshard.frontends.tracing.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
 from autoshard.frontends.tracing.sequence import (
-    ALIASES,
-    TRANSFERS,
+    ALIAS_OPS,
+    COPY_OPS,
     AtenSequence,
     Call,
     Producer,
@@ -661,9 +661,9 @@ class Labels(AtenSequence, ABC):
         super()._follow(name, tensors, result)
         if isinstance(result, torch.Tensor) and is_xla(result) and tensors:
             source = tensors[-1] if name.startswith("aten.copy") else tensors[0]
-            if name in TRANSFERS and not is_xla(source):
+            if name in COPY_OPS and not is_xla(source):
                 self.values.from_host(result, source)
-            elif name in ALIASES and is_xla(source) and self.producer(source) is None:
+            elif name in ALIAS_OPS and is_xla(source) and self.producer(source) is None:
                 known = self.values.same(result, source)
                 if not known and name == "aten.lift_fresh.default":  # `torch.tensor([1, 2], device="xla")`
                     self.values.from_host(result, self.values.data_of(source))

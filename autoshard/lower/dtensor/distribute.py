@@ -34,7 +34,7 @@ from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import put
 from autoshard.lower.begin import create_state
 from autoshard.lower.dtensor.errors import say_where
-from autoshard.lower.dtensor.modules import Border, Placements, border_of, placed, placements, reduced
+from autoshard.lower.dtensor.modules import Border, PlacementTuple, border_of, placed, placements, reduced
 from autoshard.lower.dtensor.rules import register_missing
 from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.lower.torch_xla import place
@@ -72,7 +72,7 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
     if plan.program.frontend not in PYTORCH:
         raise LoweringError("the plan is of a StableHLO file, and DTensor runs PyTorch models: use plan.to_jax()")
 
-    def of(section: Mapping[str, TensorPlan]) -> dict[str, Placements]:
+    def of(section: Mapping[str, TensorPlan]) -> dict[str, PlacementTuple]:
         return {name: placements(plan.mesh, tensor.spec) for name, tensor in section.items()}
 
     buffers = of(plan.buffers)
@@ -145,15 +145,15 @@ class DTensorPlan:
 
     plan: Plan = field(repr=False)
     device_mesh: DeviceMesh
-    parameters: Mapping[str, Placements] = field(repr=False)
-    buffers: Mapping[str, Placements] = field(repr=False)
-    inputs: Mapping[str, Placements] = field(repr=False)
-    optimizer_state: Mapping[str, Placements] = field(repr=False)
-    outputs: Mapping[str, Placements] = field(repr=False)
+    parameters: Mapping[str, PlacementTuple] = field(repr=False)
+    buffers: Mapping[str, PlacementTuple] = field(repr=False)
+    inputs: Mapping[str, PlacementTuple] = field(repr=False)
+    optimizer_state: Mapping[str, PlacementTuple] = field(repr=False)
+    outputs: Mapping[str, PlacementTuple] = field(repr=False)
     values: ModuleValues = field(repr=False)
     inexpressible: tuple[str, ...] = field(repr=False)
 
-    def placements(self, spec: Spec) -> Placements:
+    def placements(self, spec: Spec) -> PlacementTuple:
         """Of a spec of the plan."""
         return placements(self.plan.mesh, spec)
 
@@ -235,7 +235,7 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
         own = {name: _short(each) for name, each in self._own().items()}
         return f"PlannedModule({self.path!r}, {own})"
 
-    def _own(self) -> dict[str, Placements]:
+    def _own(self) -> dict[str, PlacementTuple]:
         whole = {**self.lowered.parameters, **self.lowered.buffers}
         prefix = f"{self.path}." if self.path else ""
         names = (name for name in whole if name.startswith(prefix) and "." not in name.removeprefix(prefix))
@@ -257,7 +257,7 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
             _Root(self.lowered).install(module)
         return module
 
-    def _reads(self) -> dict[str, Placements]:
+    def _reads(self) -> dict[str, PlacementTuple]:
         prefix = f"{self.path}." if self.path else ""
         return {
             name.removeprefix(prefix): self.lowered.placements(spec)
@@ -291,7 +291,7 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
 class _Like:
     """A gradient in its parameter's placements: there it is reduced, or reduced and scattered."""
 
-    placements: Placements
+    placements: PlacementTuple
 
     def __call__(self, gradient: Any) -> Any:
         return placed(gradient, self.placements) if isinstance(gradient, DTensor) else gradient
@@ -338,7 +338,7 @@ class _Root:
         return one(name, value)
 
 
-def _shard(tensor: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
+def _shard(tensor: Any, mesh: DeviceMesh, wanted: PlacementTuple) -> Any:
     """A tensor that every process has whole, as a DTensor; nothing is sent."""
     if isinstance(tensor, DTensor):
         return placed(tensor, wanted)
@@ -346,11 +346,11 @@ def _shard(tensor: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
     return DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(placements=wanted)
 
 
-def _as_dtensor(value: Any, mesh: DeviceMesh, wanted: Placements) -> Any:
+def _as_dtensor(value: Any, mesh: DeviceMesh, wanted: PlacementTuple) -> Any:
     if isinstance(value, DTensor):
         return value.redistribute(placements=wanted)
     return distribute_tensor(value, mesh, wanted)
 
 
-def _short(several: Placements) -> str:
+def _short(several: PlacementTuple) -> str:
     return "[" + ", ".join(f"S({p.dim})" if isinstance(p, Shard) else "R" for p in several) + "]"

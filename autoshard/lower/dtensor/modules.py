@@ -18,10 +18,10 @@ from autoshard.frontends.tracing.trace import tensor_type
 from autoshard.lower.module_values import BorderValue
 from autoshard.mesh import Mesh, Spec
 
-Placements = tuple[Placement, ...]
+PlacementTuple = tuple[Placement, ...]
 
 
-def placements(mesh: Mesh, spec: Spec) -> Placements:
+def placements(mesh: Mesh, spec: Spec) -> PlacementTuple:
     """A spec in DTensor's words: per mesh axis which dim it splits. Axes on one dim split it in the mesh's order."""
     dims = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
     return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.axis_names)
@@ -35,7 +35,7 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:
+    def forward(ctx: Any, tensor: DTensor, placements: PlacementTuple) -> DTensor:
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
         return tensor.redistribute(placements=placements)
 
@@ -59,7 +59,7 @@ class Border:
         device_mesh: DeviceMesh,
         inputs: Sequence[BorderValue],
         outputs: Sequence[BorderValue],
-        reads: Mapping[str, Placements],
+        reads: Mapping[str, PlacementTuple],
     ) -> None:
         """For a module of a plan on `mesh`, which `device_mesh` is."""
         self.mesh, self.device_mesh = mesh, device_mesh
@@ -118,13 +118,13 @@ class Attention(Border):
         args, kwargs = super().before(module, args, kwargs)
         query = kwargs["query"] if "query" in kwargs else args[0]
         batch = (0 if module.batch_first else 1) if query.ndim == 3 else None
-        kept: Placements = (Replicate(),) * self.device_mesh.ndim
+        kept: PlacementTuple = (Replicate(),) * self.device_mesh.ndim
         if isinstance(query, DTensor):
             kept = tuple(p if p == Shard(batch) else Replicate() for p in query.placements)
         whole = (Replicate(),) * len(kept)
         known: dict[int, Any] = {}  # that one tensor is query, key and value decides how they are projected
 
-        def once(leaf: Any, wanted: Placements) -> Any:
+        def once(leaf: Any, wanted: PlacementTuple) -> Any:
             if not isinstance(leaf, DTensor):
                 return leaf
             if id(leaf) not in known:
@@ -145,7 +145,7 @@ class Recurrent(Border):
     def __init__(self, *what: Any) -> None:
         """For a module of the lowered plan."""
         super().__init__(*what)
-        self.running: list[tuple[Any, Placements, Any]] = []
+        self.running: list[tuple[Any, PlacementTuple, Any]] = []
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Place what enters, and the parameters."""
@@ -158,7 +158,7 @@ class Recurrent(Border):
         split = split or (False,) * self.device_mesh.ndim
         along = _along(split, batch)
 
-        def local(leaf: Any, placements: Placements) -> Any:
+        def local(leaf: Any, placements: PlacementTuple) -> Any:
             if not isinstance(leaf, DTensor):
                 return leaf
             return placed(leaf, placements).to_local(grad_placements=placements)
@@ -205,7 +205,7 @@ def _batch(module: torch.nn.Module) -> int:
     return 0 if module.batch_first else 1
 
 
-def _along(split: Sequence[bool], dim: int | None) -> Placements:
+def _along(split: Sequence[bool], dim: int | None) -> PlacementTuple:
     return tuple(Shard(dim) if each and dim is not None else Replicate() for each in split)
 
 

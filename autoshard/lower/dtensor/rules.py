@@ -18,7 +18,7 @@ from autoshard.lower.dtensor.guard import guard_strategies
 from autoshard.lower.dtensor.handlers import install_handlers
 from autoshard.plans.value import Plan
 
-_ALIASES = ("alias", "detach", "lift_fresh")
+_ALIAS_PACKETS = ("alias", "detach", "lift_fresh")
 _TABLES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
 _BATCH_NORMS = tuple(f"{name}_batch_norm{end}" for name in ("native", "cudnn", "miopen") for end in ("", "_backward"))
 """What torch runs for a batch norm; programs have it taken apart."""
@@ -61,7 +61,7 @@ def _register(op: Any, rule: Any) -> None:
 def _register_own() -> None:
     """Rules for ops whose rules in DTensor are missing or wrong."""
     aten = torch.ops.aten
-    for name in _ALIASES:
+    for name in _ALIAS_PACKETS:
         for op in _overloads(name):
             if not _has_rule(op):
                 _register(op, _as_it_is)

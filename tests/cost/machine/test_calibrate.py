@@ -21,7 +21,7 @@ from autoshard.cost.machine import measure
 from autoshard.cost.machine.calibrate import CalibrationError, calibrate, to_toml
 from autoshard.cost.machine.collectives import seconds
 from autoshard.cost.machine.device import Device, Link, load_device
-from autoshard.cost.machine.measure import KINDS, Budget, points, timed
+from autoshard.cost.machine.measure import MEASURED_KINDS, Budget, points, timed
 from autoshard.mesh import Mesh
 
 FACTS = {"backend": "jax", "version": "0.10.2", "device": "NVIDIA H200", "platform": "gpu", "devices": 8}
@@ -53,7 +53,7 @@ def synthetic(device: Device, devices: int = 8, noise: Callable[[], float] = lam
             add(1e-5 + moved / device.memory_bandwidth, what="memory", op=op, bytes=moved)
     for group in (g for g in (2, 4, 8) if g <= devices):
         mesh = Mesh((devices // group, group), ("o", "i"))
-        for kind in KINDS:
+        for kind in MEASURED_KINDS:
             for size in (2**16, 2**20, 2**24, 2**28):
                 time = seconds(kind, ("i",), size, mesh, device)  # type: ignore[arg-type]
                 add(time, what="collective", kind=kind, group=group, bytes=size)
@@ -237,7 +237,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = [point for point in found if "skipped" in point]
     assert [(point["dtype"], point["why"]) for point in skipped] == [("f64", "no f64 here"), ("i8", "no i8 here")]
     groups = {(point["kind"], point["group"]) for point in found if point.get("what") == "collective"}
-    assert groups == {(kind, group) for kind in KINDS for group in (2, 4, 8)}
+    assert groups == {(kind, group) for kind in MEASURED_KINDS for group in (2, 4, 8)}
     copies = [point["bytes"] for point in found if point.get("op") == "copy"]
     assert copies[0] * 8 == 2 * 2**26, "all devices together leave the cache"
     assert not any("collective" in point.values() for point in points(Fake("gpu", 1), quick=False))
@@ -368,6 +368,6 @@ def test_bad_input_of_the_command(run: Any, tmp_path: Path, arguments: list[str]
 
 
 def test_a_backend_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "WORKER", (sys.executable, "-c", "raise SystemExit('no GPU here')"))
+    monkeypatch.setattr(fitting, "MEASURE_COMMAND", (sys.executable, "-c", "raise SystemExit('no GPU here')"))
     with pytest.raises(CalibrationError, match="measuring with jax failed: no GPU here"):
         fitting.measured(backend="jax")

@@ -34,7 +34,7 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
-THRESHOLD = 30 * 2**20
+COMBINE_BYTES = 30 * 2**20
 """Bytes of results up to which collectives are combined (xla/service/collective_utils.h)."""
 FUSED = LOOPS | {"reduce"}
 """Kinds of kernels that may have several results."""
@@ -45,7 +45,7 @@ LIBRARY_CALL = 10e-6
 """Seconds that the latency hiding scheduler takes a convolution to last, whatever it computes."""
 SHORTEST_SUM = 2e-6
 """Seconds that it takes a sum to last at least."""
-PARTS = "sum_of_parts"
+SPLIT_K_SUM = "sum_of_parts"
 """The sum behind a product that was cut along its contraction: it fuses as a producer."""
 
 
@@ -59,11 +59,11 @@ class GpuFusion(Fusion):
 
     def inlined(self, step: Step) -> bool:
         """Loops, and sums of a product's parts."""
-        return step.kind in LOOPS or step.kind == PARTS
+        return step.kind in LOOPS or step.kind == SPLIT_K_SUM
 
     def absorbs(self, step: Step) -> bool:
         """Loops, sums, pools and scatters take loops in."""
-        return super().absorbs(step) or step.kind in (PARTS, "scatter", "reduce_window")
+        return super().absorbs(step) or step.kind in (SPLIT_K_SUM, "scatter", "reduce_window")
 
     def takes(self, reader: int, number: int) -> bool:
         """A scatter writes into its first operand, which must be in memory."""
@@ -110,7 +110,7 @@ class GpuBackend(Backend):
 
     alignment = 128
     gaps = True
-    combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, THRESHOLD)
+    combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, COMBINE_BYTES)
     copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
     @property
@@ -150,7 +150,7 @@ class GpuBackend(Backend):
         for kernel in kernels:
             if kernel.kind == "all-reduce" or _makes_sums_of_rows(kernel, sums):
                 kernel.shares = True
-        merged = combined(kernels, key, size, THRESHOLD)
+        merged = combined(kernels, key, size, COMBINE_BYTES)
         found = []
         for kernel in merged:
             if kernel.kind == "all-reduce" and len(kernel.writes) > 1:
@@ -256,7 +256,7 @@ def _for_libraries(program: Lowered, device: Device) -> Lowered:
         out = program.arrays[step.writes[0]]
         cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
         rewriter.emit(replace(step, reads=tuple(reads), writes=(cut,)))
-        rewriter.emit(Step(PARTS, step.op, (cut,), step.writes))
+        rewriter.emit(Step(SPLIT_K_SUM, step.op, (cut,), step.writes))
     return rewriter.result()
 
 

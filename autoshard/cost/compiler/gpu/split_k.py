@@ -13,7 +13,7 @@ from functools import lru_cache
 
 TILE = 128
 """Rows and columns of an output tile."""
-MOST = 2048
+MAX_SPLITS = 2048
 """The largest number of parts tried."""
 ALIGNMENT = 16
 """Bytes of which each part's contraction is a multiple; the operands are padded to that."""
@@ -68,7 +68,7 @@ def split_k(product: Product, multiprocessors: int, capability: float) -> tuple[
     """(parts, contraction padded): into how many parts a product is cut; (1, k) where it stays whole."""
     if not multiprocessors or not min(product.batch, product.m, product.n, product.k):
         return 1, product.k
-    tried = [2**power for power in range(int(math.log2(MOST)) + 1)]
+    tried = [2**power for power in range(int(math.log2(MAX_SPLITS)) + 1)]
     parts = min(tried, key=lambda count: _cost(product, count, multiprocessors, capability))
     if parts == 1:
         return 1, product.k

@@ -37,7 +37,7 @@ from autoshard.cost.partitioner.partitioned import Attention, Ring
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.ops import Graph, Op, Value
 
-UNIT = of_kind("attention_unit", "")
+BLOCK_MULTIPLE = of_kind("attention_unit", "")
 """Where the product of queries and keys is part of the kernel, on all kinds."""
 
 BLOCK = whole("attention_block")
@@ -47,7 +47,7 @@ MOST_LOGITS, WIDEST = whole("attention_most_logits"), whole("attention_widest")
 MOST_BATCH_DIMS = 2
 """Of a kernel with both products, those of 1 left out."""
 
-DTYPES = frozenset({"f32", "bf16"})
+KERNEL_DTYPES = frozenset({"f32", "bf16"})
 
 
 def attentions(context: Context) -> Mapping[int, Attention]:
@@ -111,7 +111,7 @@ def _attention(context: Context, op: Op, chain: Sequence[int], unit: int | None)
         return Attention(logits, _turns(*sizes, _block_of_logits(*sizes)))
     if len(dtypes) > 1 or any(value.op in context.free for value in queries.operands):
         return None
-    whole = all(size % UNIT == 0 and size % min(size, BLOCK) == 0 for size in sizes)
+    whole = all(size % BLOCK_MULTIPLE == 0 and size % min(size, BLOCK) == 0 for size in sizes)
     return Attention(logits, _turns(*sizes, (BLOCK, BLOCK)), queries.id) if whole else None
 
 
@@ -124,10 +124,10 @@ def _block_of_logits(rows: int, columns: int) -> tuple[int, int]:
     """Rows and columns of logits that a kernel reads at once: as many as it may; of equal ones the wider."""
 
     def parts(size: int) -> list[int]:
-        return [part for part in range(UNIT, min(size, WIDEST - 1) + 1, UNIT) if size % part == 0]
+        return [part for part in range(BLOCK_MULTIPLE, min(size, WIDEST - 1) + 1, BLOCK_MULTIPLE) if size % part == 0]
 
     blocks = ((high, wide) for high in parts(rows) for wide in parts(columns) if high * wide < MOST_LOGITS)
-    return max(blocks, key=lambda block: (math.prod(block), block[1]), default=(UNIT, UNIT))
+    return max(blocks, key=lambda block: (math.prod(block), block[1]), default=(BLOCK_MULTIPLE, BLOCK_MULTIPLE))
 
 
 def _runs_alone(context: Context, op: Op, as_they_are: Collection[int] = ()) -> bool:
@@ -265,7 +265,7 @@ def _sizes(context: Context, op: Op, chain: Sequence[int]) -> tuple[int, int] | 
     split = shardings.read(op.id, weights)
     links = {shardings.read(chain[-1], graph.ops[chain[-1]].operands[0])}
     links.update(shardings.made[Value(number)] for number in chain)
-    if whole.dtype not in DTYPES or split[-1] or split != shardings.made[weights] or len(links) > 1:
+    if whole.dtype not in KERNEL_DTYPES or split[-1] or split != shardings.made[weights] or len(links) > 1:
         return None
     if not _stays(context, _way(graph, weights)):
         return None

@@ -22,7 +22,14 @@ from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.groups import unscaled
 from autoshard.graph.ops import Op, Value
 
-_SAME = ("reducer", "window_dims", "inserted_dims", "scatter_dims", "index_vector_dim", "operand_batch_dims")
+_EQUAL_ATTRS = (
+    "reducer",
+    "window_dims",
+    "inserted_dims",
+    "scatter_dims",
+    "index_vector_dim",
+    "operand_batch_dims",
+)
 
 
 def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
@@ -41,7 +48,7 @@ def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
                 before = last.get(other.op)
             if before is None:
                 _scatter_onto(context, runs, scatter, other, op)
-            elif all(before.attrs[name] == scatter.attrs[name] for name in _SAME):
+            elif all(before.attrs[name] == scatter.attrs[name] for name in _EQUAL_ATTRS):
                 first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
                 _join(context, runs, first, last[op.id])
             break

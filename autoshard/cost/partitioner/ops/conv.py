@@ -19,7 +19,7 @@ from autoshard.cost.partitioner.ops.halo import Exchange, Moved, Window, exchang
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.graph.contraction import Dims
 
-Outcome = tuple[Shape | None]
+LocalResult = tuple[Shape | None]
 """A result's local shape, in a tuple of one; None in it where every device computes everything."""
 
 
@@ -72,7 +72,7 @@ class ConvolutionPartitioner(DotPartitioner):
             return _whole(other.tiling)
         return super()._expected_other(other, out, side, devices)
 
-    def _convolve(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Outcome | None:
+    def _convolve(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> LocalResult | None:
         """`PartitionConv`; None where the convolution is left to the contraction."""
         d = self.dims
         slides = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o, _ in d.spatial)

@@ -74,7 +74,7 @@ class Loop:
     outer: Dim
 
 
-Step = Move | Sum | Halo | Loop
+DotStep = Move | Sum | Halo | Loop
 
 
 @dataclass
@@ -87,7 +87,7 @@ class DotPlan:
         overcounted: whether a sum runs over devices that hold the same terms, so that its numbers are wrong.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DotStep] = field(default_factory=list)
     macs: int = 0
     overcounted: bool = False
 

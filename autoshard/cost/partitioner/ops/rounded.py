@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.partitioner.context import Context
-from autoshard.cost.partitioner.ops.scatter import MOVES
+from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
 from autoshard.cost.partitioner.partitioned import Emission
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.ops import Op, Value
 
-_PASSING = MOVES | {"reverse"}
+_PASSING = SUM_MOVES | {"reverse"}
 """Kinds behind which the products are looked for: of a kernel, a convolution's gradient reads the reverse."""
 
 

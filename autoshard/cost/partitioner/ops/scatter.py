@@ -24,7 +24,7 @@ from autoshard.mesh import AxisGroup
 
 Dim = tuple[int, ...]
 
-MOVES = frozenset({"reshape", "transpose", "convert"})
+SUM_MOVES = frozenset({"reshape", "transpose", "convert"})
 """Kinds through which the reader of a sum is looked for."""
 
 
@@ -41,7 +41,7 @@ def _slices_sooner(context: Context, op: Op) -> bool:
 
 def _moves(context: Context, op: Op) -> bool:
     """Whether a sum's reader is looked for behind an op."""
-    return op.kind in MOVES or len(unscaled(context.graph, Value(op.id))) > 1 or _slices_sooner(context, op)
+    return op.kind in SUM_MOVES or len(unscaled(context.graph, Value(op.id))) > 1 or _slices_sooner(context, op)
 
 
 def _read_by(context: Context, value: Value) -> Iterator[tuple[Op, int]]:

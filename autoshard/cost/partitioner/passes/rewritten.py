@@ -32,7 +32,7 @@ from autoshard.program import TensorType
 
 Shape = tuple[int, ...]
 
-_MOVES = frozenset({"reshape", "transpose"})
+_REORDERING = frozenset({"reshape", "transpose"})
 _SPREADS = ELEMENTWISE | {"broadcast_in_dim", "reshape"}
 
 
@@ -221,7 +221,7 @@ class _Rewriting:
         while value not in self.moved:
             op = self.graph.ops[value.op]
             before: Value | None = None
-            moves = op.kind in _MOVES and Value(op.id) not in self.pinned
+            moves = op.kind in _REORDERING and Value(op.id) not in self.pinned
             if moves:
                 before = op.operands[0]
             elif op.kind in ELEMENTWISE and Value(op.id) not in self.pinned:
@@ -247,7 +247,7 @@ class _Rewriting:
         for op in reversed(self.graph.ops):
             value = Value(op.id)
             if (
-                op.kind in _MOVES
+                op.kind in _REORDERING
                 and self.ops[op.id] is op
                 and self.graph.readers(value)
                 and not left[value]

@@ -30,7 +30,7 @@ _FOLDS: dict[str, Callable[[Number, Number], Number]] = {
     "maximum": max,
     "minimum": min,
 }
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "transpose", "slice"})
+_DATA_MOVEMENT = frozenset({"broadcast_in_dim", "reshape", "transpose", "slice"})
 _COMPARES: dict[str, Callable[[Number, Number], bool]] = {
     "EQ": lambda a, b: a == b,
     "NE": lambda a, b: a != b,
@@ -87,7 +87,7 @@ def _number(op: Op, graph: Graph, splat: dict[Value, Number]) -> Number | None:
     if not op.operands or any(value not in splat for value in op.operands):
         return None
     read = [splat[value] for value in op.operands]
-    if op.kind in _MOVES:
+    if op.kind in _DATA_MOVEMENT:
         return read[0]
     if op.kind == "convert":
         dtype = op.results[0].dtype

@@ -20,7 +20,7 @@ from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.reshard.price import Array, Fit, affine, affine_table, fit_of, reshard, specs_over
 from autoshard.mesh import Mesh, Spec
 
-WORTH = 0.99
+MAX_TIME_RATIO = 0.99
 """A hop is taken where the way with it takes less than this part of the time without."""
 
 
@@ -63,10 +63,10 @@ def hops_between(
     if src == dst or src not in index or dst not in index:
         return ()
     i, j = index[src], index[dst]
-    if ways.two[i, j] < WORTH * min(ways.one[i, j], ways.direct[i, j]):
+    if ways.two[i, j] < MAX_TIME_RATIO * min(ways.one[i, j], ways.direct[i, j]):
         first = int(np.argmin(ways.direct[i] + ways.one[:, j]))
         return specs[first], specs[int(np.argmin(ways.direct[first] + ways.direct[:, j]))]
-    if ways.one[i, j] < WORTH * ways.direct[i, j]:
+    if ways.one[i, j] < MAX_TIME_RATIO * ways.direct[i, j]:
         return (specs[int(np.argmin(ways.direct[i] + ways.direct[:, j]))],)
     return ()
 
@@ -113,8 +113,8 @@ def _ways(mesh: Mesh, device: Device, fit: Fit, rank: int, total: float) -> _Way
     direct = alphas + betas * total
     one = _shortest(direct, direct)
     two = _shortest(direct, one)
-    fastest = np.where(one < WORTH * direct, one, direct)
-    fastest = np.where(two < WORTH * np.minimum(one, direct), two, fastest)
+    fastest = np.where(one < MAX_TIME_RATIO * direct, one, direct)
+    fastest = np.where(two < MAX_TIME_RATIO * np.minimum(one, direct), two, fastest)
     return _Ways(specs, index, direct, one, two, fastest)
 
 

@@ -99,14 +99,14 @@ class Affine:
         return self.alpha + self.beta * total
 
 
-NOTHING = Affine(0.0, 0.0, 0.0)
+FREE = Affine(0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1 << 16)
 def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) -> Affine:
     """What a direct reshard takes on `device`; `fit` as in `reshard_steps`."""
     if src == dst:
-        return NOTHING
+        return FREE
     copy = 1.0
     for i, dim in enumerate(dst):
         ways = mesh.ways(dim)
