@@ -70,7 +70,7 @@ _UNSAID: Mapping[type, Sequence[str]] = {
 @cache
 def _keys(kind: Any) -> tuple[tuple[str, bool], ...]:
     """The names of a value's fields that are written, and whether an empty one is."""
-    left_out = _UNSAID.get(kind, ())
+    left_out = next((_UNSAID[base] for base in kind.__mro__ if base in _UNSAID), ())
     return tuple((each.name, each.name not in left_out) for each in fields(kind) if each.compare)
 
 
