@@ -35,7 +35,6 @@ def plan(
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     hints: Mapping[str, Hint] | None = None,
     keep: Keep = "all",
-    fold: bool = True,
     time_limit: float = 60.0,
     seed: int = 0,
     backend: str = "auto",
@@ -64,7 +63,6 @@ def plan(
             the program: a module's path for what it returns, `op12` or `op12.1` for results of aten op 12.
         keep: which hints hold, those among them that the model's and inputs' tensors carry (`mark_sharding`): `all`;
             `io`, no values inside the program; `none`.
-        fold: let equal layers share their decision (faster; the bound is still that of the whole program).
         time_limit: seconds for the solver; of several shapes each has a quarter, and the best is solved again. An
             interrupt ends it too: with the best plan so far, if there is one.
         seed: of the solver.
@@ -93,7 +91,6 @@ def plan(
             memory=memory,
             hints=hints,
             keep=keep,
-            fold=fold,
             time_limit=time_limit,
             seed=seed,
             backend=backend,

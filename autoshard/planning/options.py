@@ -28,7 +28,6 @@ class OptionKeywords(TypedDict, total=False):
     memory: float | Literal["device"] | None
     hints: Mapping[str, Hint] | None
     keep: Keep
-    fold: bool
     time_limit: float
     seed: int
     backend: str
@@ -53,7 +52,6 @@ class PlanningOptions:
     memory: float | Literal["device"] | None = DEVICE_MEMORY
     hints: Mapping[str, Spec] = field(default_factory=dict)
     keep: Keep = "all"
-    fold: bool = True
     time_limit: float = 60.0
     seed: int = 0
     backend: str = "auto"

@@ -15,7 +15,8 @@ from autoshard.solver.dual import Dual
 from autoshard.solver.kernels import F, Graph, compiled
 
 ROUNDS = 6
-"""Edges that classes look along; see `fold.ROUNDS`. Reduced networks have shorter ways from layer to layer."""
+"""Edges that classes look along. The ends of a stack of layers differ from its middle as far as this; with much fewer,
+unlike ops of one layer fall together; with much more, no two layers are alike."""
 SHARE = 0.2
 """Largest share of the nodes that the quotient may have."""
 SWEEPS = 100
