@@ -72,7 +72,7 @@ def plan(
             the program: a module's path for what it returns, `op12` or `op12.1` for results of aten op 12.
         keep: which hints hold, those among them that the model's and inputs' tensors carry (`mark_sharding`): `all`;
             `io`, no values inside the program; `none`.
-        fold: let equal layers share their decision (faster; the bound is still that of the whole program).
+        fold: nothing; taken so that older calls keep working.
         time_limit: seconds for the solver; of several shapes each has a quarter, and the best is solved again. An
             interrupt ends it too: with the best plan so far, if there is one.
         seed: of the solver.

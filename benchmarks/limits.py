@@ -1,17 +1,15 @@
-"""What folding costs, and whether tight memory limits are kept: the solver on real programs.
+"""Whether tight memory limits are kept: the solver on real programs.
 
-    python benchmarks/limits.py [folded] [tight] [--models gpt2-12,mlp] [--targets h100:8] [--again]
+    python benchmarks/limits.py [tight] [--models gpt2,mlp] [--targets h100:8] [--again]
 
-`folded`: the solver's objective when repeated layers decide together, against that of the `whole` problem. `tight`: a
-plan within `SLACK` times the least memory predicted of the plans that were found (others may need less), against the
-`unlimited` one, both compiled. Every row is written as it is found, as `compiled.py` does.
+`tight`: a plan within `SLACK` times the least memory predicted of the plans that were found (others may need less),
+against the `unlimited` one, both compiled. Every row is written as it is found, as `compiled.py` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import product
@@ -22,38 +20,14 @@ from models import program
 from results import RESULTS, Row, add, kept, key, read
 from tables import SOLVED
 
-from autoshard.cost.machine.device import load_device
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.memory import within_limit
 from autoshard.planning.one_mesh import OneMesh
 from autoshard.plans.value import NoPlanError
-from autoshard.solver.fold import classes_of, fold
-from autoshard.solver.objective import evaluate
-from autoshard.solver.problem import Problem, Solution
-from autoshard.solver.solve import solve
 from autoshard.stablehlo.reader import build_graph
-from autoshard.strategies.formulate import formulate
 
 SLACK = 1.1
-
-
-def folded(graph: Graph, mesh: Mesh, _: str) -> dict[str, Row]:
-    """Rows `folded` and `whole`."""
-    problem = formulate(graph, mesh, load_device(mesh.device)).problem
-    small, expand = fold(problem, classes_of(problem))
-    _solved(small)  # the first solve of a process brings in its compiled loops
-    first, of_folded = _solved(small)
-    _, of_whole = _solved(problem)
-    of_folded["objective_s"] = evaluate(problem, expand(first.choice)).objective
-    return {"folded": of_folded, "whole": of_whole}
-
-
-def _solved(problem: Problem) -> tuple[Solution, Row]:
-    start = time.process_time()
-    found = solve(problem, time_limit=TIME_LIMIT_S, fold=False)
-    row = {"objective_s": found.objective, "nodes": len(problem.node_costs), "gap": found.gap}
-    return found, row | {"solver_cpu_s": time.process_time() - start}
 
 
 def tight(graph: Graph, mesh: Mesh, target: str) -> dict[str, Row]:
@@ -80,7 +54,7 @@ def _least_memory(problem: OneMesh) -> float:
         return error.least
 
 
-MADE: dict[str, Callable[[Graph, Mesh, str], dict[str, Row]]] = {"folded": folded, "tight": tight}
+MADE: dict[str, Callable[[Graph, Mesh, str], dict[str, Row]]] = {"tight": tight}
 
 
 def sweep(table: str, models: Iterable[str], targets: Iterable[str], mesh: str, out: Path, again: bool = False) -> None:

@@ -32,7 +32,7 @@ FIGURES = (
     "compiled_overlapped_s",
 )
 CYCLES = "compiler_s"
-SOLVE = ("limit", "objective_s", "nodes", "gap", "solver_cpu_s")
+SOLVE = ("limit", "gap")
 COLUMNS = (*KEY, *FIGURES, "collectives", "left_out", "error", "sources", "commit", "date", "versions", CYCLES, *SOLVE)
 """New ones come last, so that rows without them stay as they are."""
 PACKAGES = ("jax", "libtpu", "torch", "torch_xla", "transformers")

@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
-from models import DEEP, DEVELOPED, HELD_OUT, LARGE, MODELS
+from models import DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
@@ -48,7 +48,6 @@ BF16_PROGRAMS = (
     *("decoder, autocast", "GPT-2's layers, autocast, untied", "mixture of experts", "ViT", "MLP with RMSNorm"),
 )
 SOLVED = {
-    "folded": ([*DEEP], ["h100:8"], ["folded", "whole"]),
     "tight": (["mlp", "gpt2", "llama", "vit", "bert", "dlrm"], ["h100:8", "tpu-v5p:2x2x2"], ["unlimited", "tight"]),
 }
 """Tables of `limits.py`: models, targets and plans."""
@@ -279,26 +278,6 @@ def sets() -> str:
 # docs/solver.md
 
 
-def folded() -> str:
-    """Objective, nodes and CPU seconds, folded and whole."""
-    lines = []
-    for (model, _), found in by_place("limits").items():
-        if "objective_s" in found.get("whole", {}):
-            both = [found["folded"], found["whole"]]
-            lines.append(
-                [
-                    model,
-                    ", ".join(f"{row['nodes']:.0f}" for row in both),
-                    *(f"{1e3 * row['objective_s']:.3f}" for row in both),
-                    f"{both[0]['objective_s'] / both[1]['objective_s'] - 1:.2%}",
-                    f"{both[1]['gap']:.2%}",
-                    ", ".join(f"{row['solver_cpu_s']:.1f}" for row in both),
-                ]
-            )
-    headers = ["model", "nodes: folded, whole", "objective, ms: folded", "whole", "more", "gap, whole"]
-    return markdown(lines, [*headers, "CPU s: folded, whole"])
-
-
 def tight() -> str:
     """Memory, MB as predicted and as compiled, and steps without a limit and within a tight one."""
 
@@ -504,7 +483,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "developed": partial(outside, "developed"),
     "bf16": partial(outside, "bf16_gpu"),
     "bf16_tpu": partial(outside, "bf16_tpu"),
-    "folded": folded,
     "tight": tight,
     "random_nets": random_nets,
     "steps": steps,

@@ -34,7 +34,7 @@ from autoshard.quantities import parse_bytes
 if TYPE_CHECKING:
     from autoshard.auto.watch import Watch
 
-_OPTIONS = ("mesh", "axes", "device", "memory", "hints", "time_limit", "fold", "seed", "annotations", "cache")
+_OPTIONS = ("mesh", "axes", "device", "memory", "hints", "time_limit", "seed", "annotations", "cache")
 _ENVIRONMENT = {
     "mesh": "AUTOSHARD_MESH", "axes": "AUTOSHARD_AXES", "device": "AUTOSHARD_DEVICE", "memory": "AUTOSHARD_MEMORY",
     "time_limit": "AUTOSHARD_TIME_LIMIT",

@@ -201,7 +201,7 @@ def commands() -> None:
     show_default=True,
     help="What captures a model; auto: torch_xla where it is installed, else torchax.",
 )
-@click.option("--no-fold", is_flag=True, help="Let equal layers be decided apart.")
+@click.option("--no-fold", is_flag=True, hidden=True, expose_value=False, help="As it is anyway.")
 @click.option(
     "--annotations",
     type=click.Choice(["all", "least"]),
@@ -235,7 +235,6 @@ def plan(
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
     frontend: str,
-    no_fold: bool,
     annotations: Literal["all", "least"],
     refine: str | None,
     time_limit: float,
@@ -266,7 +265,6 @@ def plan(
             memory=limit,
             hints=wanted,
             keep=keep,
-            fold=not no_fold,
             annotations=annotations,
             refine=refine,
             time_limit=time_limit,

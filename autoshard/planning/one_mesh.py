@@ -94,7 +94,7 @@ class OneMesh:
         """The solver's; a bound under a lower limit than asked for is not one of the plan asked for."""
         options, deadline = self.options, time.perf_counter() + self.seconds
         goal = self.goal if limit == self.memory else math.inf
-        return Settings(deadline, options.seed, options.backend, options.fold, goal)
+        return Settings(deadline, options.seed, options.backend, goal)
 
     def _solved(self, limit: float | None, settings: Settings, *, gathers: bool = True) -> Candidate:
         say = self.options.progress

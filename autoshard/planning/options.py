@@ -44,6 +44,7 @@ class PlanningOptions:
     """What a plan is asked for; `autoshard.plan` says what each field means.
 
     Attributes:
+        fold: nothing.
         rivals: also predict the plans by hand that are estimated best, and take one that is faster (`rivals.py`).
 
     Raises:

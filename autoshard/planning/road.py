@@ -44,7 +44,7 @@ def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -
         found.mesh,
         found.annotations,
         found.prediction,
-        options=Options(memory=found.memory, hints=hints, keep=options.keep, fold=options.fold, seed=options.seed),
+        options=Options(memory=found.memory, hints=hints, keep=options.keep, seed=options.seed),
         solver=found.solver,
         search=tried,
         refined=refinement,

@@ -170,7 +170,7 @@ class Options:
         memory: limit in bytes per device, or None for no limit.
         hints: tensor name -> the spec that it must have.
         keep: which of the user's hints hold: `all`, `io` (none inside the program), `none`; `hints` are those that do.
-        fold: whether repeated layers share their decision.
+        fold: of the format's version 1, which wants it; it says nothing.
         seed: of the solver.
     """
 

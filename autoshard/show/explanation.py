@@ -145,7 +145,7 @@ def explain(
     """What each sharding of a tensor would cost, everything else planned again around it.
 
     Args:
-        plan: of the program; its options (memory, hints, fold, seed) hold for the others too, a hint for the tensor
+        plan: of the program; its options (memory, hints, seed) hold for the others too, a hint for the tensor
             itself excepted.
         tensor: name of a parameter, buffer, input or optimizer state; with `*` for several that are fixed alike
             (`transformer.h.*.mlp.c_fc.weight`); or a value inside the program: a module's path for what it returns, or
@@ -188,7 +188,7 @@ def explain_all(
             say("strategies")
             formulation = formulated(graph, plan.mesh, plan.options.memory, hints)
             say("solve")
-            options = PlanningOptions(fold=plan.options.fold, seed=plan.options.seed)
+            options = PlanningOptions(seed=plan.options.seed)
             on = OneMesh(graph, plan.mesh, options, hints, plan.options.memory, time_limit)
             found.append(_explained(plan, on, formulation, name, values))
         return tuple(found)

@@ -67,8 +67,6 @@ def _options(plan: Plan) -> list[str]:
         said.append("hints " + "; ".join(f"{name}={layout(spec)}" for name, spec in options.hints.items()))
     if options.keep != "all":
         said.append(f"keep {options.keep}")
-    if not options.fold:
-        said.append("equal layers decided apart")
     return [f"  with {', '.join(said)}"] if said else []
 
 

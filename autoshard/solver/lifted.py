@@ -15,7 +15,8 @@ from autoshard.solver.dual import Dual
 from autoshard.solver.kernels import F, Graph, compiled
 
 REDUCED_COLOR_ROUNDS = 6
-"""Edges that classes look along; see `fold.COLOR_ROUNDS`. Reduced networks have shorter ways from layer to layer."""
+"""Edges that classes look along. The ends of a stack of layers differ from its middle as far as this; with much fewer,
+unlike ops of one layer fall together; with much more, no two layers are alike."""
 MAX_QUOTIENT_SHARE = 0.2
 """Largest share of the nodes that the quotient may have."""
 QUOTIENT_SWEEPS = 100

@@ -20,14 +20,13 @@ class Settings:
 
     Attributes:
         deadline: on the clock of `time.perf_counter`; every solve has `LEAST_TIME_S` at least.
-        seed, backend, fold: as for `solve`.
+        seed, backend: as for `solve`.
         goal: seconds of a step that the plan must undercut to be of use.
     """
 
     deadline: float
     seed: int = 0
     backend: str = "auto"
-    fold: bool = True
     goal: float = math.inf
 
     def solve(self, problem: Problem, starts: Iterable[list[int]] = ()) -> Solution:
@@ -42,7 +41,6 @@ class Settings:
             time_limit=left,
             seed=self.seed,
             backend=self.backend,
-            fold=self.fold,
             goal=self.goal,
             starts=starts,
         )

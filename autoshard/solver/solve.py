@@ -15,7 +15,6 @@ Every choice handed out is re-evaluated by `objective.py`, which shares no code 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -26,7 +25,6 @@ import numpy as np
 from autoshard.solver import ilp
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
-from autoshard.solver.fold import classes_of, fold
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.objective import evaluate
 from autoshard.solver.oscillate import Oscillation
@@ -61,18 +59,12 @@ that it may have."""
 NEAR_PROGRAM, NEAR_TIME = 60_000, 3.0
 """Entries of the integer program's matrix, and seconds, of such a piece under memory rows."""
 
-FOLD_GAP, FOLDED_SHARE, FOLD_TIME = 1e-4, 0.7, 0.3
-"""A fold is solved when the gap is larger, it has at most this share of the nodes, for this share of the time left."""
-
 LARGEST_PROGRAM, LARGEST_UNKNOWN = 1_000_000, 4_000_000
 """Entries of the integer program's matrix up to which it is tried when a choice is known, and when none is: presolve
 ignores limits."""
 ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
 """What is too large for the integer program: sweeps of the dual, and rounds of the search beside them, between two
 exchanges; and that many exchanges that close less than this share of the gap end the solve."""
-FOLDED_FIRST = 100_000
-"""Strategies, all nodes' together, of a problem without memory rows from which on a fold gives the first choice, where
-repeated parts give the dual no messages (`lifted.py`): the dual of so many takes long."""
 REDUCING = 0.5
 """Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
 PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
@@ -103,7 +95,6 @@ def solve(
     time_limit: float = 60.0,
     seed: int = 0,
     backend: str = "auto",
-    fold: bool = True,
     progress: SolverProgress | None = None,
     goal: float = math.inf,
     starts: Iterable[list[int]] = (),
@@ -118,8 +109,6 @@ def solve(
             the solve in the same way; where nothing has been found yet, it stays a KeyboardInterrupt.
         seed: for whatever is random.
         backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
-        fold: whether repeated parts may be solved as one (`fold.py`) to find a first choice where exact methods are
-            out of reach; the bound is always that of the whole problem.
         progress: called after every stage with (stage, objective, bound).
         goal: objective that a choice must undercut to be of use.
         starts: choices from elsewhere to begin with; those that are not feasible are passed over.
@@ -132,7 +121,7 @@ def solve(
     check(problem)
     if backend != "auto":
         ilp.require(backend)
-    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, fold, progress, goal)
+    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, progress, goal)
     for choice in starts:
         run.offer(choice, "another mesh")
     return run.solution()
@@ -186,12 +175,11 @@ class _Run:
         deadline: float,
         seed: int,
         backend: str,
-        fold: bool,
         progress: SolverProgress | None,
         goal: float,
     ) -> None:
         self.problem, self.deadline, self.seed = problem, deadline, seed
-        self.asked_backend, self.fold, self._progress, self._goal = backend, fold, progress, goal
+        self.asked_backend, self._progress, self._goal = backend, progress, goal
         self._best: tuple[tuple[int, ...] | None, float, str] = None, math.inf, "none"
         self.bound = -math.inf
         self._width = NEAR_WIDTH
@@ -313,10 +301,8 @@ class _Run:
             if not net.alive:
                 break
             dual = Dual(net)
-            if number == 0 and self.fold and not len(net.room) and not hand_on(dual) and len(dual.unary) > FOLDED_FIRST:
-                self._folded()
-                if self.over:
-                    return
+            if number == 0 and not len(net.room):
+                hand_on(dual)
             dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
             held: list[int] | None = None
             for sweeps in DUAL_SWEEPS:
@@ -338,12 +324,9 @@ class _Run:
                 held = self._searched(net, dual, held, patience=1)
             if large and dual.share(self.objective) > UNFIXED_SHARE:
                 return self._alternate(net, dual, held)
-            self._folded()
             multipliers = {int(t): m / dual.unit for t, m in zip(net.times, dual.multipliers, strict=True)}
             if math.isinf(self.objective):
                 break
-            if large and dual.share(self.objective) > UNFIXED_SHARE:
-                return self._alternate(net, dual, held)
             before = sum(net.size(i) for i in net.alive)
             try:
                 dual.fix(net, self.objective)
@@ -474,25 +457,6 @@ class _Run:
         if not result.finished:
             return None
         return math.inf if result.infeasible else result.bound
-
-    def _folded(self) -> None:
-        """Once: a choice from the problem in which repeated parts decide together."""
-        if not self.fold or self.objective - self.bound <= FOLD_GAP * abs(self.objective):
-            return
-        self.fold = False
-        classes = classes_of(self.problem)
-        if max(classes) + 1 > FOLDED_SHARE * len(classes):
-            return
-        small, expand = fold(self.problem, classes)
-        left = FOLD_TIME * (self.deadline - time.perf_counter())
-        part = _Run(small, time.perf_counter() + left, self.seed, self.asked_backend, False, None, math.inf)
-        try:
-            with contextlib.suppress(ImpossibleError):
-                part.search()
-        finally:  # also when interrupted
-            if part.choice is not None:
-                self.offer(expand(part.choice), f"fold, {part.backend}")
-        self.report("fold")
 
     def _integer(self, net: Network) -> None:
         left = self.deadline - time.perf_counter()

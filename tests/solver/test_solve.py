@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
-from autoshard.solver.solve import _Run, solve
+from autoshard.solver.solve import solve
 from tests.solver.random_problems import best_by_enumeration, examples, least_peak_by_enumeration, random_problem
 from tests.solver.transformer_like import transformer_like
 
@@ -130,21 +130,3 @@ def test_out_of_time_still_gives_a_choice_and_a_bound():
     if solution.choice:
         assert evaluate(problem, solution.choice).feasible
         assert solution.bound <= solution.objective
-
-
-def test_a_choice_is_given_though_the_folded_problem_took_all_the_time(monkeypatch):
-    """A mesh of three axes on a busy machine: no plan was found, though far less memory was needed than there is."""
-    problem = transformer_like(layers=4, limit_share=2.0)
-
-    def slow(run: _Run) -> None:
-        run.fold = False
-        run.deadline = -math.inf
-
-    monkeypatch.setattr("autoshard.solver.solve.FOLDED_FIRST", 0)
-    monkeypatch.setattr("autoshard.solver.lifted.hand_on", lambda dual: False)
-    monkeypatch.setattr(_Run, "_folded", slow)
-    monkeypatch.setattr(_Run, "_without_limit", lambda run, net: False)
-    monkeypatch.setattr("autoshard.solver.solve.first_choices", lambda problem: [])
-    solution = solve(problem)
-    assert (solution.status, solution.backend) == (Status.TIME_LIMIT, "dual"), "not one that only uses least memory"
-    assert evaluate(problem, solution.choice).feasible
