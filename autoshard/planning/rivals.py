@@ -23,12 +23,8 @@ from autoshard.strategies.guard import UncompilableError, WrongNumbersError, gua
 
 PREDICTED_OPS = 10_000
 """Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""
-_MISPRICED_OPS = 5 * PREDICTED_OPS
-"""Likewise where the prediction of the solver's own choice says that its prices are wrong for this program."""
-_MISPRICED = 0.05
-"""A choice is mispriced when its prediction is above the solver's objective by more than this part of it."""
-_UNPROVED = 0.05
-"""A choice whose gap is above this is held against one plan by hand, however large the program is."""
+_SURE = 0.05
+"""Where the solver's gap, or the prediction over its objective, is above this, one plan by hand is always predicted."""
 
 _FASTER = 1e-4
 """Part of a step by which a plan by hand must be faster."""
@@ -55,10 +51,9 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     more then (on TPU v5e, where ResNet's plan is data parallel, 2.59 ms with every value pinned and 2.55 without).
     """
     assert found.solver is not None
-    proved = found.solver.gap is not None and found.solver.gap <= _UNPROVED
-    mispriced = found.time > (1 + _MISPRICED) * found.solver.objective
-    most = _MISPRICED_OPS if mispriced else PREDICTED_OPS
-    count = max(most // max(1, len(graph.ops)), 0 if proved else 1)
+    proved = found.solver.gap is not None and found.solver.gap <= _SURE
+    sure = proved and found.time <= (1 + _SURE) * found.solver.objective
+    count = max(PREDICTED_OPS // max(1, len(graph.ops)), 0 if sure else 1)
     if not count:  # making the plans by hand alone takes 40 CPU s at 200 layers
         return found
     best = found
