@@ -1,1 +1,1 @@
-"""What GSPMD makes of annotations: sharding propagation, then one device's program with its collectives."""
+"""GSPMD: sharding propagation from annotations, then the SPMD program of one device with its collectives."""

@@ -1,4 +1,4 @@
-"""What a target's compiler makes of the collectives of its partitioner: `targets.py` finds the rules of each family."""
+"""Which collectives a target's compiler turns into others; `targets.py` has the rules of each family."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Scattered:
     """A reduce-scatter.
 
     Attributes:
-        padded: elements that it sums, over those of the array.
-        moved: elements that permutes bring into place afterwards, over those of the array.
+        padded: elements it reduces, padding included, as a multiple of the array's.
+        moved: elements that collective permutes bring into place afterwards, as a multiple of the array's.
     """
 
     padded: float = 1.0
@@ -23,14 +23,14 @@ class Scattered:
 
 
 class CollectiveRules:
-    """Every collective stays what it is; subclasses say which do not."""
+    """The rules of a compiler that leaves every collective as it is; subclasses override."""
 
     def lies_row_major(self, kind: str, shape: Shape) -> bool:
-        """Whether what an op of this StableHLO kind makes lies row-major, whatever is padded."""
+        """Whether the result of an op of this StableHLO kind has a row-major layout, padded or not."""
         return True
 
     def sums_whole(self, axes: AxisGroup, mesh: Mesh) -> bool:
-        """Whether no sum over `axes` is a reduce-scatter."""
+        """Whether a sum over `axes` stays an all-reduce in every case."""
         return False
 
     def scattered(
@@ -44,28 +44,28 @@ class CollectiveRules:
         summed: bool = False,
         packed: int = 1,
     ) -> Scattered | None:
-        """How a sum over `axes` of arrays of `shape`, of which each device keeps a slice along `dim`, is scattered.
+        """The reduce-scatter of an array of `shape` over `axes`, of which each device keeps a slice along `dim`.
 
         Args:
-            row_major: whether the array's maker lays it out so (`lies_row_major`).
-            summed: whether sums read the slices.
-            packed: numbers that take one place of 32 bits.
+            row_major: whether the producer's layout is row-major (`lies_row_major`).
+            summed: whether reductions read the slices.
+            packed: elements per 32-bit word (2 of bf16).
 
         Returns:
-            None where it stays an all-reduce.
+            None where it stays an all-reduce with a dynamic-slice.
         """
         return Scattered()
 
     def hides(self, flops: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
-        """Whether a contraction of so many FLOPs hides the permutes of a windowed einsum of `size` bytes."""
+        """Whether a contraction of `flops` FLOP hides the permutes of a windowed einsum of `size` bytes."""
         return False
 
     def gathers_as_sum(self, shape: Shape, part: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
-        """Whether an all-gather over `axes` is an all-reduce.
+        """Whether an all-gather over `axes` becomes an all-reduce.
 
         Args:
-            shape: of the whole array.
-            part: elements that each device has before.
+            shape: of the gathered array.
+            part: elements of one device's shard.
             size: bytes of the result.
         """
         return False

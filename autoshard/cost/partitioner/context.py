@@ -1,4 +1,4 @@
-"""What the parts of the partitioner share: one program under its shardings, and what it is known to take so far."""
+"""State that the handlers of single ops share: the graph, its shardings, and what is emitted so far."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ Shape = tuple[int, ...]
 
 
 class Context(ABC):
-    """One run over a graph, as the functions in `ops/` see it.
-
-    `partition.py` stands above them; what they ask of it in turn are the abstract methods.
+    """One partitioner run over a graph, seen by the handlers in `ops/`; `partition.py` has the abstract methods.
 
     Attributes:
-        readers: value -> the ops that read it, in program order.
+        readers: value -> its users, in program order.
         copies_of: value -> the numbers of its annotated copies.
         emissions: of the ops so far, in program order.
-        order: op -> the subaxes of the sum that it ends with, in the order of its devices.
+        order: op -> the subaxes of its final all-reduce, in the order of the devices in a replica group.
         joined, unsummed, attentions: as in `Partitioned`.
-        read_unrounded: products whose operands kernels of attention read too.
+        read_unrounded: contractions whose operands attention kernels read too.
     """
 
     def __init__(self, graph: Graph, shardings: Shardings, target: Target) -> None:
@@ -63,18 +61,18 @@ class Context(ABC):
 
     @abstractmethod
     def emission(self, op: Op, made: Tiling) -> Emission:
-        """What an op takes that makes its one result under `made`, and reads its operands as they are."""
+        """The emission of an op that reads its operands as they are and produces its one result under `made`."""
 
     @abstractmethod
     def may_loop(self, op: Op) -> tuple[bool, ...]:
-        """Per operand of a contraction whether it may go round a ring while it is multiplied."""
+        """Per operand of a contraction whether a windowed einsum may permute it instead of gathering it."""
 
     @abstractmethod
     def partition(self, graph: Graph, shardings: Shardings) -> Partitioned:
-        """Another program for the same target: the body of a loop or branch."""
+        """Partition the body of a loop or branch for the same target."""
 
     def collective(self, step: Step, op: int, count: int = 1) -> Collective:
-        """A step that an op needs, so many times."""
+        """A step as the collective that `op` needs `count` times."""
         kind, axes, size = step
         return Collective(kind, axes, size, count, op)
 
@@ -86,7 +84,7 @@ class Context(ABC):
         share: float,
         own: Sequence[Step] = (),
     ) -> Emission:
-        """An emission that reshards the operands from `reads` to `wanted`, beside the op's own collectives."""
+        """The emission that reshards operands from `reads` to `wanted`, then runs the op's `own` collectives."""
         moves = []
         for place, (source, target) in enumerate(zip(reads, wanted, strict=True)):
             if source != target:
@@ -97,7 +95,7 @@ class Context(ABC):
         return Emission(tuple(moves), tuple(own), share, wanted)
 
     def share(self, op: Op, tiling: Tiling) -> float:
-        """One device's part of an op whose result is made under `tiling`, padding included."""
+        """One device's fraction of an op's FLOP, padding included, if its result is produced under `tiling`."""
         shape = op.results[0].shape
         whole = math.prod(shape)
         return math.prod(self.subaxes.shard(shape, tiling)) / whole if whole else 1.0
@@ -108,7 +106,7 @@ class Context(ABC):
         return ((),) * len(shape)
 
     def permute_axes(self, dim: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-        """The mesh axes along which shards of a dim differ from those they are sent to."""
+        """The mesh axes along which the sources and targets of a collective permute along a dim differ."""
         moved: set[int] = set()
         for source, target in pairs:
             for axis in reversed(dim):
@@ -119,17 +117,17 @@ class Context(ABC):
         return self.subaxes.axes(moved)
 
     def permutes(self, moved: Iterable[Moved], tiling: Tiling, dtype: str) -> list[Step]:
-        """The collectives of a halo exchange of an array that is split by `tiling`."""
+        """The collective permutes of a halo exchange of an array that is split by `tiling`."""
         return [
             ("collective-permute", self.permute_axes(tiling[one.dim], one.pairs), one.elements * dtype_bytes(dtype))
             for one in moved
         ]
 
     def sums(self, axes: tuple[Dim, ...], size: int, cut: Cut | None, row_major: bool = False) -> list[Step]:
-        """All-reduces of `size` bytes of partial results, each device going on with its part of `cut`.
+        """All-reduces of `size` bytes of partial sums per device; each device keeps the slice `cut`, if any.
 
-        TPU and GPU fold those along several dims into one. Which are reduce-scatters says `ops/scatter.py`; `row_major`
-        as in `CollectiveRules.scattered`.
+        TPU and GPU compilers fold all-reduces along several dims into one. `ops/scatter.py` says which become
+        reduce-scatters; `row_major` as in `CollectiveRules.scattered`.
         """
         if not axes:
             return []
@@ -142,9 +140,9 @@ class Context(ABC):
         return [*steps, *(self.scattered(order, size, cut, True, row_major) or (whole,))]
 
     def order_of(self, axes: tuple[Dim, ...]) -> Dim:
-        """The subaxes of the last all-reduce that sums over `axes`, in the order of its devices.
+        """The subaxes of the last all-reduce over `axes`, in the order of the devices in a replica group.
 
-        That along one dim has them in the order of the dim's tiles, folded ones in that of the mesh.
+        One along a single dim follows the order of the dim's tiles, folded ones that of the mesh.
         """
         if not axes:
             return ()
@@ -160,7 +158,7 @@ class Context(ABC):
         row_major: bool = False,
         summed: bool = False,
     ) -> list[Step] | None:
-        """The reduce-scatter that a sum of `size` bytes over `axes` is, of which devices go on with parts of `cut`.
+        """The reduce-scatter that replaces an all-reduce of `size` bytes over `axes` whose devices keep slices `cut`.
 
         None where it stays an all-reduce. `row_major` and `summed` as in `CollectiveRules.scattered`.
         """
@@ -176,5 +174,5 @@ class Context(ABC):
         return [*steps, ("collective-permute", names, round(size * found.moved))] if found.moved else steps
 
     def scatters_over(self, axes: AxisGroup) -> bool:
-        """Whether the target makes reduce-scatters over these axes at all."""
+        """Whether the target emits reduce-scatters over these axes at all."""
         return not self.rules.sums_whole(axes, self.subaxes.mesh)

@@ -1,4 +1,4 @@
-"""The slices that reshards begin with, and which sums they make reduce-scatters of."""
+"""The dynamic-slices that reshards begin with, and which all-reduces they turn into reduce-scatters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Dim = tuple[int, ...]
 
 
 class Cuts:
-    """The slices that reshards begin with, over one mesh."""
+    """The dynamic-slices that reshards begin with, over one mesh."""
 
     def __init__(self, subaxes: Subaxes, target: Target) -> None:
         """For `target`'s partitioner."""
@@ -27,9 +27,9 @@ class Cuts:
         self.compiler = CAPABILITIES[target]
 
     def cut(self, shape: Sequence[int], source: Tiling, target: Tiling, outer: Dim = ()) -> Cut | None:
-        """The slice that every device takes before anything is communicated; None where it takes none.
+        """The slice that every device takes of its shard before any collective; None where it takes none.
 
-        `outer` are the subaxes that group the devices: the reshard is within each group.
+        `outer` are the subaxes that number the device groups: the reshard stays within each group.
         """
         if source == target:
             return None
@@ -37,9 +37,9 @@ class Cuts:
         return _cut(tuple(shape), source, target, sizes, outer, self.target)
 
     def scatters(self, axes: Iterable[int], cut: Cut | None, ordered: bool = False) -> bool:
-        """Whether an all-reduce over `axes` of which each device goes on with its part of `cut` is a reduce-scatter.
+        """Whether an all-reduce over `axes` of which each device keeps the slice `cut` becomes a reduce-scatter.
 
-        `ordered`: the devices of a group are in the order of `axes`, not in that of the mesh.
+        `ordered`: replica groups list their devices in the order of `axes`, not in that of the mesh.
         """
         if cut is None:
             return False
@@ -72,7 +72,7 @@ def _cut(
     found = first_cut(shape, before, after, kind)
     if found is None or not outer:
         return found
-    # The same cut within every group.
+    # The same slice within every group.
     grid = np.arange(math.prod(sizes)).reshape(sizes).transpose([*outer, *inner]).reshape(-1, len(found.places))
     places = np.empty((math.prod(sizes), found.places.shape[1]), dtype=found.places.dtype)
     places[grid] = found.places

@@ -1,11 +1,11 @@
-"""What GSPMD's partitioner makes of a sharded program: collectives, and each device's share of the work.
+"""GSPMD's partitioner: the collectives of a sharded program, and each device's share of the FLOP.
 
-Per op, from the shardings that propagation gave its operands and results: which operands are resharded first, how the
-op runs on the parts, which partial results are summed. This follows XLA's `SpmdPartitioningVisitor`
+Propagation gives every operand and result a sharding. Per op this decides which operands to reshard, which local op
+runs on the shards, and which partial sums to all-reduce, after XLA's `SpmdPartitioningVisitor`
 (xla/service/spmd/spmd_partitioner.cc; GSPMD paper, arXiv:2105.04663, section 4). Contractions are in `ops/dot.py`,
 gather and scatter in `ops/index.py`, reshards in `reshard/price.py`.
 
-A value resharded twice to the same sharding is resharded once: the partitioner keeps what it has made.
+A value that several users need in one sharding is resharded once: the partitioner caches reshards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Spec
 
 Emit = Callable[[Context, Op, Tilings, Tilings], Emission]
-"""(context, op, how its operands are found, how its results are wanted) -> what it takes."""
+"""(context, op, its operands' tilings, its results' wanted tilings) -> its emission."""
 
 EMITTED_BY: Mapping[str, Emit] = {
     "dot_general": contraction,
@@ -56,7 +56,7 @@ EMITTED_BY: Mapping[str, Emit] = {
     "case": body.branches,
     "custom_call": expanded.custom_call,
 }
-"""By kind of op; all others run on aligned parts."""
+"""Handlers by kind of op; all other kinds run on aligned shards."""
 
 EXPANDED_BY: Mapping[str, Emit] = {
     "top_k": expanded.top_k,
@@ -64,23 +64,23 @@ EXPANDED_BY: Mapping[str, Emit] = {
     "batch_norm_inference": expanded.batch_norm,
     "batch_norm_grad": expanded.batch_norm,
 }
-"""What a TPU's compiler expands before it partitions."""
+"""Handlers of ops that a TPU's compiler expands before it partitions."""
 
 REDUCED_BY: Mapping[Target, Passes[list[OpRun]]] = {
     "cpu": Passes((scatter_later,)),
     "gpu": Passes((scatter_later, sum_once, scatter_later, chained_scatters)),
     "tpu": Passes((scatter_later, sum_once, scatter_later, chained_scatters)),
 }
-"""What happens to sums over devices once all ops are partitioned."""
+"""Passes over all-reduces once all ops are partitioned, by target."""
 
 
 def partition(graph: Graph, shardings: Shardings, target: Target) -> Partitioned:
-    """What the partitioner of `target` (`cpu`, `tpu` or `gpu`) emits for `graph` under `shardings`."""
+    """The SPMD program that the partitioner of `target` (`cpu`, `tpu` or `gpu`) emits for `graph` under `shardings`."""
     return Partitioner(graph, shardings, target).run()
 
 
 class Partitioner(Context):
-    """One run over a graph."""
+    """One partitioner run over a graph."""
 
     def __init__(self, graph: Graph, shardings: Shardings, target: Target) -> None:
         """For `graph` as `target`'s compiler partitions it."""
@@ -125,9 +125,9 @@ class Partitioner(Context):
         return partition(graph, shardings, self.target)
 
     def _uneven_results(self) -> dict[Value, list[Collective]]:
-        """Results that no annotation holds are gathered where their parts would be uneven (compiled so on all targets).
+        """All-gathers of results without annotation whose sharding is uneven (compiled so on all targets).
 
-        Propagation may choose a result's sharding, but one that pads is given up for none at all.
+        Propagation may choose a result's sharding, but one that needs padding is replaced by replication.
         """
         found: dict[Value, list[Collective]] = {}
         for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
@@ -155,7 +155,7 @@ class Partitioner(Context):
         target = self.shardings.copied[number]
         if source == target or op.id in self.free:
             return None
-        # A TPU rounds before it gathers what only contractions read, here as in `_emit`.
+        # A TPU rounds what only contractions read before the all-gather, here as in `_emit`.
         dtype = "bf16" if rounded.rounds(self, copy.value, number) else kind.dtype
         steps = self.resharder.reshard(kind.shape, dtype, source, target)
         end = self.resharder.destination(kind.shape, dtype, source, target)
@@ -164,9 +164,9 @@ class Partitioner(Context):
         return Move(0, made, end, tuple(self._once(made, steps, op.id)))
 
     def _once(self, key: Hashable, steps: Sequence[Step], op: int, reader: int | None = None) -> list[Collective]:
-        """The collectives of a move that none before it made; `reader` is the op that it is made for."""
+        """The collectives of a move, none if an equal one was emitted before; `reader` is the user it serves."""
         if self.kept is not None and reader is not None and steps and steps[0][0] == "all-gather":
-            # An annotated copy holds what was gathered for it until its last reader.
+            # An annotated copy stays gathered until its last user.
             if (key in self.made and not self.kept.knows(key)) or self.kept.serves(key, reader):
                 return []
         elif key in self.made:
@@ -174,8 +174,8 @@ class Partitioner(Context):
         self.made.add(key)
         return [self.collective(step, op) for step in steps]
 
-    def _around(self, key: Hashable, ring: Ring, steps: Sequence[Step], op: int) -> tuple[Collective, ...]:
-        """The permutes of a loop over an operand; the first of them is shared with other loops over it."""
+    def _ring_permutes(self, key: Hashable, ring: Ring, steps: Sequence[Step], op: int) -> tuple[Collective, ...]:
+        """The permutes of a windowed einsum's operand; loops over the same operand share the first of them."""
         (permute,) = steps
         known = key in self.made
         self.made.add(key)
@@ -235,7 +235,9 @@ class Partitioner(Context):
                 move = in_whole_mesh(move, held)
                 end = move[2]
             if isinstance(move[0], Ring):
-                moves.append(Move(place, (node, move, op.id), end, self._around((node, move), move[0], steps, op.id)))
+                moves.append(
+                    Move(place, (node, move, op.id), end, self._ring_permutes((node, move), move[0], steps, op.id))
+                )
             else:
                 moves.append(Move(place, (node, move), end, tuple(self._once((node, move), steps, op.id, op.id))))
             collectives.extend(moves[-1].collectives)
@@ -245,14 +247,14 @@ class Partitioner(Context):
         return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner)
 
     def emission(self, op: Op, made: Tiling) -> Emission:
-        """What an op takes that makes its one result under `made`, and reads its operands as they are."""
+        """The emission of an op that reads its operands as they are and produces its one result under `made`."""
         return self._emit(op, tuple(self.shardings.read(op.id, value) for value in op.operands), (made,))
 
     def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...] | None:
-        """What one op takes whose operands and results have these shardings; None where its numbers would be wrong.
+        """The collectives of one op between these shardings; None where XLA would compute wrong results.
 
         Args:
-            reads: per operand; None for one that is free in any sharding.
+            reads: per operand; None for one that costs nothing in any sharding.
         """
         made = tuple(self.subaxes.tiling(spec) for spec in results)
         found = tuple(
@@ -271,12 +273,12 @@ class Partitioner(Context):
         return (*moves, *self._own(emission, op.id), *emission.inner)
 
     def _as_result(self, op: Op, place: int, made: Sequence[Tiling]) -> Tiling:
-        """The sharding of an operand that costs nothing in any: the result's, where it looks like one."""
+        """The tiling of an operand that is free in any sharding: the result's if the shapes agree, else replicated."""
         shape = self.graph.type_of(op.operands[place]).shape
         return made[0] if op.results[0].shape == shape else self.nothing(shape)
 
     def may_loop(self, op: Op) -> tuple[bool, ...]:
-        """Those that are gathered for no other contraction."""
+        """Whether no other contraction needs an operand gathered."""
         return (False,) * len(op.operands) if self.gathering is None else self.gathering.alone(op)
 
     def _emit(self, op: Op, reads: Tilings, results: Tilings) -> Emission:

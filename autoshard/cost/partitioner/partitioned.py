@@ -1,4 +1,4 @@
-"""What the partitioner emits: for one op, before and after it is known what was made earlier, and for a program."""
+"""The partitioner's output: for one op, before and after earlier reshards are known, and for a program."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Dim = tuple[int, ...]
 Tilings = tuple[Tiling, ...]
 """One per operand, or per result."""
 MoveKey = tuple[Any, Tiling | None, Tiling]
-"""Names what a move makes of a value; the last part is how that is split."""
+"""(axes that number the device groups, source tiling, tiling where communication ends): identifies a reshard."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Names what goes round a ring of `parts` devices within the groups `outer`, beside what is gathered there."""
+    """Key of a windowed einsum's permutes in a ring of `parts` devices, within the groups `outer`."""
 
     outer: Dim
     parts: int
@@ -28,14 +28,15 @@ class Ring:
 
 @dataclass(frozen=True)
 class Emission:
-    """The collectives of one op, before it is known which of its reshards were made earlier.
+    """The collectives of one op, before it is known which of its reshards were emitted earlier.
 
     Attributes:
-        moves: of each reshard (operand, (axes that group the devices, source, where communication ends), collectives).
+        moves: per reshard (operand number, its key, collectives).
         own: the op's own collectives.
-        order: the subaxes of the last sum among them, in the order of its devices.
-        inner: of the bodies of a loop or branch.
-        rounds: (place among `own`, number) of the permutes in which a loop sums partial results, which are one step.
+        share: one device's FLOP as a fraction of the whole op's.
+        order: the subaxes of the last all-reduce in `own`, in the order of the devices in a replica group.
+        inner: collectives in the bodies of a loop or branch.
+        rounds: (index in `own`, count) of the permutes by which a windowed einsum moves partial sums, one step.
     """
 
     moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
@@ -50,13 +51,13 @@ class Emission:
 
 @dataclass(frozen=True)
 class Move:
-    """A reshard of what an op reads, or of a value into an annotated copy.
+    """A reshard of an operand, or of a value into an annotated copy.
 
     Attributes:
-        place: which operand.
-        key: names the array that comes out; moves with equal keys give one array, made by the first of them.
-        tiling: how that array is split.
-        collectives: what the reshard takes; none where it is a slice, or where it was made before.
+        place: operand number.
+        key: identifies the resharded array; of moves with equal keys the first emits it and the others reuse it.
+        tiling: of the resharded array.
+        collectives: none where it is only sliced, or emitted before.
     """
 
     place: int
@@ -67,15 +68,15 @@ class Move:
 
 @dataclass(frozen=True)
 class OpRun:
-    """How one op runs.
+    """The partitioned form of one op.
 
     Attributes:
-        collectives: what is emitted for it: reshards of its operands, sums of partial results.
-        share: its FLOPs on one device, as a part of the whole op's (1 where every device computes everything).
-        reads: per operand the tiling that it reads once resharded.
-        moves: the operands that are resharded first; their collectives are the first of `collectives`, in order.
-        overcounted: whether XLA sums over devices that hold the same terms: its numbers are wrong.
-        inner: what is emitted inside the bodies of a loop or branch.
+        collectives: reshards of its operands, then all-reduces or reduce-scatters of partial sums.
+        share: its FLOP on one device, as a fraction of the whole op's (1 where every device computes everything).
+        reads: per operand its tiling once resharded.
+        moves: the operand reshards; their collectives are the first of `collectives`, in order.
+        overcounted: whether XLA sums replicas of the same terms, so that its results are wrong.
+        inner: collectives inside the bodies of a loop or branch.
     """
 
     collectives: tuple[Collective, ...]
@@ -88,12 +89,12 @@ class OpRun:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a product with a softmax before it becomes.
+    """An attention kernel, in place of a contraction and the softmax before it.
 
     Attributes:
-        logits: what the softmax is of.
-        turns: how often keys and values are read: once, or for each block of rows if they are several blocks.
-        product: the op that makes them of queries and keys, if that is part of the kernel; then they are not read.
+        logits: the softmax's operand.
+        turns: how often it reads keys and values: once per block of rows, or just once.
+        product: the product of queries and keys that the kernel covers, if it does; it then reads no logits.
     """
 
     logits: Value
@@ -107,13 +108,13 @@ class Partitioned:
 
     Attributes:
         runs: one per op, in program order.
-        copies: collectives of annotated copies (a reshard from the value to its annotation).
-        copied: copy number -> how the copy is made; absent where it is the value itself.
-        joined: op -> the later one that it is part of (`ops/chained.py`).
-        uneven: results that are gathered whole because their parts are not even, and by what.
-        unsummed: values that stay whole terms of a sum until that is scattered: a slice of one comes after that.
-        attentions: products that become one kernel with the softmax before them -> what of (`ops/attention.py`).
-        unread: ops that nothing is left to read for these kernels.
+        copies: collectives of annotated copies (reshards from a value to its annotation).
+        copied: copy number -> its reshard; absent where the value already has the sharding.
+        joined: scatter -> the later one that it is merged into (`ops/chained.py`).
+        uneven: results that are gathered because their sharding is uneven -> the collectives.
+        unsummed: values that stay partial sums of full size until a later reduce-scatter; slices move behind it.
+        attentions: contractions that become attention kernels -> the kernel (`ops/attention.py`).
+        unread: ops whose results only these kernels would use: never computed.
     """
 
     runs: tuple[OpRun, ...] = field(repr=False)

@@ -1,19 +1,19 @@
-"""What XLA's sharding propagation makes of annotations: a sharding for every value.
+"""Sharding propagation: from annotations to a sharding of every value.
 
 This follows `ShardingPropagation` of XLA (xla/service/sharding_propagation.cc, described in the GSPMD paper,
-arXiv:2105.04663, section 3.5): shardings flow from operands and from users until nothing improves, first through
-elementwise ops and their like alone, then through contractions and reductions, then out of broadcasts, then into
-them. A sharding replaces another only where it refines it; partial shardings merge.
+arXiv:2105.04663, section 3.5): shardings flow from operands and from users until nothing improves, first only through
+elementwise ops and the like, then also through contractions and reductions, then out of broadcasts, then into them. A
+sharding replaces another only where it refines it; partial shardings merge.
 
-A pinned value is `custom_call @Sharding`: its annotation cannot change, and the op before it runs under the same
-sharding (XLA copies the annotation onto an operand that has none). Arguments keep theirs, and a result that updates an
-argument has that argument's, which on GPUs the op that makes it has too, unless it is annotated itself (their compiler
-simplifies first, and takes away the reshape that jax annotates a result by). What nothing reaches is replicated.
+A pinned value is a `custom_call @Sharding`: its annotation cannot change, and the op before it runs under the same
+sharding (XLA copies the annotation to an operand that has none). Arguments keep theirs. A result that updates an
+argument takes that argument's; on GPU so does the op that produces it unless annotated itself (the compiler simplifies
+first, and removes the reshape that carries jax's annotation of results). Everything else is replicated.
 
-A graph keeps one op per HLO instruction here, which is what the CPU compiler's propagation sees; the TPU and GPU
-compilers simplify the program first. Of what a TPU's does two things are followed (`simplified`): equal ops are one
-(`HloCSE`), so that all updates of parameters of one shape share the broadcast of a learning rate, and what follows from
-constants and iotas alone is made for each reader anew (`HloConstantSplitter` with split expressions).
+The graph has one op per HLO instruction of the CPU compiler; TPU and GPU compilers simplify first. Of the TPU's passes
+`simplified` follows two: equal ops become one (`HloCSE`), so all parameter updates of one shape share the broadcast of
+a learning rate, and every user gets its own copy of an expression of constants and iotas (`HloConstantSplitter` with
+split expressions).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
 
 _FROM_FIRST = frozenset({"power", "reverse", "slice", "pad", "shift_left", "shift_right_arithmetic"})
-"""Kinds whose sharding follows their first operand alone, at the first level (`PickRepresentativeOperand`)."""
+"""Kinds whose sharding follows only their first operand at the first level (`PickRepresentativeOperand`)."""
 
 _LEVELS = (0, 1, 2, 3, 3)
 """Aggressiveness of each round; XLA runs the last one twice."""
@@ -51,8 +51,8 @@ class Copy:
     Attributes:
         value: what it copies.
         spec: its annotation.
-        source: the copy it is made from, or None for the value as its op makes it.
-        result: whether it is a result of the program; its annotation reaches the op that makes the value on GPUs only.
+        source: the copy it is made from, or None for the value itself.
+        result: whether it is a result of the program; only on GPU does its annotation reach the producer.
     """
 
     value: Value
@@ -67,11 +67,11 @@ class Shardings:
 
     Attributes:
         subaxes: what the numbers in `made` and `copied` stand for.
-        made: value -> the tiling under which its op makes it.
+        made: value -> the tiling under which its op produces it.
         copies: the annotated copies, in order.
         copied: their tilings.
-        reads: (consumer op, value) -> the copy it reads; where there is none it reads the value as made.
-        own: (consumer op, value) -> the tiling of the constant expression that is made for this consumer.
+        reads: (consumer op, value) -> the copy it reads; other consumers read the value as produced.
+        own: (consumer op, value) -> the tiling of this consumer's copy of a constant expression.
     """
 
     subaxes: Subaxes = field(repr=False)
@@ -83,7 +83,7 @@ class Shardings:
     own: dict[tuple[int, Value], Tiling] = field(default_factory=dict, repr=False)
 
     def copy_read(self, consumer: int | None, value: Value) -> int | None:
-        """Which copy of `value` an op reads (`None` as consumer: the program's result)."""
+        """The number of the copy of `value` that an op reads (`None` as consumer: the program's result)."""
         if consumer is not None:
             copy = self.reads.get((consumer, value))
             if copy is not None:
@@ -91,7 +91,7 @@ class Shardings:
         return self.pins.get(value)
 
     def read(self, consumer: int | None, value: Value) -> Tiling:
-        """The tiling under which an op finds `value`, before the partitioner reshards it for the op."""
+        """The tiling in which an op finds `value`, before the partitioner reshards it."""
         copy = self.copy_read(consumer, value)
         if copy is not None:
             return self.copied[copy]
@@ -100,7 +100,7 @@ class Shardings:
 
     @cached_property
     def specs(self) -> dict[Value, Spec]:
-        """Per value the spec that its readers find: the pinned one, else the one it is made under."""
+        """Per value the spec that its users find: the pinned one, else that of its producer."""
         return {value: self.subaxes.spec(self.read(None, value)) for value in self.made}
 
 
@@ -108,8 +108,8 @@ def propagate(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target
     """The sharding of every value of `graph` under `annotations` (see the module's docstring).
 
     Args:
-        target: family of the compiler. A TPU's simplifies the program first; a GPU's makes sorts of which the greatest
-            are taken calls that it knows nothing of.
+        target: family of the compiler. TPU's simplifies the program first; GPU's turns sorts for a top-k into custom
+            calls that it cannot propagate through.
     """
     return _propagation(graph, annotations, mesh, target).shardings
 
@@ -118,29 +118,29 @@ _LATEST = Latest()
 
 
 def _propagation(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> _Propagation:
-    """The steps of one plan ask for the same: what is equal, whether numbers would be wrong, what it costs."""
+    """Cached: one plan asks for equal values, for wrong results and for the cost in turn."""
     graph = simplified(graph, target)
     key = annotations, mesh, target
     return _LATEST.of(graph, key, lambda: _Propagation(graph, annotations, mesh, target))
 
 
 def equal_values(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[Value, Value]:
-    """Value -> the value before it that it is equal to, of those that a TPU's compiler merges into one.
+    """Value -> the earlier equal value into which a TPU's compiler merges it.
 
-    What follows from constants alone is left out: each reader has its own.
+    Constant expressions are left out: each user has its own copy.
     """
     run = _propagation(graph, annotations, mesh, "tpu")
     return {value: first for value, first in run.merged.items() if run.first[first.op] not in run.expressions}
 
 
 class _Propagation:
-    """Nodes are the results of ops (numbered op by op), then the copies, then expressions made for one reader."""
+    """Nodes are the results of ops (numbered op by op), then annotated copies, then one user's constant expressions."""
 
     def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: Target = "cpu") -> None:
         self.folded = fold(graph)
         compiler = CAPABILITIES[target]
         self.opaque = top_k_sorts(graph) if compiler.calls_top_k else frozenset[int]()
-        self.graph: Graph = weakref.proxy(graph)  # what is kept of a graph must not keep it
+        self.graph: Graph = weakref.proxy(graph)  # a cache entry must not keep its graph alive
         self.merges = compiler.merges_equal_ops
         self.results_first = compiler.shards_results_first
         self.subaxes = Subaxes(mesh)
@@ -161,7 +161,7 @@ class _Propagation:
         self.shape += [graph.type_of(copy.value).shape for copy in self.copies]
         self.operands: list[tuple[int, ...]] = []
         self.merged: dict[Value, Value] = {}
-        self.expressions: set[int] = set()  # nodes that follow from constants and iotas alone
+        self.expressions: set[int] = set()  # expressions of constants and iotas only
         self.own: dict[tuple[int, Value], int] = {}
         self.first_own: dict[int, int] = {}
         self._wire()
@@ -221,7 +221,7 @@ class _Propagation:
             self._split_expressions()
 
     def _merge(self, op: Op, equal: dict[Hashable, int]) -> None:
-        """Note which op before is equal to this one, and whether it follows from constants alone."""
+        """Note the earlier op that is equal to this one, and whether it is a constant expression."""
         first = self.first[op.id]
         nodes = self.operands[first]
         if op.kind in ("constant", "iota") or (Value(op.id) in self.folded.splat and len(op.results) == 1):
@@ -236,7 +236,7 @@ class _Propagation:
             self.merged[Value(op.id)] = Value(known)
 
     def _split_expressions(self) -> None:
-        """Give every reader of a constant expression that is none itself one of its own."""
+        """Give every user outside of constant expressions its own copy of one."""
         for op in self.graph.ops:
             first = self.first[op.id]
             if first in self.expressions or self.expressions.isdisjoint(self.operands[first]):
@@ -254,7 +254,7 @@ class _Propagation:
             self.first_own.setdefault(source, self.operands[copy][0])
 
     def _clone(self, node: int, made: dict[int, int]) -> int:
-        """An expression once more, what it is made of too; other nodes as they are. `made`: what was cloned already."""
+        """Copy a constant expression with its operands; other nodes stay. `made`: the copies so far."""
         if node not in self.expressions or not self.shape[node]:
             return node
         if node not in made:
@@ -268,7 +268,7 @@ class _Propagation:
         return made[node]
 
     def _read(self, op: int, value: Value) -> int:
-        """The node that an op reads `value` from: its own copy, the pin, or the value (or what it is equal to)."""
+        """The node that an op reads `value` from: its own copy, the pin, or the value (or an equal one)."""
         copy = self.reads.get((op, value), self.pins.get(value))
         if copy is not None:
             return self.value_count + copy
@@ -277,7 +277,7 @@ class _Propagation:
         return self._node(value)
 
     def _node(self, value: Value) -> int:
-        """The node of a value as its op makes it; equal constants share one."""
+        """The node of a value as its op produces it; equal constants share one."""
         if value in self.folded.same:
             return self._read(value.op, self.folded.same[value])
         value = self.merged.get(value, value)
@@ -309,7 +309,7 @@ class _Propagation:
         return nodes
 
     def _of_one_op(self, node: int) -> Sequence[int]:
-        """The node, and the other results of the op that makes it."""
+        """The node, and the other results of its op."""
         op = self.op_of[node]
         if op is None or node >= self.value_count:
             return (node,)
@@ -318,7 +318,7 @@ class _Propagation:
     def _post_order(self) -> list[int]:
         """Operands before users, depth first from the results, as `MakeInstructionPostOrder`.
 
-        An op's results stand together, those that nothing reads too: XLA has them in one tuple.
+        All results of an op come together, used or not: in XLA they are one tuple.
         """
         order = post_order(self._results(), self.operands.__getitem__)
         return list(dict.fromkeys(each for node in order for each in self._of_one_op(node)))
@@ -349,7 +349,7 @@ class _Propagation:
 
     @cached_property
     def shardings(self) -> Shardings:
-        """What is annotated, spread until nothing improves."""
+        """Propagate the annotations until nothing improves."""
         for level in _LEVELS:
             self._run_level(level)
         self._split_calls()
@@ -367,9 +367,9 @@ class _Propagation:
         return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins, own)
 
     def _split_calls(self) -> None:
-        """Calls that take the greatest of rows run on each device's rows, if these are split over all of them.
+        """Let top-k calls run on each device's rows, if all devices split the rows.
 
-        `HandleCustomCallTopK`: what is taken is moved afterwards. Rows of which there are copies are gathered before.
+        `HandleCustomCallTopK`: it reshards the results afterwards. Rows with replicas are gathered before.
         """
         for number in self.opaque:
             first, op = self.first[number], self.graph.ops[number]
@@ -382,7 +382,7 @@ class _Propagation:
                         self.tiling[one] = rows
 
     def _unread(self, op: Op, result: int) -> Tiling | None:
-        """The sharding of a result that nobody reads: as its op makes it, which costs nothing."""
+        """The sharding of a result without users: that of its op, which costs nothing."""
         first = self.first[op.id]
         if self.users[first + result]:
             return None
@@ -418,7 +418,7 @@ class _Propagation:
             changed |= sweep(reversed(self.order), done_backward, self._from_users)
 
     def _replicate_results(self, results: Iterable[int]) -> None:
-        """The tuple of results takes part in propagation; an element that has nothing yet becomes replicated."""
+        """The tuple of results takes part in propagation; an element without a sharding becomes replicated."""
         for node in results:
             if self.tiling[node] is None:
                 self.tiling[node] = ((),) * len(self.shape[node])
@@ -483,7 +483,7 @@ class _Propagation:
         return best
 
     def _concatenates_early(self, node: int, op: Op) -> bool:
-        """The one case where a concatenation passes shardings at the first level: stacked parameters."""
+        """Whether a concatenation passes shardings at the first level: only of stacked parameters."""
         dim = op.attrs["dim"]
         for operand, value in zip(self.operands[node], op.operands, strict=True):
             tiling = self.tiling[operand]
@@ -524,7 +524,7 @@ class _Propagation:
         return True
 
     def _first_goes_first(self, node: int, op: Op, one: Tiling, other: Tiling) -> bool:
-        """Whether a contraction prefers its left operand's sharding: the one its user needs, else the larger's."""
+        """Whether a contraction prefers its left operand's sharding: that its user needs, else the larger one's."""
         ahead = self._lookahead(node)
         if ahead is not None:
             fits_one = self.subaxes.refines(self.shape[node], ahead, one)
@@ -590,5 +590,5 @@ class _Propagation:
 
 
 def _forward_level(op: Op) -> int:
-    """The level of aggressiveness at which a result takes on its operands' shardings."""
+    """The level of aggressiveness from which a result takes its operands' shardings."""
     return FORWARD_LEVEL.get("broadcast_in_dim" if "outer" in op.attrs else op.kind, 1)

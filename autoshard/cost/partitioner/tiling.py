@@ -1,11 +1,11 @@
 """Shardings as GSPMD computes with them: tiles, and how they merge, refine and pass through reshapes.
 
 GSPMD knows no mesh axes, only how many tiles each dim has and which device holds which tile; a reshape can split a mesh
-axis of 4 into 2 x 2. So each axis is broken into *subaxes* of prime size here, and a tiling lists, per dim, the
-subaxes that split it, major to minor. Every sharding that GSPMD derives from named axes can be written so, save for
-reversed ones and those whose dims were split at other than prime boundaries.
+axis of 4 into 2 x 2. So each axis is factored into *subaxes* of prime size here, and a tiling lists, per dim, the
+subaxes that split it, major to minor: `[tokens, features/m]` is `((), (0, 1))` for m = 4. This covers every sharding
+that GSPMD derives from named axes but reversed ones and splits at other than prime factors.
 
-The operations carry the names of XLA's `hlo_sharding_util`, whose behaviour they reproduce.
+The operations have the names of XLA's `hlo_sharding_util`, whose behaviour they reproduce.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Subaxes:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Break the axes of `mesh` into subaxes."""
+        """Factor the axes of `mesh` into subaxes."""
         self.mesh = mesh
         self.sizes: list[int] = []
         self.axis: list[str] = []
@@ -45,11 +45,11 @@ class Subaxes:
         self._refines: dict[object, bool] = {}
 
     def tiling(self, spec: Spec) -> Tiling:
-        """A spec over named axes as a tiling."""
+        """The tiling of a spec over named axes."""
         return tuple(tuple(number for axis in dim for number in self.of_axis[axis]) for dim in spec)
 
     def spec(self, tiling: Tiling) -> Spec:
-        """The spec of a tiling; subaxes that are not part of a whole axis, in order, are left out."""
+        """The spec of a tiling, without subaxes that do not make up a whole axis in order."""
         return tuple(self._named(dim) for dim in tiling)
 
     def axes(self, subaxes: Iterable[int]) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Subaxes:
         return self.mesh.in_order({self.axis[number] for number in subaxes})
 
     def ways(self, dim: tuple[int, ...]) -> int:
-        """Into how many tiles these subaxes split a dim."""
+        """Number of tiles into which these subaxes split a dim."""
         known = self._ways.get(dim)
         if known is None:
             known = self._ways[dim] = math.prod(self.sizes[number] for number in dim)
@@ -71,13 +71,13 @@ class Subaxes:
         return known
 
     def shard(self, shape: Sequence[int], tiling: Tiling) -> tuple[int, ...]:
-        """Shape of one device's tile, uneven dims padded up."""
+        """Shape of one device's tile of a value of global `shape`, uneven dims padded up."""
         return tuple(-(-size // self.ways(dim)) for size, dim in zip(shape, tiling, strict=True))
 
     def merge(self, one: Tiling, other: Tiling, minimum: int) -> Tiling | None:
         """The tiling that refines both (`MergeShardingIfCompatible`), if it has at least `minimum` tiles.
 
-        Dims that only one of them splits are taken from it; dims that both split must be split alike.
+        It splits dims that only one splits as that one; dims that both split must agree.
         """
         if not any(one):
             return None
@@ -99,7 +99,7 @@ class Subaxes:
     def improve(
         self, shape: tuple[int, ...], old: Tiling | None, new: Tiling, combine: bool, aggressive: bool
     ) -> Tiling | None:
-        """What `new` makes of an instruction that has `old` (`ReturnImprovedSharding`); None where it stays."""
+        """The sharding of an instruction with `old`, improved by `new` (`ReturnImprovedSharding`); None if it stays."""
         if old is None:
             return new
         if new == old:
@@ -139,7 +139,7 @@ class Subaxes:
         return True
 
     def reshape(self, source: tuple[int, ...], target: tuple[int, ...], tiling: Tiling) -> Tiling:
-        """A tiling carried through a reshape (`PropagateShardingThroughReshape`)."""
+        """A tiling passed through a reshape (`PropagateShardingThroughReshape`)."""
         if not any(tiling):
             return ((),) * len(target)
         key = (source, target, tiling)
@@ -235,7 +235,7 @@ class Subaxes:
         return self._dealt(flat, counts[: len(target)])
 
     def _dealt(self, flat: list[int], counts: list[int]) -> Tiling | None:
-        """Subaxes handed out in order, so that dim i gets `counts[i]` tiles; None where a subaxis would be split."""
+        """Subaxes distributed in order, so that dim i gets `counts[i]` tiles; None where that would split a subaxis."""
         result = []
         place = 0
         for count in counts:

@@ -1,8 +1,8 @@
-"""Sorts of which only the greatest elements are taken: XLA's GPU compiler makes each a call, before it partitions.
+"""Sorts for a top-k, which XLA's GPU compiler turns into custom calls before it partitions.
 
-`TopkRewriter` (xla/hlo/transforms/): the values, alone or with their places, are sorted in descending order, and each
-result is read by one slice of the first k. Propagation passes no sharding through the call; the partitioner splits it
-like rows that are split over all devices.
+`TopkRewriter` (xla/hlo/transforms/): a descending sort of values, alone or with their indices, each result of which has
+one user, a slice of the first k. Shardings do not propagate through the call; the partitioner runs it on each device's
+rows if all devices split them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from autoshard.graph.ops import Graph, Op, Value
 
 
 def top_k_sorts(graph: Graph) -> frozenset[int]:
-    """The sorts that become such calls."""
+    """The sorts that become top-k calls."""
     sorts = [op for op in graph.ops if op.kind == "sort" and op.attrs["descending"] and len(op.operands) <= 2]
     return frozenset(op.id for op in sorts if _counts(graph, op) and _is_cut(graph, op))
 
 
 def _counts(graph: Graph, op: Op) -> bool:
-    """Whether the second operand, if there is one, counts the places of the sorted dim."""
+    """Whether the second operand, if any, is an iota along the sorted dim."""
     if len(op.operands) == 1:
         return True
     made = graph.ops[op.operands[1].op]
@@ -28,7 +28,7 @@ def _counts(graph: Graph, op: Op) -> bool:
 
 
 def _is_cut(graph: Graph, op: Op) -> bool:
-    """Whether one slice reads each result that is read, all of them the same first elements."""
+    """Whether all results with users have one slice as user, all of the same first elements."""
     found = set()
     for place, kind in enumerate(op.results):
         value = Value(op.id, place)

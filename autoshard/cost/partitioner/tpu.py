@@ -1,16 +1,15 @@
-"""Which collectives a TPU's compiler turns into others: arrays lie in tiles of 8 x 128, and it moves whole tiles.
+"""Collectives that a TPU's compiler turns into others, since it moves whole tiles of 8 x 128.
 
-All measured by compiling single collectives (libtpu 0.0.51, v5e and v5p); its
-tests, `test_tpu.py`, have the cases.
+From compiling single collectives (libtpu 0.0.51, v5e and v5p); `test_tpu.py` has the cases.
 
-- An all-reduce of which each device goes on with a slice is a reduce-scatter only if the slices are whole tiles, after
-  padding that makes the array at most half as large again. Slices that were padded are moved into place by permutes.
-- Slices of a dim that is not within tiles are one block each only if that dim is the outermost: else an all-reduce.
-  So it is where rows are sliced that others lie around, and the slices are no whole tiles.
-- It is scattered in equal pieces that fit a buffer: slices are padded to as many rows of tiles as make such pieces.
-- An all-gather of a vector whose parts are no multiples of 128 is an all-reduce of zeros with each part in its place.
-  So is one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims of four or
-  more.
+- An all-reduce and dynamic-slice become a reduce-scatter only if slices are whole tiles, after padding that adds at
+  most half the array. Collective permutes move padded slices into place.
+- Slices of a dim that is neither sublane nor lane must be contiguous, so the dim major-most: else an all-reduce. So it
+  is for slices of the sublane dim that are no whole tiles, if it has dims around it.
+- A reduce-scatter runs in equal pieces that fit a buffer: slices are padded to as many rows of tiles as that takes.
+- An all-gather of a vector with shards that are no multiple of 128 elements becomes an all-reduce of zero-padded
+  shards. So does one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims
+  of four or more chips.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ MANY = 64
 
 
 class TpuCollectiveRules(CollectiveRules):
-    """Arrays lie in tiles, and whole tiles are moved."""
+    """Rules for (8, 128) tiles: collectives move whole tiles."""
 
     def lies_row_major(self, kind: str, shape: Shape) -> bool:
-        """Gathers' results do, and products'.
+        """Results of gathers and of products with at least as many rows as batches are row-major.
 
-        So does a product of no fewer rows than its batch; of fewer the batch may be the rows of a tile (33 compiled
-        for v5e, 5 to 577 rows in batches of 8 to 64).
+        With fewer rows the batch may take the sublanes (33 compiled for v5e, 5 to 577 rows in batches of 8 to 64).
         """
         return kind == "gather" or (kind == "dot_general" and len(shape) > 2 and shape[-2] >= shape[0])
 
@@ -57,7 +55,7 @@ class TpuCollectiveRules(CollectiveRules):
         summed: bool = False,
         packed: int = 1,
     ) -> Scattered | None:
-        """In pieces that fit the device's buffer: see the function `scattered`."""
+        """See the function `scattered`, with the device's buffer."""
         return scattered(
             shape,
             dim,
@@ -70,11 +68,11 @@ class TpuCollectiveRules(CollectiveRules):
         )
 
     def hides(self, flops: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
-        """As XLA decides (`disable_windowed_einsum` in dot_handler.cc).
+        """XLA's criterion (`disable_windowed_einsum` in dot_handler.cc).
 
-        It compares the longer of the two, and two more permutes, with a contraction and a collective one after the
-        other. A collective over 2x2 chips uses the links of both dims, a loop those of one; over 4x4 it is not counted
-        so.
+        It compares the longer of contraction and permutes, plus two permutes, with contraction and collective in
+        sequence. A collective over 2x2 chips uses the links of both torus dims, a windowed einsum those of one; XLA
+        does not count that over 4x4.
         """
         device = load_device(mesh.device)
         link = device.links[0]
@@ -88,7 +86,7 @@ class TpuCollectiveRules(CollectiveRules):
         return max(computing, permuting) + 2 * permuting / ways < computing + moving
 
     def gathers_as_sum(self, shape: Shape, part: int, size: int, axes: AxisGroup, mesh: Mesh) -> bool:
-        """Where parts of vectors are no whole lanes, or many chips gather little."""
+        """Vectors whose shards are no multiple of 128 elements, or small results over many chips."""
         if sum(extent > 1 for extent in shape) < 2 and part % LANES:
             return True
         over_all = all(axis in axes or mesh.axis_size(axis) == 1 for axis in mesh.axis_names)
@@ -115,16 +113,16 @@ def scattered(
     buffer: int = of_kind(BUFFER, ""),
     packed: int = 1,
 ) -> Scattered | None:
-    """How a sum of arrays of `shape`, of which each of `ways` devices keeps a slice along `dim`, is scattered.
+    """The reduce-scatter of an array of `shape`, of which each of `ways` devices keeps a slice along `dim`.
 
     Args:
-        unit: tiles of which each slice is a multiple (`scatter_unit`); half as many rows of tiles.
-        row_major: whether the array's maker lays it out so, as gathers do, where whole lanes are sliced; else it lies
-            as the slices do.
-        summed: whether sums read the slices: they take whole lanes, and the array lies as its maker lays it out.
-        buffer: tiles that hold the pieces it is scattered in (`BUFFER`).
-        packed: numbers that take one place of 32 bits: slices of lanes are multiples of so many tiles (bf16: 384
-            columns for each of four or eight devices are not scattered, 256 and 768 are; v5e and v5p).
+        unit: every slice is a multiple of so many tiles (`scatter_unit`), or of half as many rows of tiles.
+        row_major: whether the producer's layout is row-major, as a gather's; slices of whole lanes keep it, else the
+            array takes the layout of the slices.
+        summed: whether reductions read the slices: then they are whole lanes in the producer's layout.
+        buffer: tiles that hold all pieces (`BUFFER`).
+        packed: elements per 32-bit word: slices along lanes are multiples of so many tiles (bf16: no reduce-scatter
+            of 384 columns for each of four or eight devices, but of 256 and 768; v5e and v5p).
 
     Returns:
         None where it stays an all-reduce.
@@ -157,7 +155,7 @@ def scattered(
     if _largest_prime(across) > MOST_TILES:
         return None
     if major > 1:
-        short = down <= piece or part[row] % LANES == 0  # 32 products over four devices, 75 to 2,048 rows of tiles each
+        short = down <= piece or part[row] % LANES == 0  # seen in 32 products over four devices
         return Scattered() if part[row] % ROWS == 0 and short else None
     rows = max(unit // math.gcd(unit, across), unit // 2)
     fits = piece // across
@@ -166,7 +164,7 @@ def scattered(
 
 
 def _in_pieces(size: int, unit: int, most: int) -> int:
-    """`size` padded to equal pieces that are multiples of `unit` and at most `most`; 0 where the one piece is not."""
+    """`size` padded to equal pieces, multiples of `unit` and at most `most`; 0 where a single piece is larger."""
     pieces = -(-size // most)
     while (piece := _up(-(-size // pieces), unit)) > most:
         if pieces == 1:
@@ -176,7 +174,7 @@ def _in_pieces(size: int, unit: int, most: int) -> int:
 
 
 def _cuts(size: int, most: int) -> bool:
-    """Whether `size` is a few equal pieces of at most `most`: twice as many as need be, or fewer."""
+    """Whether `size` divides into equal pieces of at most `most`, at most twice as many as needed."""
     least = -(-size // most)
     return any(size % pieces == 0 for pieces in range(least, 2 * least + 1))
 
@@ -187,7 +185,7 @@ def _padded(size: int, padded: int, ways: int) -> Scattered | None:
 
 
 def scatter_unit(axes: AxisGroup, mesh: Mesh) -> int:
-    """Tiles of which the slices of a reduce-scatter over `axes` are multiples: four over a square, else two."""
+    """Tiles of which a slice of a reduce-scatter over `axes` is a multiple: four over a square of chips, else two."""
     device = load_device(mesh.device)
     if device.links[0].topology != "torus":
         return 2

@@ -1,4 +1,4 @@
-"""How one op carries a sharding from an operand to its result and back, as XLA's propagation does."""
+"""Transfer functions of sharding propagation: from an op's operands to its result and back, as in XLA."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FORWARD_LEVEL: dict[str, int] = dict.fromkeys(ELEMENTWISE, 0) | {
     "optimization_barrier": 0,
     "broadcast_in_dim": 3,
 }
-"""From which aggressiveness on a kind passes shardings; 1 for those not named."""
+"""Lowest level of aggressiveness at which a kind passes shardings; 1 for kinds not listed."""
 
 
 class Transfers:
-    """Transfer functions of a graph's ops; dim maps are made once per op and operand."""
+    """Transfer functions of a graph's ops; dim maps are cached per op and operand."""
 
     def __init__(self, graph: Graph, subaxes: Subaxes) -> None:
         """For the ops of `graph`, whose shardings are over `subaxes`."""
@@ -45,12 +45,12 @@ class Transfers:
         self._contractions: dict[int, Dims] = {}
 
     def operand_bytes(self, op: Op, place: int) -> int:
-        """Bytes of the whole operand."""
+        """Bytes of the global operand."""
         kind = self.graph.type_of(op.operands[place])
         return math.prod(kind.shape) * dtype_bytes(kind.dtype)
 
     def is_dot(self, op: Op) -> bool:
-        """Whether a convolution has no spatial dims to speak of, so that it is a contraction of whole operands."""
+        """Whether a convolution slides over no spatial dim, so that it is a contraction."""
         return not self.contraction(op).spatial
 
     def contraction(self, op: Op) -> Dims:
@@ -66,9 +66,7 @@ class Transfers:
         return known
 
     def slides_over_parts(self, op: Op, operands: Sequence[Tiling | None]) -> bool:
-        """Whether a convolution's result follows its input alone: a dim that it slides over is split, or it is
-        grouped.
-        """
+        """Whether a convolution's result follows only its input: it slides over a split dim, or has groups."""
         dims = self.contraction(op)
         if not dims.spatial:
             return False
@@ -77,27 +75,27 @@ class Transfers:
         return grouped or any((lhs and lhs[dim[0]]) or (rhs and rhs[dim[1]]) for dim in dims.spatial)
 
     def slid_forward(self, op: Op, tiling: Tiling) -> Tiling | None:
-        """The result's sharding where `slides_over_parts`, from the input's; None where it says nothing."""
+        """The result's sharding from the input's, where `slides_over_parts`; None without information."""
         attrs = op.attrs
         rhs = self.graph.type_of(op.operands[1]).shape
         if not any(tiling):
             return ((),) * len(tiling)
         if not kernel_is_small(rhs, op.results[0].shape, attrs):
-            # XLA keeps the input's batch dim, at the place that it has in the input.
+            # XLA keeps the input's batch dim, at its position in the input.
             return tuple(axes if dim == attrs["lhs"][0] else () for dim, axes in enumerate(tiling))
         if tiling[attrs["lhs"][1]]:
             return None
         return carried(tiling, zip(attrs["lhs"], attrs["out"], strict=True), len(tiling))
 
     def dim_map(self, op: Op, place: int) -> tuple[int, ...] | None:
-        """Per result dim the dim of operand `place` that it follows, or -1; None where nothing carries over."""
+        """Per result dim the dim of operand `place` that it follows, or -1; None where no dim carries over."""
         key = (op.id, place)
         if key not in self._maps:
             self._maps[key] = self._make_map(op, place)
         return self._maps[key]
 
     def forward(self, op: Op, place: int, tiling: Tiling) -> Tiling | None:
-        """The result's sharding that follows from operand `place`; None where that operand says nothing."""
+        """The result's sharding that follows from operand `place`; None without information."""
         if op.kind == "reshape":
             source = self.graph.type_of(op.operands[0]).shape
             return self.subaxes.reshape(source, op.results[0].shape, tiling)

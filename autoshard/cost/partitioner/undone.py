@@ -1,7 +1,7 @@
-"""Gathers that compilers undo: what is put together and then cut again as it was is never put together.
+"""All-gathers that compilers cancel: a value is gathered and then sliced back to its shards.
 
-On TPU and GPU (`AllGatherDynamicSliceSimplifier`; measured with libtpu 0.0.51 and jax 0.10.2, the CPU's compiler keeps
-them): a value that its op makes in parts, that an annotation wants whole, and of which all readers want these parts.
+On TPU and GPU (`AllGatherDynamicSliceSimplifier`; seen with libtpu 0.0.51 and jax 0.10.2, not on CPU): an op produces
+shards, an annotation asks for the whole value, and all users read the shards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autoshard.graph.ops import Graph, Value
 
 
 def undone(graph: Graph, shardings: Shardings, target: Target) -> Shardings:
-    """`shardings`, with values and copies that are gathered only to be cut again left in their parts."""
+    """`shardings` without gathers of values and copies that all users slice back."""
     if not CAPABILITIES[target].undoes_gathers:
         return shardings
-    copied = _detours(graph, shardings)
+    copied = _cancelled_copies(graph, shardings)
     shardings = replace(shardings, made=dict(shardings.made), copied=tuple(copied))
     context = Partitioner(graph, shardings, target)
     for value, numbers in context.copies_of.items():
@@ -35,8 +35,8 @@ def undone(graph: Graph, shardings: Shardings, target: Target) -> Shardings:
     return replace(shardings, copied=tuple(copied))
 
 
-def _detours(graph: Graph, shardings: Shardings) -> list[Tiling]:
-    """The tilings of copies; those read by copies alone that are again what they were made of are that, too."""
+def _cancelled_copies(graph: Graph, shardings: Shardings) -> list[Tiling]:
+    """The tilings of copies, without replicated ones whose only users are copies with the original tiling."""
     copied = list(shardings.copied)
     read = {shardings.copy_read(op.id, value) for op in graph.ops for value in op.operands}
     read |= {shardings.copy_read(None, value) for value in graph.outputs}
@@ -53,7 +53,7 @@ def _detours(graph: Graph, shardings: Shardings) -> list[Tiling]:
 
 
 def _gathers(context: Context, value: Value, parts: Tiling) -> bool:
-    """Whether the op of a value, run on these parts, needs nothing, and gathers what it makes for its annotation."""
+    """Whether an op run on the shards `parts` needs no collective, and an all-gather only for its annotation."""
     op = context.graph.ops[value.op]
     if op.kind == "argument" or op.id in context.free or len(op.results) != 1:
         return False

@@ -1,1 +1,1 @@
-"""How the partitioner splits each kind of op."""
+"""How the partitioner handles each kind of op."""

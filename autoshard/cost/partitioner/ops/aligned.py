@@ -1,4 +1,4 @@
-"""What GSPMD emits for ops that run on aligned parts, for reductions and for random numbers."""
+"""GSPMD's handlers of elementwise and other ops on aligned shards, of reductions and of random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.graph.ops import Op
 
 
 def aligned(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Every operand split as the result asks of it; elementwise operands that agree are not moved, the result is."""
+    """Reshard operands to the result's sharding; if all operands of an elementwise op agree, reshard the result."""
     if op.kind in ELEMENTWISE and len(reads) > 1 and all(tiling == reads[0] for tiling in reads[1:]):
         made = op.results[0]
         own = context.resharder.reshard(made.shape, made.dtype, reads[0], results[0])
@@ -25,7 +25,7 @@ def aligned(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emiss
 
 
 def _wanted(context: Context, op: Op, reads: Tilings, results: Tilings) -> Tilings:
-    """Per operand the sharding under which the op reads it, for ops that run on aligned parts."""
+    """Per operand the sharding under which an op on aligned shards reads it."""
     kind, result = op.kind, results[0]
     wanted = []
     for place, tiling in enumerate(reads):
@@ -43,7 +43,7 @@ def _wanted(context: Context, op: Op, reads: Tilings, results: Tilings) -> Tilin
 
 
 def reduce(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """`HandleReduce`: the kept dims follow the result; a split reduced dim leaves partial results to sum."""
+    """`HandleReduce`: kept dims follow the result; a split reduced dim leaves partial sums for an all-reduce."""
     count = len(results)
     inputs = op.operands[:count]
     reduced = op.attrs["dims"]
@@ -76,7 +76,7 @@ def reduce(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissi
 
 
 def rng(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """`HandleRng`: of the devices that hold one part, one draws it, and an all-reduce hands it to the others."""
+    """`HandleRng`: one of the devices that hold a shard draws it, and an all-reduce copies it to the others."""
     kind, (result,) = op.results[0], results
     used = {axis for dim in result for axis in dim}
     idle = tuple(axis for axis in range(len(context.subaxes.sizes)) if axis not in used)

@@ -1,8 +1,7 @@
-"""What GSPMD emits for loops and branches: their operands in the sharding of what they carry, and all of the bodies'.
+"""GSPMD's handlers of while loops and conditionals.
 
-A carried value has one sharding: where the loop begins, in every iteration, and where it ends (`HandleWhile` reshards
-the operands to the loop's sharding; conditionals in the same way). Bodies are partitioned as programs are, from what
-they are handed.
+A carried value has one sharding: on entry, in every iteration and on exit (`HandleWhile` reshards the operands to the
+loop's sharding, conditionals do likewise). Bodies are partitioned as programs are, from their arguments' shardings.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autoshard.graph.ops import Op, Value
 
 
 def loop(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Carried values in the sharding of the loop's results; the body's collectives in every iteration."""
+    """Reshard carried values to the sharding of the loop's results; run the body's collectives in every iteration."""
     carried = (*results, *reads[len(results) :])
     trips = op.attrs["trip_count"]
     found = [partitioned(context, body, carried, op.id) for body in op.attrs["bodies"]]
@@ -31,7 +30,7 @@ def loop(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission
 
 
 def branches(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Both branches' collectives, though only one of them runs; their results as the op's."""
+    """Emit both branches' collectives, though only one branch runs; each returns the op's result shardings."""
     found = [partitioned(context, body, reads[1:], op.id, results) for body in op.attrs["bodies"]]
     wanted = (((),) * len(reads[0]), *reads[1:])
     share = max(each[1] for each in found)
@@ -41,7 +40,7 @@ def branches(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emis
 def partitioned(
     context: Context, body: Body, given: Tilings, op: int, results: Tilings = ()
 ) -> tuple[tuple[Collective, ...], float]:
-    """The collectives of one run of a body whose arguments are `given`, and one device's share of its work."""
+    """The collectives of one run of a body with argument tilings `given`, and one device's fraction of its FLOP."""
     graph, subaxes = body.graph, context.subaxes
     pins = {Value(argument): subaxes.spec(tiling) for argument, tiling in zip(graph.arguments, given, strict=True)}
     for value, tiling in zip(graph.outputs, results, strict=False):

@@ -1,11 +1,10 @@
-"""Scatters that compilers put together before they partition: an embedding that is looked up twice has two gradients.
+"""Scatter-adds that compilers merge before they partition: an embedding that is looked up twice has two gradients.
 
-A scatter-add into zeros whose result is added to something scatters onto that instead, and a scatter onto the result of
-another one with the same dims is one scatter, of indices and updates end to end. So the gradients of a table that
-encoder and decoder share are summed over devices once, and the gradient of a head that is tied to the embedding is
-gathered to scatter onto, where no way that leaves it in parts is cheaper. Compiled so for GPUs and TPUs (T5). Scatters
-whose results are annotated stay what they are; their sums, and that of what they are added to, are one as those of any
-two terms are.
+A scatter-add into zeros whose result is added to another value scatters into that value instead; two scatters in a row
+with the same dimension numbers become one, with concatenated indices and updates. So a table that encoder and decoder
+share needs one all-reduce of its gradient, and the gradient of a head tied to the embedding is gathered as the
+scatter's operand unless a cheaper way keeps it sharded. Seen on GPU and TPU (T5). Scatters with annotated results stay;
+their all-reduce and that of the other term merge as those of any two terms do.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _EQUAL_ATTRS = (
 
 
 def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
-    """Let every scatter-add that scatters onto another's result be part of it: one sum, two concatenations."""
-    last: dict[int, Op] = {}  # an add -> the scatter-add that it is part of
+    """Merge every scatter-add whose result is another's operand into that one: one all-reduce, two concatenations."""
+    last: dict[int, Op] = {}  # an add -> the scatter-add it is merged into
     for op in context.graph.ops:
         if op.kind != "add" or op.operands[0] == op.operands[1]:
             continue
@@ -44,19 +43,19 @@ def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
                 continue
             last[op.id] = scatter
             before = _scatter_of(context, other)
-            if before is None and _alone(context, other) and not _is_held(context, other):
+            if before is None and _has_one_user(context, other) and not _is_copied(context, other):
                 before = last.get(other.op)
             if before is None:
-                _scatter_onto(context, runs, scatter, other, op)
+                _add_operand_reshard(context, runs, scatter, other, op)
             elif all(before.attrs[name] == scatter.attrs[name] for name in _EQUAL_ATTRS):
                 first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
-                _join(context, runs, first, last[op.id])
+                _merge(context, runs, first, last[op.id])
             break
     return runs
 
 
-def _scatter_onto(context: Context, runs: list[OpRun], scatter: Op, other: Value, add: Op) -> None:
-    """Price what is moved of the value that a scatter scatters onto instead of zeros, which any device has."""
+def _add_operand_reshard(context: Context, runs: list[OpRun], scatter: Op, other: Value, add: Op) -> None:
+    """Price the reshard of the value that becomes a scatter's operand in place of zeros, which every device has."""
     if other.op in context.free or is_annotated(context, scatter):
         return
     reads = (
@@ -73,23 +72,23 @@ def _scatter_onto(context: Context, runs: list[OpRun], scatter: Op, other: Value
 
 
 def _scatter_of(context: Context, value: Value) -> Op | None:
-    """The scatter-add whose result alone a value is: times 1 perhaps, or transposed to the order that it has."""
-    while _alone(context, value):
+    """The scatter-add whose value reaches only this reader, through products with 1 or transposes that move nothing."""
+    while _has_one_user(context, value):
         *_, value = unscaled(context.graph, value)
         op = context.graph.ops[value.op]
         if op.kind != "transpose" or op.attrs["permutation"] != tuple(range(len(op.results[0].shape))):
             break
         value = op.operands[0]
     op = context.graph.ops[value.op]
-    return op if op.kind == "scatter" and op.attrs["reducer"] == "add" and _alone(context, value) else None
+    return op if op.kind == "scatter" and op.attrs["reducer"] == "add" and _has_one_user(context, value) else None
 
 
-def _alone(context: Context, value: Value) -> bool:
+def _has_one_user(context: Context, value: Value) -> bool:
     return len(context.graph.readers(value)) == 1 and value not in context.graph.returned
 
 
-def _join(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
-    """Price the two as one: the earlier one's sum is dropped, the reshards of the concatenations are added."""
+def _merge(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
+    """Merge two scatters: drop the earlier one's all-reduce, add the reshards of the concatenations."""
     sums = [runs[op.id].collectives[-1:] for op in (before, scatter)]
     if all(found and found[0].kind in ("all-reduce", "reduce-scatter") for found in sums):
         (first,), (second,) = sums
@@ -99,8 +98,8 @@ def _join(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
         return
     context.joined[before.id] = scatter.id
     steps = [
-        *_end_to_end(context, before, scatter, 1, (scatter.attrs["index_vector_dim"],)),
-        *_end_to_end(context, before, scatter, 2, scatter.attrs["window_dims"]),
+        *_concatenation(context, before, scatter, 1, (scatter.attrs["index_vector_dim"],)),
+        *_concatenation(context, before, scatter, 2, scatter.attrs["window_dims"]),
     ]
     moved = len([each for move in runs[scatter.id].moves for each in move.collectives])
     ours = runs[scatter.id].collectives
@@ -109,26 +108,23 @@ def _join(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
 
 
 def is_annotated(context: Context, scatter: Op) -> bool:
-    """Whether an annotation lies between a scatter and the add that reads its result."""
+    """Whether an annotation stands between a scatter and the add that uses its result."""
     value: Value | None = Value(scatter.id)
     while value is not None:
-        if _is_held(context, value):
+        if _is_copied(context, value):
             return True
         reader = next(iter(context.graph.readers(value)), None)
         value = Value(reader.id) if reader is not None and reader.kind in ("multiply", "transpose") else None
     return False
 
 
-def _is_held(context: Context, value: Value) -> bool:
+def _is_copied(context: Context, value: Value) -> bool:
     """Whether a value itself, or a copy of it, is annotated."""
     return context.shardings.copy_read(None, value) is not None or bool(context.copies_of.get(value))
 
 
-def _end_to_end(context: Context, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:
-    """Reshards around the concatenation of one operand of both, along its first dim that is not in `apart`.
-
-    As of any concatenation: see `concatenated`.
-    """
+def _concatenation(context: Context, before: Op, scatter: Op, place: int, apart: Collection[int]) -> list[Step]:
+    """Reshards for `concatenated` of operand `place` of both scatters, along its first dim not in `apart`."""
     kinds = [context.graph.type_of(op.operands[place]) for op in (before, scatter)]
     splits = [context.shardings.read(op.id, op.operands[place]) for op in (before, scatter)]
     dim = next(dim for dim in range(len(kinds[0].shape)) if dim not in apart)

@@ -1,4 +1,4 @@
-"""What the partitioner emits for a contraction: the plan of `dot.py` or `conv.py`, as collectives of a target."""
+"""The emission of a contraction: the plan of `dot.py` or `conv.py`, as collectives of a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.graph.ops import Op, Value
 
 
 def contraction(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """The emission of a `dot_general` or a convolution whose operands and result are split so."""
+    """The emission of a `dot_general` or a convolution under these operand and result tilings."""
     lhs, rhs = (context.graph.type_of(value) for value in op.operands[:2])
     out, (result,) = op.results[0], results
     partitioner = _partitioner(context, op)
@@ -73,7 +73,7 @@ def contraction(context: Context, op: Op, reads: Tilings, results: Tilings) -> E
 
 
 def is_transposed(context: Context, op: Op) -> bool:
-    """Whether nothing but a transpose reads a product of matrices: compilers make the transposed product at once.
+    """Whether a product's only user is a transpose: compilers compute the transposed product at once.
 
     Not where an annotation stands between them.
     """
@@ -101,7 +101,7 @@ def _hides(context: Context, op: Op, macs: int, elements: int, axes: Dim) -> boo
 
 
 def _moved(context: Context, op: Op, move: Resharded, dtype: str) -> tuple[MoveKey, tuple[Step, ...]]:
-    """The reshard of an operand: its name and its collectives."""
+    """The reshard of an operand: its key and its collectives."""
     steps = context.resharder.reshard(move.shape, dtype, move.source, move.target, move.outer)
     summed = any(each[0] == "all-reduce" for each in steps)
     if (
@@ -110,7 +110,7 @@ def _moved(context: Context, op: Op, move: Resharded, dtype: str) -> tuple[MoveK
         and not summed
         and spmd_rounded.multiplies_matrices(context, op)
     ):
-        # It multiplies f32 in bf16 passes, and rounds what it gathers for that before it gathers.
+        # It multiplies f32 in bf16 passes, and rounds f32 operands before their all-gather.
         dtype = "bf16"
         steps = tuple((name, axes, size // 2) for name, axes, size in steps)
     end = context.resharder.destination(move.shape, dtype, move.source, move.target, move.outer)

@@ -1,9 +1,8 @@
-"""What GSPMD emits for a convolution, given the shardings of its operands and its result.
+"""GSPMD's handler of convolutions.
 
-A convolution is partitioned as a contraction (`dot.py`): batch and features are its free and contracted dims. What
-that does not cover is here, after `PartitionConv` and `convolution_handler.cc` of XLA (xla/service/spmd/): spatial dims
-that are split, whose edges neighbours exchange, and convolutions in groups of features or of the batch. Each is tried
-before the contraction is, in every group of devices.
+A convolution is partitioned as a contraction (`dot.py`), with batch and features as free and contracted dims. Here is
+the rest, after `PartitionConv` and `convolution_handler.cc` of XLA (xla/service/spmd/): split spatial dims with halo
+exchanges, and feature or batch groups. Each is tried before the contraction, within every group of devices.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.graph.contraction import Dims
 
 LocalResult = tuple[Shape | None]
-"""A result's local shape, in a tuple of one; None in it where every device computes everything."""
+"""A result's local shape in a tuple of one; (None,) where every device computes the whole result."""
 
 
 class ConvolutionPartitioner(DotPartitioner):
@@ -35,7 +34,7 @@ class ConvolutionPartitioner(DotPartitioner):
         hides: Hides | None = None,
         alone: tuple[bool, ...] = (False, False),
     ) -> None:
-        """For a convolution with these attributes (see `stablehlo/attributes.py`), whose whole result is `out`."""
+        """For a convolution with these attributes (see `stablehlo/attributes.py`) and the global result shape `out`."""
         super().__init__(dims, subaxes, hides, alone)
         self.whole = dims
         self.attrs = attrs
@@ -44,7 +43,7 @@ class ConvolutionPartitioner(DotPartitioner):
         self.groups = max(attrs["feature_groups"], attrs["batch_groups"])
 
     def whole_macs(self, lhs: Shape, rhs: Shape, out: Shape) -> int:
-        """Multiply-adds of the whole convolution, each tap counted at each position."""
+        """Multiply-adds of the global convolution, each tap counted at each position."""
         contracted = math.prod(rhs[b] for _, b in self.dims.contract)
         return math.prod(out) * contracted * math.prod(rhs[b] for _, b, _, _ in self.dims.spatial)
 
@@ -55,8 +54,8 @@ class ConvolutionPartitioner(DotPartitioner):
         return super()._try(lhs, rhs, goal, strict)
 
     def _default(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
-        """Every device computes everything, and keeps its part: measured wherever a kernel slides over the input,
-        unless the dims of one side split the result over all devices.
+        """Every device computes everything and keeps its slice: seen where a kernel slides over the input, unless
+        the dims of one side split the result over all devices.
         """
         d, count = self.dims, self.subaxes.ways(goal.devices)
         free = ((b[2] for b in d.batch), (m[1] for m in d.left), (n[1] for n in d.right))
@@ -67,13 +66,13 @@ class ConvolutionPartitioner(DotPartitioner):
         return self._reshard_result(goal, _whole(goal.out), self.make(lhs, rhs, goal.create))
 
     def _expected_other(self, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
-        """An operand that fits no group is gathered whole; without spatial dims, as in any contraction."""
+        """An operand that matches no group is gathered whole; without spatial dims, as in any contraction."""
         if self.dims.spatial:
             return _whole(other.tiling)
         return super()._expected_other(other, out, side, devices)
 
     def _convolve(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> LocalResult | None:
-        """`PartitionConv`; None where the convolution is left to the contraction."""
+        """`PartitionConv`; None where the contraction handles it."""
         d = self.dims
         slides = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o, _ in d.spatial)
         batched = any(lhs.tiling[a] or rhs.tiling[b] or goal.out[o] for a, b, o in d.batch)
@@ -96,7 +95,7 @@ class ConvolutionPartitioner(DotPartitioner):
         return None if made is None else (made,)
 
     def computed(self, macs: int, lhs: Side, rhs: Side) -> int:
-        """The taps that lie on elements of the input: XLA's costs count no padding and no holes between elements."""
+        """Multiply-adds whose taps read elements of the input: XLA's cost analysis skips padding and base dilation."""
         attrs = self.attrs
         for i, (a, b, o) in enumerate(zip(attrs["lhs"][2:], attrs["rhs"][2:], attrs["out"][2:], strict=True)):
             window = (attrs["stride"][i], attrs["padding"][i][0], attrs["lhs_dilation"][i], attrs["rhs_dilation"][i])
@@ -107,7 +106,7 @@ class ConvolutionPartitioner(DotPartitioner):
     # ---- spatial dims ------------------------------------------------------------------------------------------
 
     def _as_result(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
-        """`PartitionConvolutionTiledOutput`: the input split as the result is, with halos; the kernel whole."""
+        """`PartitionConvolutionTiledOutput`: the input sharded like the result, with halos; the kernel replicated."""
         attrs = self.attrs
         if goal.out[attrs["out"][1]]:
             return None
@@ -135,7 +134,7 @@ class ConvolutionPartitioner(DotPartitioner):
         rhs = self._moved(rhs, _whole(rhs.tiling), goal.outer)
         done = exchange_all(self.subaxes.shard(lhs.shape, asked), found)
         if done is None:
-            # Gathered along those dims; every device then pads and slices what it has.
+            # Gathered along those dims; every device then pads and slices its shard.
             slid = {a for a, _ in windows}
             self._moved(lhs, tuple(() if dim in slid else axes for dim, axes in enumerate(asked)), goal.outer)
         else:
@@ -143,9 +142,9 @@ class ConvolutionPartitioner(DotPartitioner):
         return self._make_local(lhs, rhs, goal.create, self.subaxes.shard(self.out, goal.out))
 
     def _both_split(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
-        """`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`: partial results of aligned parts, summed.
+        """`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`: partial sums of aligned shards, all-reduced.
 
-        This is what a weight gradient becomes whose images are split in space.
+        The weight gradient of spatially sharded images takes this form.
         """
         attrs = self.attrs
         pairs = list(zip(attrs["lhs"], (attrs["rhs"][0], attrs["rhs"][1], *attrs["rhs"][2:]), strict=True))
@@ -173,13 +172,13 @@ class ConvolutionPartitioner(DotPartitioner):
         rhs = self._moved(rhs, rhs_tiling, goal.outer)
         self._halos(lhs, done[1], ("kernel", goal.outer, lhs_tiling, rhs.shape, rhs_tiling))
         made = self._make_local(lhs, rhs, goal.create, self.out)
-        # XLA sums over all goal.devices of the group, those that hold the same part among them.
+        # XLA sums over all goal.devices of the group, replicas included.
         self.result.overcounted |= self.subaxes.tiles(lhs_tiling) < self.subaxes.ways(goal.devices)
         self._sum((goal.devices,), made, goal.out, goal.outer)
         return self.subaxes.shard(goal.shape, goal.out)
 
     def _kernel_halos(self, i: int, size: int, taps: int, count: int, shards: int) -> Exchange | None:
-        """Halos of the input where each shard has a part of the taps, and every position of the result."""
+        """Halos of the input where the shards split the taps and each computes every position of the result."""
         attrs = self.attrs
         dilation, low, stride = attrs["rhs_dilation"][i], attrs["padding"][i][0], attrs["stride"][i]
         shard, part = -(-size // shards), -(-taps // shards)
@@ -195,12 +194,12 @@ class ConvolutionPartitioner(DotPartitioner):
     # ---- groups ------------------------------------------------------------------------------------------------
 
     def _group_dims(self) -> tuple[int, int, int]:
-        """The dims of lhs, rhs and result along which the groups lie."""
+        """The dims of lhs, rhs and result that feature or batch groups split."""
         attrs = self.attrs
         return (attrs["lhs"][1 if attrs["feature_groups"] > 1 else 0], attrs["rhs"][0], attrs["out"][1])
 
     def _aligned_by_groups(self, place: int, tiling: Tiling, other: int) -> Tiling:
-        """Operand or result `place`'s tiling as side `other` (0, 1, 2) would have it: features map to groups."""
+        """The tiling of operand or result `place` with its group dim mapped to that of `other` (both 0, 1 or 2)."""
         attrs = self.attrs
         feature = attrs["feature_groups"] > 1
         sides = (
@@ -213,7 +212,7 @@ class ConvolutionPartitioner(DotPartitioner):
         return carried(tiling, zip(mine, theirs, strict=True), len(tiling))
 
     def _grouped(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
-        """Groups over all devices: `PartitionConvolutionWithFeatureGroupCount` and `…BatchGroupCount`."""
+        """Groups split over all devices: `PartitionConvolutionWithFeatureGroupCount` and `…BatchGroupCount`."""
         count = self.subaxes.ways(goal.devices)
         if self.groups % count:
             return None
@@ -231,7 +230,7 @@ class ConvolutionPartitioner(DotPartitioner):
         return self._reshard_result(goal, made_as, made)
 
     def _within_groups(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
-        """Groups over some of the devices, as if they were a batch dim; the rest within each part."""
+        """Groups split over some of the devices, like a batch dim; recurse within each device group."""
         a, b, o = self._group_dims()
         ways = self.subaxes.ways
         if ways(goal.out[o]) == 1 or ways(goal.out[o]) not in (ways(lhs.tiling[a]), ways(rhs.tiling[b])):
@@ -246,7 +245,7 @@ class ConvolutionPartitioner(DotPartitioner):
         return made
 
     def _group_axes_only(self, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
-        """`PartitionConvOnBatchOrFeatureGroupedDims`: split along the groups alone, gathered along all else."""
+        """`PartitionConvOnBatchOrFeatureGroupedDims`: split along the groups only, all other dims gathered."""
         a, b, o = self._group_dims()
         ways = [self.subaxes.ways(tiling[dim]) for tiling, dim in ((lhs.tiling, a), (rhs.tiling, b), (goal.out, o))]
         if max(ways) == 1 or self.groups % max(ways):
@@ -261,7 +260,7 @@ class ConvolutionPartitioner(DotPartitioner):
     # ---- leaves ------------------------------------------------------------------------------------------------
 
     def _make_local(self, lhs: Side, rhs: Side, create: Create, local: Shape) -> Shape:
-        """The local convolution, whose result has the spatial extents of `local`."""
+        """The shape of the local convolution's result, with the spatial extents of `local`."""
         before = dict(self.sliding)
         self.sliding = {o: local[o] for o in before}
         made = self.make(lhs, rhs, create)
@@ -269,7 +268,7 @@ class ConvolutionPartitioner(DotPartitioner):
         return made
 
     def leaf(self, left: Shape, right: Shape) -> Shape:
-        """The local convolution; returns its result's shape."""
+        """The shape of the local convolution's result; counts its multiply-adds."""
         d = self.whole
         out = self.kept(d, left, right, len(self.out))
         for o, extent in self.sliding.items():

@@ -1,12 +1,13 @@
-"""What GSPMD emits for a contraction, given the shardings of its operands and its result.
+"""GSPMD's handler of contractions.
 
-This follows `PartitionDot` of XLA (xla/service/spmd/dot_handler.cc; GSPMD paper, arXiv:2105.04663, section 4.2): the
-devices are grouped by dims that operands and result split alike (batch dims, then dims of one operand, then contracted
-dims), and the contraction within a group is partitioned in the same way, until every dim is split by all devices of
-the group or by none. First without moving any operand, then with.
+This follows `PartitionDot` of XLA (xla/service/spmd/dot_handler.cc; GSPMD paper, arXiv:2105.04663, section 4.2): it
+groups the devices by dims that operands and result split alike (batch dims, then free dims of one operand, then
+contracted dims) and recurses within each group, until all devices of the group split a dim or none does. Of
+`[tokens, features/m] x [features/m, hidden]` each device sums over its features, and an all-reduce over m adds the
+partial sums. The first attempt reshards no operand, the second may.
 
-On TPU a gather or a reduce-scatter around a contraction that takes long enough becomes a loop of permutes beside parts
-of it (*windowed einsum*, `looped.py`); XLA's defaults for GPU keep that for operands of hundreds of megabytes.
+On TPU an all-gather or reduce-scatter around a long enough contraction becomes a *windowed einsum*: a loop of
+collective permutes that overlap its pieces (`looped.py`). XLA's GPU defaults ask for hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class DotPartitioner(Contraction):
     def plan(
         self, lhs: tuple[Shape, Tiling, int], rhs: tuple[Shape, Tiling, int], out: tuple[Shape, Tiling]
     ) -> DotPlan:
-        """The steps for operands given as (shape, tiling, bytes of an element), and a result (shape, tiling)."""
+        """The steps for operands (global shape, tiling, bytes per element) and a result (global shape, tiling)."""
         everything = tuple(range(len(self.subaxes.sizes)))
         made = self._dot(Side(0, *lhs), Side(1, *rhs), Goal(*out, everything, (), self.leaf))
         if made is None:
@@ -44,7 +45,7 @@ class DotPartitioner(Contraction):
         return self.result
 
     def whole_macs(self, lhs: Shape, rhs: Shape, out: Shape) -> int:
-        """Multiply-adds of the whole contraction, counted as in `DotPlan`."""
+        """Multiply-adds of the global contraction, counted as in `DotPlan`."""
         return math.prod(out) * math.prod(lhs[dim] for dim, _ in self.dims.contract)
 
     # ---- recursion ---------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class DotPartitioner(Contraction):
         return self._as_asked(lhs, rhs, goal)
 
     def _as_asked(self, lhs: Side, rhs: Side, goal: Goal) -> Shape:
-        """Reshard both operands to what the result asks of them."""
+        """Reshard both operands to the shardings that match the result."""
         lhs = self._moved(lhs, self._asked(lhs, goal.out), goal.outer)
         rhs = self._moved(rhs, self._asked(rhs, goal.out), goal.outer)
         return self.make(lhs, rhs, goal.create)
@@ -176,7 +177,7 @@ class DotPartitioner(Contraction):
     def _to_output_batch(
         self, side: Side, dims: Dim, out: Tiling, out_dims: Dim, other: Side, devices: Dim
     ) -> Tiling | None:
-        """The operand with the result's batch sharding; other dims are gathered where devices run out."""
+        """The operand with the result's batch sharding; other dims are gathered where no devices are left for them."""
         wanted = list(side.tiling)
         for dim, out_dim in zip(dims, out_dims, strict=True):
             wanted[dim] = out[out_dim]
@@ -214,7 +215,7 @@ class DotPartitioner(Contraction):
         return tuple(wanted[dim] if dim in dims else freed[dim] for dim in range(len(wanted)))
 
     def _group_free(self, lhs: Side, rhs: Side, goal: Goal, strict: bool) -> Shape | None:
-        """Group by dims that one operand and the result split alike; the other operand is whole in each group."""
+        """Group by free dims that one operand and the result split alike; each group replicates the other operand."""
         d = self.dims
         ways = self.subaxes.ways
         lhs_ways, out_left = self.ways(lhs.tiling, (m[0] for m in d.left)), self.ways(goal.out, (m[1] for m in d.left))
@@ -259,7 +260,7 @@ class DotPartitioner(Contraction):
         )
 
     def _other_within(self, side: Side, other: Side, goal: Goal, group: Dim, free_out: int) -> Tiling | None:
-        """The other operand without the group's axes: it must be whole along them. None if there is no good way."""
+        """The other operand off the group's axes, which must replicate it. None if no cheap reshard does that."""
         d = self.dims
         ways = self.subaxes.ways
         count = ways(group)
@@ -270,7 +271,7 @@ class DotPartitioner(Contraction):
             if not set(group) & set(flat(other.tiling)):
                 return other.tiling
             for dim in reversed(range(len(other.tiling))):
-                # The dim along the group swaps places with the idle goal.devices.
+                # The dim along the group trades axes with the idle goal.devices.
                 if set(other.tiling[dim]) == set(group):
                     swapped = list(other.tiling)
                     swapped[dim] = idle
@@ -298,7 +299,7 @@ class DotPartitioner(Contraction):
         return self._renamed(rest, group, without(goal.devices, group))
 
     def _expected_other(self, other: Side, out: Tiling, side: Side, devices: Dim) -> Tiling:
-        """What the result and the matching operand together ask of the other operand."""
+        """The other operand's sharding that matches both the result and this operand."""
         found = self._asked(other, out)
         offered = self._as_other(side, other)
         merged = self.subaxes.merge(found, offered, 1)
@@ -326,7 +327,7 @@ class DotPartitioner(Contraction):
     def _contract_on(
         self, pairs: tuple[tuple[int, int], ...], lhs: Side, rhs: Side, goal: Goal, strict: bool
     ) -> Shape | None:
-        """`PartitionDotGroupOnContractingImpl`: partial results per group, summed at the end."""
+        """`PartitionDotGroupOnContractingImpl`: partial sums per group, all-reduced at the end."""
         lhs_dims, rhs_dims = tuple(k[0] for k in pairs), tuple(k[1] for k in pairs)
         if self._shard_bytes(lhs) > self._shard_bytes(rhs):
             want = self._aligned(rhs.tiling, rhs_dims, lhs.tiling, lhs_dims, goal.devices)
@@ -364,7 +365,7 @@ class DotPartitioner(Contraction):
     def _contract_output(
         self, lhs: Side, rhs: Side, shape: Shape, out: Tiling, group: Dim, devices: Dim
     ) -> tuple[Tiling, Tiling, Dim, Dim]:
-        """(the sharding the result is made under, the one within a group, dims scattered, axes summed after that)."""
+        """(produced tiling, the one within a group, axes reduce-scattered per dim, axes all-reduced after that)."""
         subaxes = self.subaxes
         count = subaxes.ways(group)
         idle = without(devices, flat(out))

@@ -1,4 +1,4 @@
-"""What plans of contractions are made of: their steps, and how operands and result look within a group of devices."""
+"""Plans of contractions: their steps, and operands and result as seen within a group of devices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autoshard.graph.contraction import Dims
 Shape = tuple[int, ...]
 Dim = tuple[int, ...]
 Hides = Callable[[int, int, Dim], bool]
-"""(multiply-adds of one device, elements communicated, axes) -> whether a loop of permutes is hidden beside them."""
+"""(multiply-adds per device, elements communicated, axes) -> whether a windowed einsum hides its permutes."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A reshard: of operand `place` (0 or 1), or of the result (2), whose shape is `shape` within the group `outer`."""
+    """A reshard of operand `place` (0 or 1) or of the result (2), of `shape` within each of the groups `outer`."""
 
     place: int
     shape: Shape
@@ -29,10 +29,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce over `axes`, within each group `outer`.
+    """All-reduces over `axes`, within each of the groups `outer`.
 
-    `axes` has one entry per all-reduce that XLA writes, in its order: it reduces along one dim at a time. `kept`: per
-    dim of the result, the axes along which each device then goes on with a slice. `made`: the shape that is summed.
+    `axes` has one entry per all-reduce, in XLA's order: it reduces along one dim at a time. `made`: local shape of the
+    partial sums. `kept`: per dim of the result, the axes along which each device then takes a slice.
     """
 
     axes: tuple[Dim, ...]
@@ -46,8 +46,8 @@ class Halo:
     """A halo exchange of operand `place`, split by `tiling`.
 
     Attributes:
-        moved: its permutes.
-        key: names the exchange: the same one of one value is made once.
+        moved: its collective permutes.
+        key: identifies the exchange: equal ones of one value are emitted once.
     """
 
     place: int
@@ -58,12 +58,12 @@ class Halo:
 
 @dataclass(frozen=True)
 class Loop:
-    """A windowed einsum over `axes`: permutes of operand `place` or of the result (2).
+    """A windowed einsum over `axes` that permutes operand `place` or the result (2).
 
     Attributes:
-        parts: devices in the ring. There is one permute more, that of the device's own part, before the loop.
-        part: elements of one part.
-        source, outer: name the gather that they replace.
+        parts: devices in the ring. One more permute precedes the loop, that of the device's own shard.
+        part: elements of one shard.
+        source, outer: identify the all-gather that it replaces.
     """
 
     place: int
@@ -79,12 +79,12 @@ DotStep = Move | Sum | Halo | Loop
 
 @dataclass
 class DotPlan:
-    """What one contraction turns into.
+    """The partitioned form of one contraction.
 
     Attributes:
         steps: reshards and sums, in order.
         macs: multiply-adds per device.
-        overcounted: whether a sum runs over devices that hold the same terms, so that its numbers are wrong.
+        overcounted: whether an all-reduce adds replicas of the same terms, so that XLA's result is wrong.
     """
 
     steps: list[DotStep] = field(default_factory=list)
@@ -94,7 +94,7 @@ class DotPlan:
 
 @dataclass(frozen=True)
 class Side:
-    """An operand within a group: its shape there, how it is split there, bytes of an element."""
+    """An operand within a device group: its shape and tiling there, and `width` bytes per element."""
 
     place: int
     shape: Shape
@@ -103,17 +103,17 @@ class Side:
 
 
 Create = Callable[[Shape, Shape], Shape]
-"""Shapes of both operands' parts -> that of what one device makes of them."""
+"""Local shapes of both operands -> local shape of the result."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a contraction within a group of devices is to make.
+    """The result wanted of a contraction within a group of devices.
 
     Attributes:
-        shape, out: of its result there, and how that is to be split.
-        devices, outer: the subaxes within the group, and those that tell the groups apart.
-        create: what is done on one device.
+        shape, out: its shape and tiling within the group.
+        devices, outer: the subaxes within the group, and those that number the groups.
+        create: emits the local op.
     """
 
     shape: Shape
@@ -124,7 +124,7 @@ class Goal:
 
 
 class Contraction:
-    """One contraction over the mesh of `subaxes`, and the steps found for it so far."""
+    """One contraction over the mesh of `subaxes`, and the steps planned so far."""
 
     def __init__(
         self, dims: Dims, subaxes: Subaxes, hides: Hides | None = None, alone: tuple[bool, ...] = (False, False)
@@ -132,8 +132,8 @@ class Contraction:
         """For one contraction over the mesh of `subaxes`.
 
         Args:
-            hides: when the compiler writes windowed einsums; None where it writes none.
-            alone: whether each operand is gathered for nothing else.
+            hides: when the compiler emits windowed einsums; None where it never does.
+            alone: per operand whether no other op needs it gathered.
         """
         self.dims = dims
         self.hides = hides
@@ -142,17 +142,17 @@ class Contraction:
         self.result = DotPlan()
 
     def computed(self, macs: int, lhs: Side, rhs: Side) -> int:
-        """Of multiply-adds, those that XLA's costs count."""
+        """How many of these multiply-adds XLA's cost analysis counts."""
         return macs
 
     # ---- leaves ------------------------------------------------------------------------------------------------
 
     def make(self, lhs: Side, rhs: Side, create: Create) -> Shape:
-        """The shape that `create` makes of the parts of one device."""
+        """The local shape that `create` returns for both operands' shards."""
         return create(self.subaxes.shard(lhs.shape, lhs.tiling), self.subaxes.shard(rhs.shape, rhs.tiling))
 
     def leaf(self, left: Shape, right: Shape) -> Shape:
-        """The local contraction; returns its result's shape."""
+        """The shape of the local contraction's result; counts its multiply-adds."""
         d = self.dims
         out = self.kept(d, left, right, len(d.batch) + len(d.left) + len(d.right))
         self.result.macs += math.prod(min(left[a], right[b]) for a, b in d.contract) * math.prod(out)
@@ -160,7 +160,7 @@ class Contraction:
 
     @staticmethod
     def kept(dims: Dims, left: Shape, right: Shape, rank: int) -> list[int]:
-        """Extents of a local result's batch and free dims; of others 1."""
+        """Extents of a local result's batch and free dims; 1 for other dims."""
         out = [1] * rank
         for a, b, o in dims.batch:
             out[o] = min(left[a], right[b])
@@ -188,11 +188,11 @@ class Contraction:
     # ---- shardings seen from another side ----------------------------------------------------------------------
 
     def _asked(self, side: Side, out: Tiling) -> Tiling:
-        """An operand's batch and free dims as the result has them."""
+        """An operand's batch and free dims split as the result's."""
         return carried(out, ((o, mine) for mine, o in self._kept_by(side)), len(side.tiling))
 
     def as_out(self, side: Side, rank: int) -> Tiling:
-        """The result split as an operand is."""
+        """The result's dims split as the operand's."""
         return carried(side.tiling, self._kept_by(side), rank)
 
     def _kept_by(self, side: Side) -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ class Contraction:
     # ---- device groups -----------------------------------------------------------------------------------------
 
     def ways(self, tiling: Tiling, dims: Iterable[int]) -> int:
-        """Parts into which some dims are cut together."""
+        """Number of tiles along these dims together."""
         return math.prod(self.subaxes.ways(tiling[dim]) for dim in dims)
 
     def _partial(self, tiling: Tiling, devices: Dim) -> bool:
@@ -219,7 +219,7 @@ class Contraction:
         return math.prod(self.subaxes.shard(side.shape, side.tiling)) * side.width
 
     def _inside(self, goal: Goal, group: Dim, shape: Shape, out: Tiling) -> Goal:
-        """The same within smaller groups, where the result is of `shape` and split by `out`."""
+        """The goal within smaller groups, where the result has `shape` and tiling `out`."""
         return Goal(shape, out, without(goal.devices, group), goal.outer + group, goal.create)
 
     def _within(self, side: Side, group: Dim) -> Side:
@@ -237,13 +237,13 @@ class Contraction:
         )
 
     def _matching_dims(self, tiling: Tiling, group: Dim) -> Dim | None:
-        """Dims that the group's axes split, exactly (`FindMatchingPartitionedDimsForGrouping`)."""
+        """Dims that exactly the group's axes split (`FindMatchingPartitionedDimsForGrouping`)."""
         inside = set(group)
         dims = tuple(dim for dim, axes in enumerate(tiling) if axes and set(axes) <= inside)
         return dims if {axis for dim in dims for axis in tiling[dim]} == inside else None
 
     def _aligned(self, tiling: Tiling, dims: Dim, like: Tiling, like_dims: Dim, devices: Dim) -> Tiling:
-        """`tiling` with `dims` split as `like` splits `like_dims` (`AlignGroupsWith`): a renaming of devices."""
+        """`tiling` with `dims` split as `like` splits `like_dims` (`AlignGroupsWith`): devices are permuted."""
         group = tuple(axis for dim in like_dims for axis in like[dim])
         result = list(self._renamed_rest(tiling, dims, group, devices))
         for dim, like_dim in zip(dims, like_dims, strict=True):
@@ -269,7 +269,7 @@ class Contraction:
         return tuple(result)
 
     def _renamed(self, tiling: Tiling, taken: Dim, spare: Dim) -> Tiling:
-        """`tiling` off the axes in `taken`: each gives way to a spare axis of its size, or is dropped."""
+        """`tiling` without the axes in `taken`: a spare axis of equal size replaces each, or it is dropped."""
         used = set(flat(tiling))
         clash = [axis for axis in taken if axis in used]
         if not clash:
@@ -286,7 +286,7 @@ class Contraction:
         )
 
     def _is_cheap(self, source: Tiling, target: Tiling) -> bool:
-        """Whether a reshard is a permute or an all-to-all."""
+        """Whether a reshard is a collective permute or an all-to-all."""
         ways = self.subaxes.ways
         if all(ways(a) == ways(b) for a, b in zip(source, target, strict=True)):
             return True
@@ -299,12 +299,12 @@ def flat(tiling: Tiling) -> Dim:
 
 
 def without(axes: Dim, gone: Dim) -> Dim:
-    """`axes` that are not in `gone`."""
+    """`axes` except those in `gone`."""
     return tuple(axis for axis in axes if axis not in gone)
 
 
 def dropped(tiling: Tiling, group: Dim) -> Tiling:
-    """`tiling` within a group that these axes number."""
+    """`tiling` within one of the groups that these axes number."""
     inside = set(group)
     return tuple(tuple(axis for axis in axes if axis not in inside) for axes in tiling)
 

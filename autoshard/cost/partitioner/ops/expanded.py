@@ -1,7 +1,7 @@
-"""Ops that a TPU's compiler runs split where those of CPU and GPU gather what they read (measured, docs/rules.md).
+"""Ops whose operands a TPU's compiler keeps sharded where those of CPU and GPU gather them (docs/rules.md).
 
-Batch normalisation is expanded into sums before it is partitioned there, and a top-k runs on each device's rows. Custom
-calls run as their rules say, on all targets.
+On TPU batch normalisation is expanded into reductions before partitioning, and a top-k runs on each device's rows.
+Custom calls run as their rules say, on all targets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def top_k(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissio
 
 
 def batch_norm(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Tensors are split as the first result, vectors along features; two vectors of sums are reduced."""
+    """Tensors are split as the first result, vectors along features; two vectors of partial sums are all-reduced."""
     feature = op.attrs["feature_dim"]
     run_as = results[0]
     wanted = tuple(run_as if len(tiling) == len(run_as) else (run_as[feature],) for tiling in reads)
@@ -41,7 +41,7 @@ def batch_norm(context: Context, op: Op, reads: Tilings, results: Tilings) -> Em
 
 
 def custom_call(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """On parts of what its rule lets be split, as the first result is, or whole; terms of sums are reduced."""
+    """Run a custom call on shards along dims that its rule allows, as the first result; all-reduce partial sums."""
     rule = rule_for(op, context.graph)
     split: dict[int, tuple[int, ...]] = {}
     if rule is not None:

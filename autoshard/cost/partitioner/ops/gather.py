@@ -1,8 +1,8 @@
-"""For how long a TPU's compiler keeps what it gathered, before it gathers it again for a later reader.
+"""How long a TPU's compiler reuses an all-gather before a later user gathers again.
 
-The partitioner for TPUs gathers a value for every reader. `ScheduleAwareCollectiveOpsCSE` (xla/service/spmd/) then
-merges equal all-gathers, unless the readers are too far apart: the last reader of the one (that nearest to the
-program's end) may be at most `KEPT_FOR` ops above the other, counted on the longest paths to the end.
+The TPU partitioner gathers a value for every user. `ScheduleAwareCollectiveOpsCSE` (xla/service/spmd/) then merges
+equal all-gathers if their users are close: on the longest paths to the program's end, the one's last user (nearest
+to the end) may be at most `KEPT_FOR` ops from the other.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from autoshard.graph.ops import Graph
 KEPT_FOR = 100
 """Ops: the default of libtpu's `xla_tpu_spmd_threshold_for_allgather_cse`.
 
-Found by compiling (libtpu 0.0.51) one weight read at both ends of a chain of elementwise ops: gathered once up to 100
+Checked by compiling (libtpu 0.0.51) one weight read at both ends of a chain of elementwise ops: gathered once up to 100
 of them, twice from 101; with the flag at 40, once up to 40 and twice from 41.
 """
 
 
 class KeptGathers:
-    """The gathers made so far, in program order."""
+    """The all-gathers emitted so far, in program order."""
 
     def __init__(self, graph: Graph) -> None:
-        """For the readers in `graph`."""
+        """For the users in `graph`."""
         self.heights = heights(graph)
         self._lowest: dict[Hashable, list[int]] = {}
 
     def knows(self, key: Hashable) -> bool:
-        """Whether a gather named `key` was made for some reader."""
+        """Whether an all-gather with this key was emitted for any user."""
         return key in self._lowest
 
     def serves(self, key: Hashable, reader: int) -> bool:
-        """Whether a gather named `key` is still kept for op `reader`; if not, it is made now."""
+        """Whether op `reader` can reuse an all-gather with this key; if not, it is emitted here."""
         height = self.heights[reader]
         kept = self._lowest.setdefault(key, [])
         for number, lowest in enumerate(kept):
@@ -46,13 +46,13 @@ class KeptGathers:
 
 
 def in_whole_mesh(key: MoveKey, tiling: Tiling) -> MoveKey:
-    """A move within groups of devices, named as the same move over all of the mesh.
+    """The key of a move within device groups, as that of the same move over the whole mesh.
 
-    So a weight is gathered once for a product that groups of devices do apart and one that they do together.
+    So a weight is gathered once for a contraction within groups and one over the whole mesh.
 
     Args:
-        key: of the move; that of a ring stays.
-        tiling: of the whole value that is moved.
+        key: of the move; that of a windowed einsum is returned as it is.
+        tiling: of the global value that is moved.
     """
     outer, source, end = key
     if not outer or not isinstance(outer, tuple):
@@ -68,7 +68,7 @@ def in_whole_mesh(key: MoveKey, tiling: Tiling) -> MoveKey:
 
 
 def heights(graph: Graph) -> list[int]:
-    """Per op the number of ops behind it on the longest path to the program's end."""
+    """Per op the number of ops on the longest path from it to the program's end."""
     found = [0] * len(graph.ops)
     for op in reversed(graph.ops):
         for value in op.operands:

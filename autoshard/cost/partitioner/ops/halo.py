@@ -1,8 +1,8 @@
-"""Halo exchange: what GSPMD emits where the parts of a result do not lie where the parts of the operand lie.
+"""Halo exchange: what GSPMD emits where the shards of a result need elements from the operand's neighbouring shards.
 
 This follows `ReshardAsWindowedInput`, `ExchangeHalo` and `ExchangeHaloCompact` of XLA (xla/service/spmd/
 spmd_partitioner.cc and spmd_partitioner_util.cc): permutes between neighbours that move the largest halo of any shard,
-or, where halos are far larger than a result's shard, permutes of the pieces that are needed.
+or, where halos are far larger than a result's shard, permutes of exactly the pieces that are needed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Window:
-    """How result positions of one dim read the operand: position i reads `taps` elements from `start + i * stride` on.
+    """What a result reads of one dim of its operand: position i reads `taps` elements from `start + i * stride` on.
 
     Attributes:
         size: the operand's extent.
         count: the result's extent.
         start: may be negative (padding).
-        taps: elements read, `dilation` apart.
-        base: distance of the operand's elements on the line that the window moves along; between them it reads nothing.
+        taps: elements read, `dilation` (window dilation) apart.
+        base: base dilation: the operand's elements are this far apart, with holes between them.
     """
 
     size: int
@@ -35,16 +35,16 @@ class Window:
 
     @property
     def trivial(self) -> bool:
-        """Whether result and operand are the same."""
+        """Whether the result is the operand."""
         return self.size == self.count and self.start == 0 and self.stride == self.taps == self.base == 1
 
 
 @dataclass(frozen=True)
 class Permute:
-    """One collective-permute of a halo.
+    """One collective permute of a halo.
 
     Attributes:
-        extent: how much of the dim it moves.
+        extent: how many entries of the dim it moves.
         pairs: (source shard, target shard).
     """
 
@@ -53,21 +53,21 @@ class Permute:
 
 
 Exchange = tuple[int, tuple[Permute, ...]]
-"""Extent of every shard's part of the dim afterwards, and the permutes."""
+"""Extent of every shard along the dim afterwards, and the permutes."""
 
 
 @lru_cache(maxsize=4096)
 def exchange(window: Window, shards: int) -> Exchange | None:
-    """What each of `shards` shards of a dim receives.
+    """The permutes by which each of `shards` shards of a dim gets the elements of its windows.
 
-    None where the partitioner gives up and gathers the dim.
+    None where the partitioner gathers the dim instead.
     """
     per_shard = -(-window.count // shards)
     shard = -(-window.size // shards)
     reach = (window.taps - 1) * window.dilation + 1
     if window.count < shards or (window.stride > 1 and window.stride * per_shard % window.base):
         return None
-    # Whole steps of padding are elements of their own, what remains is left to the op.
+    # Whole strides of padding become elements of their own; the op keeps the remainder as padding.
     padding = int(-window.start / window.base)
     rest = -window.start - padding * window.base
     first = [(window.stride * per_shard * i + window.base - 1 - rest) // window.base for i in range(shards)]
@@ -80,7 +80,7 @@ def exchange(window: Window, shards: int) -> Exchange | None:
 
 
 def halos(size: int, shard: int, extent: int, left: Sequence[int], right: Sequence[int]) -> Exchange | None:
-    """What shards of `shard` elements receive who miss `left` and `right` elements on their sides and read `extent`.
+    """The exchange for shards of `shard` elements that lack `left` and `right` elements and read `extent` in all.
 
     None where halos are so large that the partitioner gathers the dim instead.
     """
@@ -95,12 +95,12 @@ def halos(size: int, shard: int, extent: int, left: Sequence[int], right: Sequen
 
 @dataclass(frozen=True)
 class Moved:
-    """A permute of a whole array's halo.
+    """A collective permute of an array's halo.
 
     Attributes:
         dim: along which it moves.
         pairs: (source shard, target shard) of that dim.
-        elements: that one device sends.
+        elements: sent per device.
     """
 
     dim: int
@@ -111,7 +111,7 @@ class Moved:
 def exchange_all(
     local: Sequence[int], found: Sequence[tuple[int, Exchange | None]]
 ) -> tuple[tuple[int, ...], tuple[Moved, ...]] | None:
-    """Halos of several dims, one after the other: (the local shape afterwards, the permutes); None if one gives up.
+    """Halos of several dims, one after the other: (the local shape afterwards, the permutes); None if any dim has none.
 
     Args:
         local: one device's shape before.
@@ -131,7 +131,7 @@ def exchange_all(
 
 
 def _plain(shard: int, left: Sequence[int], right: Sequence[int]) -> tuple[Permute, ...] | None:
-    """`ExchangeHalo`: every shard gets as much from its neighbours as the neediest one."""
+    """`ExchangeHalo`: every shard gets as many elements from its neighbours as the largest halo has."""
     shards = len(left)
     most_left, most_right = max(left[1:], default=0), max(right[:-1], default=0)
     if most_left + most_right + shard >= shard * shards and (most_left > shard or most_right > shard):

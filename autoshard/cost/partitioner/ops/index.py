@@ -1,10 +1,10 @@
-"""What GSPMD emits for gather and scatter, given the shardings of operand, indices and result or updates.
+"""GSPMD's handlers of gather and scatter.
 
-This follows `PartitionGather` and `PartitionScatter` of XLA (xla/service/spmd/gather_scatter_handler.cc): devices are
-grouped, one way after another, by dims that operand and window share, by indexed dims of the operand (each device looks
-up what it holds, and the parts are summed; a scatter drops what it does not hold), or by dims of the indices. XLA takes
-batch dims first wherever it can (explicit ones, and those that an iota indexes), then the way with the least memory,
-then the one with the least communication.
+This follows `PartitionGather` and `PartitionScatter` of XLA (xla/service/spmd/gather_scatter_handler.cc): it groups
+the devices, one grouping after another, by dims that operand and window share (passthrough), by indexed dims of the
+operand (each device looks up the indices in its shard and an all-reduce adds the results; a scatter drops the others),
+or by dims of the indices. XLA takes batch dims first wherever it can (explicit ones, and those that an iota indexes),
+then the grouping with the least memory, then the one with the least communication.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Case:
     """A gather or scatter within a group of devices.
 
     Attributes:
-        window: of a gather its result, of a scatter its updates.
-        devices, outer: the subaxes within the group, and those that tell the groups apart.
+        window: a gather's result, a scatter's updates.
+        devices, outer: the subaxes within the group, and those that number the groups.
     """
 
     operand: _Array
@@ -54,13 +54,13 @@ class _Case:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way to group the devices.
+class _Grouping:
+    """A grouping of the devices.
 
     Attributes:
-        operand, indices, window: how they are split for it.
-        group: the subaxes that tell the groups apart.
-        sums: those over which parts are summed, per dim.
+        operand, indices, window: the tilings it needs.
+        group: the subaxes that number the groups.
+        sums: those over which partial results are all-reduced, per dim.
     """
 
     operand: Tiling
@@ -77,9 +77,9 @@ class _Outcome:
     Attributes:
         moves: reshards of operands; see `Emission`.
         own: other collectives.
-        memory: bytes per device that the local gather or scatter touches.
-        local: elements of the window that one device makes or applies.
-        summed: if the last step of `own` sums, the axes over which, and whether they all split one dim.
+        memory: bytes per device that the local gather or scatter reads and writes.
+        local: elements of the window that one device gathers or scatters.
+        summed: if the last step of `own` is an all-reduce, its axes, and whether they all split one dim.
     """
 
     moves: list[Move]
@@ -89,10 +89,10 @@ class _Outcome:
     summed: tuple[Dim, bool] | None = None
 
     def cost(self, mesh: Mesh) -> tuple[int, int]:
-        """What XLA compares ways by: the most that one op touches, then the bytes that all collectives send.
+        """XLA's criterion: (bytes that the largest op touches, bytes that all collectives send), both per device.
 
         `EvaluatePartitionCost` of spmd_partitioner_util.h: operands and result, for an all-reduce its operand alone; an
-        all-reduce sends its operand twice, an all-gather or all-to-all all but one device's part.
+        all-reduce sends its operand twice, an all-gather or all-to-all everything but one device's shard.
         """
         memory, sent = self.memory, 0
         for kind, axes, size in (*(step for move in self.moves for step in move[2]), *self.own):
@@ -108,7 +108,7 @@ class _Outcome:
 
 
 def indexed(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """The emission of a gather or scatter whose operands are found under `reads`."""
+    """The emission of a gather or scatter whose operands have the tilings `reads`."""
     return IndexPartitioner(context, op, reads, results[0]).emit()
 
 
@@ -116,7 +116,7 @@ class IndexPartitioner:
     """Plans one gather or scatter; `emit` is the entry."""
 
     def __init__(self, context: Context, op: Op, reads: Tilings, result: Tiling) -> None:
-        """For one op, whose operands are found under `reads` and whose result is wanted under `result`."""
+        """For one op with operand tilings `reads`, whose result is wanted under the tiling `result`."""
         self.context = context
         self.subaxes = context.subaxes
         self.resharder = context.resharder
@@ -126,7 +126,7 @@ class IndexPartitioner:
         self.is_gather = op.kind == "gather"
         types = [context.graph.type_of(value) for value in op.operands]
         if context.compiler.narrows_integers and dtype_bytes(types[1].dtype) == 8:
-            types[1] = replace(types[1], dtype="i32")  # it has no 64-bit integers, and needs the low halves alone
+            types[1] = replace(types[1], dtype="i32")  # no 64-bit integers there: it moves the low halves only
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
         dims = index_dims(op.kind, op.attrs, types[0].shape, types[1].shape, window)
@@ -144,24 +144,24 @@ class IndexPartitioner:
             window = _Array(2, self.types[2].shape, self.reads[2], self.types[2].dtype)
         outcome = self._partition(_Case(operand, indices, window, self.devices, ()), recursive=True)
         if not self.is_gather:
-            self._given(outcome, operand, self.final, self.result, ())
+            self._reshard_made(outcome, operand, self.final, self.result, ())
         whole = math.prod(window.shape)
         share = outcome.local / whole if whole else 1.0
         axes, ordered = outcome.summed or ((), True)
         order = axes if ordered else tuple(sorted(axes))
         return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads, order=order)
 
-    # ---- the ways ----------------------------------------------------------------------------------------------
+    # ---- groupings ---------------------------------------------------------------------------------------------
 
     def _partition(self, case: _Case, recursive: bool) -> _Outcome:
         if recursive:
-            way = self._by_batch(case)
-            if way is not None:
-                return self._grouped(case, way, True)
-            found = [self._by_window(case), self._by_trivial(case), self._by_index(case)]
-            ways = [way for way in found if way is not None]
+            grouping = self._by_batch(case)
+            if grouping is not None:
+                return self._grouped(case, grouping, True)
+            found = [self._by_window(case), self._by_indexed(case), self._by_index(case)]
+            ways = [grouping for grouping in found if grouping is not None]
             if ways:
-                cheapest = min(ways, key=lambda way: self._grouped(case, way, False).cost(self.subaxes.mesh))
+                cheapest = min(ways, key=lambda grouping: self._grouped(case, grouping, False).cost(self.subaxes.mesh))
                 return self._grouped(case, cheapest, True)
         outcome = _Outcome([], [])
         operand, indices, window = case.operand, case.indices, case.window
@@ -174,8 +174,8 @@ class IndexPartitioner:
         outcome.local = math.prod(window.shape)
         return outcome
 
-    def _by_batch(self, case: _Case) -> _Way | None:
-        """Dims that operand, indices and window share."""
+    def _by_batch(self, case: _Case) -> _Grouping | None:
+        """Group by batch dims, which operand, indices and window share."""
         aligned = self._aligned(case.operand, case.indices, case.devices)
         if aligned is None:
             return None
@@ -184,13 +184,13 @@ class IndexPartitioner:
         looked_up = carried(indices_as, (*self.index, *((i, w) for _, i, w in self.batch)), rank)
         window_as = self.subaxes.merge(looked_up, carried(operand_as, self.passthrough, rank), 1) or looked_up
         group = tuple(axis for _, i, _ in self.batch for axis in indices_as[i])
-        return _Way(operand_as, indices_as, window_as, group)
+        return _Grouping(operand_as, indices_as, window_as, group)
 
     def _aligned(self, operand: _Array, indices: _Array, devices: Dim) -> tuple[Tiling, Tiling] | None:
         """Operand and indices with their shared dims split alike (`GatherScatterOperandsShardedAcrossParallelDims`).
 
-        The one that splits them less takes over the other's way if it has idle devices for it, the operand where both
-        split them as much.
+        The one with fewer tiles takes the other's tiling if it has idle devices for it, the operand where both have
+        equally many.
         """
         ways = self.subaxes.ways
         on_operand, on_indices = tuple(a for a, _, _ in self.batch), tuple(i for _, i, _ in self.batch)
@@ -199,7 +199,7 @@ class IndexPartitioner:
         if of_operand == of_indices == 1:
             return None
         if not any(indices.tiling):
-            return operand.tiling, self._taken(indices.tiling, on_indices, operand.tiling, on_operand, devices)
+            return operand.tiling, self._split_like(indices.tiling, on_indices, operand.tiling, on_operand, devices)
         if any(operand.tiling) and of_operand != of_indices:
             more, less = (indices, operand) if of_indices > of_operand else (operand, indices)
             idle = ways(devices) // self.subaxes.tiles(less.tiling)
@@ -209,28 +209,28 @@ class IndexPartitioner:
                     return None
                 idle //= many // few
         if of_operand > of_indices:
-            taken = self._taken(indices.tiling, on_indices, operand.tiling, on_operand, devices)
+            taken = self._split_like(indices.tiling, on_indices, operand.tiling, on_operand, devices)
             return operand.tiling, taken
-        return self._taken(operand.tiling, on_operand, indices.tiling, on_indices, devices), indices.tiling
+        return self._split_like(operand.tiling, on_operand, indices.tiling, on_indices, devices), indices.tiling
 
-    def _taken(
+    def _split_like(
         self, tiling: Tiling, dims: tuple[int, ...], like: Tiling, like_dims: tuple[int, ...], devices: Dim
     ) -> Tiling:
-        """`tiling` with `dims` split as `like` splits `like_dims`; what else those axes split gives way."""
+        """`tiling` with `dims` split as `like` splits `like_dims`; other dims move off these axes."""
         wanted = list(tiling)
         for dim, other in zip(dims, like_dims, strict=True):
             wanted[dim] = like[other]
         group = tuple(axis for dim in like_dims for axis in like[dim])
-        return self._cleared(tuple(wanted), set(dims), group, devices)
+        return self._off_axes(tuple(wanted), set(dims), group, devices)
 
-    def _by_window(self, case: _Case) -> _Way | None:
-        """Dims of the operand that the window has whole."""
+    def _by_window(self, case: _Case) -> _Grouping | None:
+        """Group by dims of the operand that pass through to the window."""
         group = tuple(axis for a, _ in self.passthrough for axis in case.operand.tiling[a])
         if not group:
             return None
         through = carried(case.operand.tiling, self.passthrough, len(case.window.tiling))
         through = self.subaxes.merge(case.window.tiling, through, 1) or through
-        return _Way(
+        return _Grouping(
             case.operand.tiling,
             self._off(case.indices.tiling, group, self._index_order(), case.devices),
             through,
@@ -238,8 +238,8 @@ class IndexPartitioner:
             (),
         )
 
-    def _by_trivial(self, case: _Case) -> _Way | None:
-        """Indexed dims of the operand: each device takes the indices that fall on its part."""
+    def _by_indexed(self, case: _Case) -> _Grouping | None:
+        """Group by indexed dims of the operand (trivially sliced): each device handles the indices in its shard."""
         per_dim = tuple(case.operand.tiling[dim] for dim in self.trivial if case.operand.tiling[dim])
         group = tuple(axis for axes in per_dim for axis in axes)
         if not group:
@@ -253,10 +253,10 @@ class IndexPartitioner:
             asked = carried(case.window.tiling, self._of_window(), len(case.indices.tiling))
             wanted_indices = self._off(asked, group, self._index_order(), case.devices)
         sums = per_dim if self.is_gather else ()
-        return _Way(case.operand.tiling, wanted_indices, wanted_window, group, sums)
+        return _Grouping(case.operand.tiling, wanted_indices, wanted_window, group, sums)
 
-    def _by_index(self, case: _Case) -> _Way | None:
-        """Dims of the indices: a scatter then sums what the groups made, if its region has an identity."""
+    def _by_index(self, case: _Case) -> _Grouping | None:
+        """Group by dims of the indices: an all-reduce then adds a scatter's results, if its reducer has an identity."""
         if not self.is_gather and self.op.attrs["reducer"] not in REDUCERS:
             return None
         asked = carried(case.window.tiling, self._of_window(), len(case.indices.tiling))
@@ -269,7 +269,7 @@ class IndexPartitioner:
         looked_up = carried(better, self.index, len(case.window.tiling))
         through = self.subaxes.merge(case.window.tiling, looked_up, 1) or looked_up
         order = (*self.trivial, *(a for a, _ in self.passthrough))
-        return _Way(
+        return _Grouping(
             self._off(case.operand.tiling, group, order, case.devices),
             better,
             through,
@@ -277,16 +277,16 @@ class IndexPartitioner:
             () if self.is_gather else per_dim,
         )
 
-    def _grouped(self, case: _Case, way: _Way, recursive: bool) -> _Outcome:
-        """One way: reshard, partition within the groups, sum, and give the result its sharding."""
+    def _grouped(self, case: _Case, grouping: _Grouping, recursive: bool) -> _Outcome:
+        """Apply a grouping: reshard, partition within the groups, all-reduce, and reshard to the wanted result."""
         outcome = _Outcome([], [])
-        window, outer, group = case.window, case.outer, way.group
-        operand = self._moved(outcome, case.operand, way.operand, outer)
-        indices = self._moved(outcome, case.indices, way.indices, outer)
+        window, outer, group = case.window, case.outer, grouping.group
+        operand = self._moved(outcome, case.operand, grouping.operand, outer)
+        indices = self._moved(outcome, case.indices, grouping.indices, outer)
         if self.is_gather:
-            inside = replace(window, tiling=way.window)
+            inside = replace(window, tiling=grouping.window)
         else:
-            inside = self._moved(outcome, window, way.window, outer)
+            inside = self._moved(outcome, window, grouping.window, outer)
         left = tuple(axis for axis in case.devices if axis not in group)
         held = self._within(operand, group)
         parts = (held, self._within(indices, group), self._within(inside, group))
@@ -296,23 +296,23 @@ class IndexPartitioner:
         outcome.memory = inner.memory
         outcome.local = inner.local
         target = window if self.is_gather else operand
-        made_as = way.window if self.is_gather else way.operand
+        made_as = grouping.window if self.is_gather else grouping.operand
         size = self._bytes(target.shape, made_as, target.dtype)
         outcome.summed = inner.summed
-        if not self.is_gather:  # what the groups made is as they hold the operand
-            self._given(outcome, held, self.final, held.tiling, outer + group)
-        if way.sums:
-            outcome.own.extend(self.context.sums(way.sums[::-1], size, None))
+        if not self.is_gather:  # results within the groups are tiled like the operand
+            self._reshard_made(outcome, held, self.final, held.tiling, outer + group)
+        if grouping.sums:
+            outcome.own.extend(self.context.sums(grouping.sums[::-1], size, None))
             together = self.context.compiler.sums_dims_at_once
-            last = tuple(axis for dim in way.sums[::-1] for axis in dim) if together else way.sums[0]
-            outcome.summed = last, len(way.sums) == 1
+            last = tuple(axis for dim in grouping.sums[::-1] for axis in dim) if together else grouping.sums[0]
+            outcome.summed = last, len(grouping.sums) == 1
         if self.is_gather:
-            self._given(outcome, window, made_as, window.tiling, outer)
-        self.final = way.operand
+            self._reshard_made(outcome, window, made_as, window.tiling, outer)
+        self.final = grouping.operand
         return outcome
 
-    def _given(self, outcome: _Outcome, array: _Array, before: Tiling, after: Tiling, outer: Dim) -> None:
-        """Reshard what was made; a sum that is sliced at once is a reduce-scatter."""
+    def _reshard_made(self, outcome: _Outcome, array: _Array, before: Tiling, after: Tiling, outer: Dim) -> None:
+        """Reshard a result; an all-reduce right before a slice becomes a reduce-scatter."""
         if before == after:
             return
         cut = self.context.cuts.cut(array.shape, before, after, outer)
@@ -349,7 +349,7 @@ class IndexPartitioner:
         return _Array(array.place, shape, rest, array.dtype)
 
     def _off(self, tiling: Tiling, group: Dim, order: Sequence[int], devices: Dim) -> Tiling:
-        """`tiling` without the group's axes (`GroupShardingOnReplicatedDim`): it keeps what idle devices can hold."""
+        """`tiling` without the group's axes (`GroupShardingOnReplicatedDim`); idle axes of equal size replace them."""
         if not any(tiling):
             return tiling
         ways = self.subaxes.ways
@@ -366,10 +366,10 @@ class IndexPartitioner:
                 idle *= self.subaxes.sizes[last]
         if idle % needed:
             return ((),) * len(tiling)
-        return self._cleared(tuple(kept), set(), group, devices)
+        return self._off_axes(tuple(kept), set(), group, devices)
 
-    def _cleared(self, tiling: Tiling, keep: set[int], group: Dim, devices: Dim | None = None) -> Tiling:
-        """The dims that are not in `keep` off the group's axes: each gives way to a spare one of its size."""
+    def _off_axes(self, tiling: Tiling, keep: set[int], group: Dim, devices: Dim | None = None) -> Tiling:
+        """`tiling` with dims not in `keep` moved off the group's axes, to spare ones of the same size or to none."""
         inside = set(group)
         used = {axis for dim in tiling for axis in dim}
         spare = [axis for axis in (devices or self.devices) if axis not in used and axis not in inside]
@@ -391,7 +391,7 @@ class IndexPartitioner:
         return tuple(result)
 
     def _of_window(self) -> list[tuple[int, int]]:
-        """(dim of the window, dim of the indices) of those that the window has."""
+        """(dim of the window, dim of the indices) of the index batch dims."""
         return [(w, i) for i, w in self.index]
 
     def _index_order(self) -> list[int]:

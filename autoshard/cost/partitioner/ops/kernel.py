@@ -1,12 +1,12 @@
-"""How a TPU's compiler reads the kernels of convolutions, before the partitioner looks at them.
+"""Transposes and reversals that a TPU's compiler folds into convolutions before it partitions.
 
-A kernel's transpose and the reversal of its taps become dimension numbers and window attributes of the convolution
-that reads it (`AlgebraicSimplifier`): a forward convolution and the gradient of its input read one value, gathered
-once for both. Where each goes round the ring instead (`looped.py`) the first permute of both is one.
+They become dimension numbers and window attributes of the convolution (`AlgebraicSimplifier`), so a forward convolution
+and the gradient of its input read one kernel, gathered once for both. Where both are windowed einsums (`looped.py`),
+they share the first permute.
 
-That a value is gathered for several contractions keeps them from going round the ring, if they ask for one sharding of
-it: not so where one of two is made as its weight is split, the other as what both read (a gated layer whose weights
-alone are split). `GetShardingFromUser` (xla/service/sharding_propagation.cc) does not know what a convolution that
+A value that is gathered for several contractions takes part in no windowed einsum, if they ask for one sharding of it:
+not so where one result is sharded as its weight, the other as the operand that both read (a gated layer with only its
+weights sharded). `GetShardingFromUser` (xla/service/sharding_propagation.cc) does not know what a convolution that
 slides over its input asks for, so those never count.
 """
 
@@ -20,14 +20,14 @@ from autoshard.graph.ops import Op, Value
 Dim = tuple[int, ...]
 
 AGGRESSIVE = 3
-"""The level of propagation at which readers are asked."""
+"""The level of aggressiveness at which users are asked."""
 
 
 def source_of(context: Context, op: Op, place: int) -> tuple[Value, Dim, int]:
-    """What a convolution reads as operand `place`: the value, which of its dims each dim is, and the op that reads it.
+    """Operand `place` of a convolution after folding: (the value, its dim for each dim read, the op that reads it).
 
-    Annotated values are read as they are, and so is what is reversed along a dim that is split. While a plan is sought,
-    shardings are not known yet: every transpose and reversal is taken to be folded in.
+    Annotated values and reversals of a split dim are not folded. While a plan is sought shardings are unknown: every
+    transpose and reversal counts as folded.
     """
     value, reader = op.operands[place], op.id
     dims = tuple(range(len(context.graph.type_of(value).shape)))
@@ -51,7 +51,7 @@ def source_of(context: Context, op: Op, place: int) -> tuple[Value, Dim, int]:
 
 
 def turned(tiling: Tiling, dims: Dim) -> Tiling:
-    """A tiling of what a convolution reads, as one of the value that `source_of` names."""
+    """A tiling of a convolution's operand as one of the value that `source_of` returns, with its `dims`."""
     return tuple(tiling[dims.index(dim)] for dim in range(len(dims)))
 
 
@@ -73,13 +73,13 @@ class Gathering:
         return op.kind == "convolution" and bool(self.context.transfers.contraction(op).spatial)
 
     def alone(self, op: Op) -> tuple[bool, ...]:
-        """Per operand whether it may go round the ring, because it is gathered for no other contraction."""
+        """Per operand whether a windowed einsum may permute it: no other contraction needs it gathered."""
         if self.slides(op):
             return (True,) * len(op.operands)
         return tuple(not self._shared(op, place) for place in range(len(op.operands)))
 
     def _shared(self, op: Op, place: int) -> bool:
-        """Whether another contraction that reads the same asks for the same sharding, and not the one it finds.
+        """Whether another contraction of the same value asks for the same sharding, other than the one it has.
 
         `check_users_sharding` (xla/service/spmd/dot_handler.cc).
         """
@@ -99,7 +99,7 @@ class Gathering:
         return bool(known[asked] - {op.id}) and asked != self.context.shardings.read(reads, value)
 
     def _asked(self, op: Op, place: int) -> Tiling | None:
-        """The sharding that a contraction asks of the value that it reads; None while a plan is sought."""
+        """The sharding that a contraction asks of its operand; None while a plan is sought."""
         shardings = self.context.shardings
         made = shardings.made.get(Value(op.id))
         if made is None or any(value not in shardings.made for value in op.operands):

@@ -1,9 +1,9 @@
-"""Windowed einsums: a contraction and the gather or reduce-scatter around it as one loop, on TPU.
+"""Windowed einsums (collective matmuls): a contraction and its all-gather or reduce-scatter as one loop, on TPU.
 
-`GetWindowedEinsumConfiguration` (xla/service/spmd/dot_handler.cc): where the devices of a group all split one operand
-and the result alike and the other operand would be gathered, its parts go round the ring while others are multiplied;
-where a contraction over all of them is scattered, partial sums do. When that pays is in `CollectiveRules.hides`.
-An operand that is gathered for another contraction too is gathered once for both.
+`GetWindowedEinsumConfiguration` (xla/service/spmd/dot_handler.cc): where all devices of a group split one operand and
+the result alike and the other operand would be gathered, the loop permutes its shards while it multiplies; where a
+reduce-scatter follows a contraction over all of them, it permutes partial sums. `CollectiveRules.hides` says when that
+pays. An operand that another contraction needs gathered too is gathered once for both.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from autoshard.cost.partitioner.ops.dot_plan import Contraction, Goal, Loop, Sha
 
 
 def looped(owner: Contraction, lhs: Side, rhs: Side, goal: Goal) -> Shape | None:
-    """The shape of one device's result if the contraction runs as a loop; None if it does not.
+    """The local shape of the result if the contraction runs as a windowed einsum; None if it does not.
 
-    Parts go both ways round the ring: one permute more than there are devices.
+    Shards go both ways round the ring: one permute more than there are devices.
     """
     count = owner.subaxes.ways(goal.devices)
     if owner.hides is None or count < 4 or not any(goal.out):

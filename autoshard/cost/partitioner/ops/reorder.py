@@ -1,4 +1,4 @@
-"""Gathers that compilers move to where they are smaller: before a conversion, before a broadcast."""
+"""All-gathers that compilers move to where they are smaller: before a conversion or a broadcast."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autoshard.graph.ops import Value
 
 
 def before_convert(context: Context, value: Value, copy: int | None, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """`CollectiveQuantizer`, on GPU: what is converted to a wider type is gathered or exchanged before it is.
+    """`CollectiveQuantizer`, on GPU: a conversion to a wider dtype follows the all-gather or all-to-all of its operand.
 
-    So are copies of it that are split as it is. What follows an all-to-all is behind the transpose that this ends
-    with, and stays.
+    So does one of an annotated copy with the same sharding. Collectives after an all-to-all stay behind the conversion,
+    since the transpose that ends the all-to-all stops it.
     """
     op = context.graph.ops[value.op]
     if not context.compiler.gathers_before_widening or op.kind != "convert":
@@ -36,10 +36,10 @@ def before_convert(context: Context, value: Value, copy: int | None, steps: tupl
 def before_broadcast(
     context: Context, value: Value, source: Tiling, target: Tiling, steps: tuple[Step, ...]
 ) -> tuple[Step, ...]:
-    """`AllGatherBroadcastReorder`, on GPU and TPU: what is broadcast is gathered before it is.
+    """`AllGatherBroadcastReorder`, on GPU and TPU: a broadcast follows the all-gather of its operand.
 
-    Along a dim that the broadcast makes, a GPU gathers nothing at all; a TPU as many copies of a vector as there are
-    parts, and what is broadcast where that has more dims (measured, libtpu 0.0.51).
+    Along a dim that the broadcast adds, a GPU gathers nothing at all; a TPU gathers one copy of a vector per shard, but
+    only the operand itself if that has more dims (measured, libtpu 0.0.51).
     """
     if not context.compiler.gathers_before_broadcasts:
         return steps

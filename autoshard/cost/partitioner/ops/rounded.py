@@ -1,7 +1,7 @@
-"""What a TPU moves in bf16: it multiplies f32 in bf16 passes, and rounds what only products read where it is made.
+"""Moves in bf16 on TPU: contractions of f32 use bf16 passes, so values that only they use are rounded early.
 
-Measured by compiling (libtpu 0.0.51): gathers, exchanges and permutes of slices between a value of f32 and the
-contractions that alone read it, through moves perhaps, are of bf16 (`BFloat16Propagation`); sums are not.
+Compiled with libtpu 0.0.51: all-gathers, all-to-alls and permutes of slices of an f32 value whose only users, also
+through data movement, are contractions, move bf16 (`BFloat16Propagation`); all-reduces do not.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.ops import Op, Value
 
 _PASSING = SUM_MOVES | {"reverse"}
-"""Kinds behind which the products are looked for: of a kernel, a convolution's gradient reads the reverse."""
+"""Kinds to look through for contractions: the gradient of a convolution reads the reversed kernel."""
 
 
 def rounds(context: Context, value: Value, at: int | None) -> bool:
-    """Whether a TPU moves a value of f32, or its copy number `at`, in bf16."""
+    """Whether a TPU moves an f32 value, or its copy number `at`, in bf16."""
     if not context.compiler.rounds_for_products or context.graph.type_of(value).dtype != "f32":
         return False
     return only_contracted(context, value, at)
 
 
 def multiplies_matrices(context: Context, op: Op) -> bool:
-    """Whether an op is a contraction of which both operands have dims of their own.
+    """Whether both operands of a contraction have free dims.
 
-    A TPU's compiler makes the others sums of elementwise products, in f32 (`AlgebraicSimplifier::HandleDot`), and some
-    part of a kernel with a softmax, which reads f32.
+    A TPU's compiler turns other contractions into reductions of elementwise products, in f32
+    (`AlgebraicSimplifier::HandleDot`), and fuses some with a softmax into a kernel that reads f32.
     """
     if op.id in context.read_unrounded:
         return False
@@ -43,7 +43,7 @@ def multiplies_matrices(context: Context, op: Op) -> bool:
 
 
 def only_contracted(context: Context, value: Value, at: int | None, depth: int = 8) -> bool:
-    """Whether contractions alone read a value, or its copy number `at`, through moves perhaps."""
+    """Whether contractions are the only users of a value, or of its copy number `at`, data movement aside."""
     further = [
         only_contracted(context, value, number, depth)
         for number in context.copies_of.get(value, ())
@@ -62,7 +62,7 @@ def only_contracted(context: Context, value: Value, at: int | None, depth: int =
 
 
 def halved(emission: Emission) -> Emission:
-    """An emission in bf16 for f32; what it sums stays as it is."""
+    """An emission that moves bf16 in place of f32; all-reduces stay f32."""
 
     def narrow(steps: Sequence[Step]) -> tuple[Step, ...]:
         return tuple((kind, axes, size if kind == "all-reduce" else size // 2) for kind, axes, size in steps)

@@ -1,10 +1,10 @@
-"""Which all-reduces are reduce-scatters: those whose reader goes on with a slice of its own on every device.
+"""Which all-reduces become reduce-scatters: those whose only user is a dynamic-slice.
 
-The partitioner writes an all-reduce, and where the value is then split further a dynamic-slice behind it. XLA's GPU and
+The partitioner writes an all-reduce, and a dynamic-slice after it where the value is then split further. XLA's GPU and
 TPU compilers merge the two into a reduce-scatter (`ReduceScatterCreator`, xla/service/collective_opt_utils.cc) if the
-slice is the only reader, of one dim alone, and takes the parts in the order of the all-reduce's devices; the GPU's
-not where the slices are uneven, since what is summed is padded in between. The CPU
-compiler merges none; there `verify` counts an all-reduce of which every device takes a slice of its own.
+slice is the only user, slices a single dim, and takes slices in the order of the replica groups' devices; on GPU not
+where the slices are uneven, since padding comes in between. The CPU compiler merges none; there `verify` counts an
+all-reduce of which every device takes its own slice.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autoshard.mesh import AxisGroup
 Dim = tuple[int, ...]
 
 SUM_MOVES = frozenset({"reshape", "transpose", "convert"})
-"""Kinds through which the reader of a sum is looked for."""
+"""Kinds to look through for the users of a sum."""
 
 
-def _slices_sooner(context: Context, op: Op) -> bool:
-    """Whether a TPU's compiler moves a slice of the result before the op: its other operands are broadcasts.
+def _slice_moves_before(context: Context, op: Op) -> bool:
+    """Whether a TPU's compiler moves a slice of the op's result to its operand: all other operands are broadcasts.
 
     Its pad-slice mover (libtpu 0.0.51) does so with the sum of a product and a bias.
     """
@@ -40,24 +40,24 @@ def _slices_sooner(context: Context, op: Op) -> bool:
 
 
 def _moves(context: Context, op: Op) -> bool:
-    """Whether a sum's reader is looked for behind an op."""
-    return op.kind in SUM_MOVES or len(unscaled(context.graph, Value(op.id))) > 1 or _slices_sooner(context, op)
+    """Whether to look through an op for the users of a sum."""
+    return op.kind in SUM_MOVES or len(unscaled(context.graph, Value(op.id))) > 1 or _slice_moves_before(context, op)
 
 
 def _read_by(context: Context, value: Value) -> Iterator[tuple[Op, int]]:
-    """The ops that read a value, and at which place."""
+    """The users of a value, each with the operand's number."""
     for op in context.graph.readers(value):
         for place, read in enumerate(op.operands):
             if read == value:
                 yield op, place
 
 
-def _cut_behind(context: Context, op: Op, read: Tiling) -> Cut | None:
-    """The slice that every device takes of what a reshape of a sum makes: of a dim that the sum has merged.
+def _slice_after_reshape(context: Context, op: Op, read: Tiling) -> Cut | None:
+    """The slice that every device takes after a reshape of a sum, along a dim that the sum has merged with others.
 
-    A GPU's compiler looks behind no reshape of the dim that is cut. A TPU's scatters such a sum where a transpose
-    behind the reshape brings that dim to the front: the sum then lies so (libtpu 0.0.51: attentions with the sequence
-    first).
+    A GPU's compiler does not look through a reshape of the sliced dim. A TPU's makes a reduce-scatter where a transpose
+    after the reshape makes that dim major-most, since the sum then has that layout (libtpu 0.0.51: sequence-first
+    attention).
     """
     into = op.results[0].shape
     made = context.shardings.made[Value(op.id)]
@@ -80,19 +80,19 @@ def _cut_behind(context: Context, op: Op, read: Tiling) -> Cut | None:
 
 
 def is_summed(context: Context, op: Op) -> bool:
-    """Whether a sum reads what an op makes, or a copy of it."""
+    """Whether a reduction uses an op's result, or a copy of it."""
     return any(reader.kind == "reduce" for reader in context.graph.readers(Value(op.id)))
 
 
 def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
-    """An all-reduce whose every reader goes on with a slice is a reduce-scatter too; `runs` are changed."""
+    """Turn an all-reduce whose users all take the same slice into a reduce-scatter; changes `runs`."""
     sums = [run.collectives[-1:] and run.collectives[-1].kind == "all-reduce" for run in runs]
     copies: dict[tuple[Value, int | None], list[int]] = {}
     for number, copy in enumerate(context.shardings.copies):
         copies.setdefault((copy.value, copy.source), []).append(number)
 
     def cuts(value: Value, at: int | None = None, depth: int = 8) -> list[Cut | None]:
-        """What each reader of the value, or of its copy number `at`, first takes of it."""
+        """The first slice that each user takes of the value, or of its copy number `at`."""
         made = context.shardings.made[value] if at is None else context.shardings.copied[at]
         shape = context.graph.type_of(value).shape
         found: list[Cut | None] = []
@@ -109,12 +109,12 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
             move = next((move for move in context.emissions[op.id].moves if move[0] == place), None)
             if move is not None:
                 outer, source, end = move[1]
-                # A halo exchange has no source; what goes round a ring goes as it is.
+                # A halo exchange has no source; a windowed einsum permutes the value as it is.
                 if source is None or isinstance(outer, Ring):
                     found.append(None)
                 else:
                     found.append(context.cuts.cut(shape, source, end, outer))
-            elif op.kind == "reshape" and (cut := _cut_behind(context, op, made)) is not None:
+            elif op.kind == "reshape" and (cut := _slice_after_reshape(context, op, made)) is not None:
                 found.append(cut)
             elif depth and _moves(context, op) and made == runs[op.id].reads[place]:
                 found.extend(cuts(Value(op.id), None, depth - 1))
@@ -146,10 +146,10 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
 
 
 def _split(context: Context, cut: Cut, whole: Collective, summed: set[AxisGroup]) -> tuple[Collective, ...]:
-    """`AllReduceSplitter`, on GPU: a sum over all devices of which groups of neighbours take parts is two sums.
+    """`AllReduceSplitter`, on GPU: an all-reduce over all devices, sliced within groups of neighbours, becomes two.
 
-    A reduce-scatter within each group, then an all-reduce of the parts between them; only where the program sums over
-    either of these already (xla/service/gpu/transforms, all_reduce_splitter.cc).
+    A reduce-scatter within each group, then an all-reduce of the slices across groups; only where the program already
+    sums over either of these (xla/service/gpu/transforms, all_reduce_splitter.cc).
     """
     sizes = context.subaxes.sizes
     split = [factor for factor in cut.factors if factor > 1]

@@ -1,7 +1,7 @@
-"""What GSPMD emits for ops that move elements, and for windows: reshape, slice, pad, concatenate, reverse, pooling.
+"""GSPMD's handlers of ops that move elements, and of windows: reshape, slice, pad, concatenate, reverse, pooling.
 
-Each function gets the partitioner, the op, the shardings its operands are found under and the one its result is wanted
-under. They follow `HandleReshape`, `HandleSlice`, `HandlePad`, `HandleReduceWindow` and so on of XLA
+Each function gets the partitioner, the op, its operands' tilings and the tiling wanted of its result. They follow
+`HandleReshape`, `HandleSlice`, `HandlePad`, `HandleReduceWindow` and so on of XLA
 (xla/service/spmd/spmd_partitioner.cc).
 """
 
@@ -25,7 +25,7 @@ Dim = tuple[int, ...]
 
 
 def reshape(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Through the operand sharding that the result's becomes, or the result sharding that the operand's becomes."""
+    """Reshard the operand to the sharding that reshapes to the result's, or the result from the operand's, reshaped."""
     (source,), (result,) = reads, results
     kind = context.graph.type_of(op.operands[0])
     shape, into = kind.shape, op.results[0].shape
@@ -43,14 +43,14 @@ def reshape(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emiss
             own = context.resharder.reshard(into, kind.dtype, forth, result)
             if subaxes.tiles(forth) == subaxes.tiles(source):
                 return context.moved(op, reads, (again,), share, own)
-    # Dims that carry over stay split, the others are gathered; the result is sliced from there.
+    # Gather the dims that do not carry over, then slice the result.
     kept = subaxes.reshape(into, shape, forth)
     own = context.resharder.reshard(into, kind.dtype, forth, result)
     return context.moved(op, reads, (kept,), share, own)
 
 
 def slice_(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Under the operand's sharding if it has more tiles, else under the result's; then resharded to the result's."""
+    """Slice under the sharding, operand's or result's, with more tiles; then reshard to the result's."""
     (source,), (result,) = reads, results
     attrs = op.attrs
     shape = context.graph.type_of(op.operands[0]).shape
@@ -63,7 +63,7 @@ def slice_(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissi
 
 
 def pad(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Under the result's sharding; dims with interior padding are gathered where they are split."""
+    """Pad under the result's sharding; gather split dims with interior padding."""
     (result,) = results
     attrs = op.attrs
     shape = context.graph.type_of(op.operands[0]).shape
@@ -77,7 +77,7 @@ def pad(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
 
 
 def reduce_window(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Under the result's sharding, as a window over the operand; a replicated result is computed whole everywhere."""
+    """Run under the result's sharding, with halos of the operand; each device computes all of a replicated result."""
     attrs = op.attrs
     shape, result = context.graph.type_of(op.operands[0]).shape, results[0]
     if len(results) > 1 or not any(result):
@@ -100,7 +100,7 @@ def reduce_window(context: Context, op: Op, reads: Tilings, results: Tilings) ->
 
 
 def select_and_scatter(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Operand and source under the result's sharding; halos of both along split dims that windows cover."""
+    """Run under the result's sharding, with halos of operand and source along split dims that windows cover."""
     (result,) = results
     attrs = op.attrs
     shapes = [context.graph.type_of(value).shape for value in op.operands]
@@ -158,10 +158,10 @@ def _windowed(
     *,
     resharded: bool = False,
 ) -> Emission:
-    """`ReshardAsWindowedInput`: reshard to `run_as`, exchange halos along each dim that is split and moved.
+    """`ReshardAsWindowedInput`: reshard to `run_as`, then exchange halos along each split dim whose elements shift.
 
-    An operand that is whole along those dims is padded and sliced where it is, unless it is `resharded` in any case:
-    `HandleSlice` does that first, and then exchanges.
+    Each device pads and slices an operand that is replicated along those dims, unless it is `resharded` first in any
+    case, as `HandleSlice` does.
     """
     kind = context.graph.type_of(op.operands[0])
     subaxes = context.subaxes
@@ -170,7 +170,7 @@ def _windowed(
     whole = tuple(() if dim in busy else axes for dim, axes in enumerate(run_as))
     target = run_as
     if busy and not resharded and (not any(source) or source == whole):
-        target = source  # every device pads and slices what it has
+        target = source  # every device pads and slices its shard
     elif busy:
         found = [(dim, exchange(windows[dim], subaxes.ways(run_as[dim]))) for dim in busy]
         done = exchange_all(subaxes.shard(kind.shape, run_as), found)
@@ -195,17 +195,17 @@ def concatenate(context: Context, op: Op, reads: Tilings, results: Tilings) -> E
 def concatenated(
     context: Context, kinds: Sequence[TensorType], into: Shape, reads: Sequence[Tiling], result: Tiling, dim: int
 ) -> tuple[list[Tiling], list[Step]]:
-    """How the operands of a concatenation are read, and what follows.
+    """(operand tilings, reshards of the result) of a concatenation along `dim`.
 
-    A split concatenated dim gives its axes to the first dim that they divide, and takes them back afterwards. Of two
-    operands of one row to a device, a TPU's compiler sends each row to where it belongs (libtpu 0.0.51, v5e 2x4: exact
-    over two and eight devices, over four of eight it sends 6 rows rather than 4).
+    The axes of a split `dim` move to the first dim that they divide, and back after the concatenation. For two operands
+    with one row per device a TPU's compiler permutes each row to its device (libtpu 0.0.51, v5e 2x4: exact over two
+    and eight devices, over four of eight it sends 6 rows rather than 4).
     """
     ways = context.subaxes.ways(result[dim])
     single = len(kinds) == 2 and all(kind.shape[dim] == ways for kind in kinds)
     if context.compiler.exchanges_rows and ways > 1 and single and all(read == result for read in reads):
         row = math.prod(context.subaxes.shard(kinds[0].shape, result)) * dtype_bytes(kinds[0].dtype)
-        # Each device keeps two rows of one operand; the first (last) of all keeps one that it has.
+        # Each device keeps two rows of one operand; the first (last) of all has one of them.
         step: Step = ("collective-permute", context.subaxes.axes(result[dim]), row)
         return [result, result], [step] * (2 if ways == 2 else 4)
     run_as = moved_off(context, into, result, dim)
@@ -213,7 +213,7 @@ def concatenated(
 
 
 def sort(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """As a concatenation, with the sorted dim (`HandleSort`); every operand and result is split alike."""
+    """Move the sorted dim's axes as a concatenation does (`HandleSort`); all operands and results are split alike."""
     run_as = moved_off(context, op.results[0].shape, results[0], op.attrs["dim"])
     own: list[Step] = []
     for kind, result in zip(op.results, results, strict=True):
@@ -222,7 +222,7 @@ def sort(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission
 
 
 def moved_off(context: Context, shape: Shape, tiling: Tiling, dim: int) -> Tiling:
-    """`tiling` with `dim` whole: its axes go to the first dim that they divide evenly, else they are dropped."""
+    """`tiling` with `dim` replicated: its axes move to the first dim that they divide evenly, else they are dropped."""
     axes = tiling[dim]
     if not axes:
         return tiling
@@ -236,7 +236,7 @@ def moved_off(context: Context, shape: Shape, tiling: Tiling, dim: int) -> Tilin
 
 
 def reverse(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Shards trade places along reversed dims that are split."""
+    """Shards trade devices along reversed dims that are split, by a collective permute."""
     kind, (result,) = op.results[0], results
     own: list[Step] = []
     turned = tuple(axis for dim in op.attrs["dims"] for axis in result[dim])

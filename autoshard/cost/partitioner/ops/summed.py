@@ -1,8 +1,8 @@
-"""Sums over devices that are added up are made once: `AllReduceReassociate`, on TPU and GPU.
+"""One all-reduce for a sum of all-reduced terms: `AllReduceReassociate`, on TPU and GPU.
 
-Reduce-scatters too, and all-reduces of which each is cut alike before they are added. In program order, so that a sum
-of several terms ends with one collective. A GPU adds values that were widened after their reduction (products in bf16
-under autocast) and reduces the wide sum.
+Also for reduce-scatters, and for all-reduces with equal slices before the add. In program order, so that a sum of
+several terms ends with one collective. A GPU also adds terms converted to f32 after their reduction (bf16 products
+under autocast) and reduces the f32 sum.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autoshard.graph.ops import Graph, Op, Value
 
 @dataclass(frozen=True)
 class _Term:
-    """What a sum adds: made by an op whose last collective reduces it, and read by nothing else.
+    """An operand of an add, all-reduced by its producer and with no other user.
 
     Attributes:
-        maker: that op.
-        reduction: its last collective, as large as the sum would be; behind a reduce-scatter of slices that were padded
-            the permute that moves them into place, too.
-        whole: the values on the way, if parts of them are read: they are whole until the sum is reduced.
+        maker: the producer.
+        reduction: its last collective, with the bytes of the sum; after a padded reduce-scatter also the permute that
+            moves slices into place.
+        whole: the values from there to the add if a slice of them is read: partial sums until the sum is reduced.
     """
 
     maker: int
@@ -38,7 +38,7 @@ class _Term:
 
 
 def sum_once(runs: list[OpRun], context: Context) -> list[OpRun]:
-    """A sum of two reduced values that it alone reads is reduced once; `runs` are changed."""
+    """Reduce the sum of two reduced values once if it is their only user; changes `runs`."""
     _Summing(context, runs).run()
     return runs
 
@@ -46,7 +46,7 @@ def sum_once(runs: list[OpRun], context: Context) -> list[OpRun]:
 class _Summing:
     def __init__(self, context: Context, runs: list[OpRun]) -> None:
         self.context, self.graph, self.runs = context, context.graph, runs
-        self.whole: set[int] = set()  # sums of terms of which parts are read
+        self.whole: set[int] = set()  # sums of terms that are sliced
 
     def run(self) -> None:
         for op in self.graph.ops:
@@ -57,7 +57,7 @@ class _Summing:
                 self._join(op, terms)
 
     def _kind(self, term: _Term) -> tuple[object, ...]:
-        """What terms that are reduced together have in common."""
+        """What terms must have in common to share a reduction."""
         what = tuple((one.kind, one.axes, one.bytes) for one in term.reduction)
         return what, self.context.order.get(term.maker), not term.whole
 
@@ -75,45 +75,45 @@ class _Summing:
         self.runs[op.id] = replace(self.runs[op.id], collectives=made)
 
     def _term(self, op: Op, place: int) -> _Term | None:
-        """An operand as a term; None where it is not reduced, or something else reads it too."""
-        way = self._way(op, place)
-        *_, value = way
+        """An operand as a term; None where it is not reduced, or has another user."""
+        chain = self._chain(op, place)
+        *_, value = chain
         maker = self.graph.ops[value.op]
         last = _reduction(self.runs[maker.id].collectives)
         if not last:
             return None
-        if any(self.graph.uses(each) != 1 or each in self.context.graph.returned for each in way):
+        if any(self.graph.uses(each) != 1 or each in self.context.graph.returned for each in chain):
             return None
         if maker.kind == "scatter" and not is_annotated(self.context, maker):  # it scatters onto the other term
             return None
-        made = {each: self.context.shardings.made[each] for each in way}
-        moved = any(dim != old and old for each in way for dim, old in zip(way[each], made[each], strict=True))
+        made = {each: self.context.shardings.made[each] for each in chain}
+        moved = any(dim != old and old for each in chain for dim, old in zip(chain[each], made[each], strict=True))
         if moved and last[0].kind == "all-reduce":
             return None
-        cut = made != way or maker.id in self.whole or last[0].kind == "reduce-scatter"
+        cut = made != chain or maker.id in self.whole or last[0].kind == "reduce-scatter"
         times = dtype_bytes(op.results[0].dtype) // dtype_bytes(self.graph.type_of(value).dtype)
         if cut and times > 1:
             return None
         reduction = tuple(replace(one, bytes=times * one.bytes) for one in last)
-        return _Term(maker.id, reduction, tuple(way) if cut else ())
+        return _Term(maker.id, reduction, tuple(chain) if cut else ())
 
-    def _way(self, op: Op, place: int) -> Mapping[Value, Tiling]:
-        """The values from an operand back to what was reduced, with how they are read. A product may be transposed."""
+    def _chain(self, op: Op, place: int) -> Mapping[Value, Tiling]:
+        """Values from an operand back to its reduction, by scaling, widening or transposing -> their tilings."""
         split = self.runs[op.id].reads[place]
-        way = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
-        *_, value = way
+        chain = dict.fromkeys(unscaled(self.graph, op.operands[place]), split)
+        *_, value = chain
         turn = self.graph.ops[value.op]
         if self.context.compiler.sums_widened_terms and _widens(self.graph, turn):
-            way |= dict.fromkeys(unscaled(self.graph, turn.operands[0]), split)
-            *_, value = way
+            chain |= dict.fromkeys(unscaled(self.graph, turn.operands[0]), split)
+            *_, value = chain
             turn = self.graph.ops[value.op]
         if turn.kind == "transpose" and is_transposed(self.context, self.graph.ops[turn.operands[0].op]):
-            way[turn.operands[0]] = split[::-1]
-        return way
+            chain[turn.operands[0]] = split[::-1]
+        return chain
 
 
 def _reduction(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
-    """The reduction that an op ends with, and what moves its slices into place."""
+    """The reduction that an op ends with, and the permute that moves its slices into place."""
     last = tuple(collectives[-2:])
     if last and last[-1].kind in ("all-reduce", "reduce-scatter"):
         return last[-1:]
@@ -122,7 +122,7 @@ def _reduction(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def _widens(graph: Graph, op: Op) -> bool:
-    """Whether an op makes floating-point numbers wider."""
+    """Whether an op converts floating-point numbers to a wider dtype."""
     if op.kind != "convert":
         return False
     narrow, wide = graph.type_of(op.operands[0]).dtype, op.results[0].dtype

@@ -1,1 +1,1 @@
-"""What compilers rewrite in the graph before shardings propagate."""
+"""Compiler passes that rewrite the graph before shardings propagate."""

@@ -1,7 +1,7 @@
-"""Ops that a TPU's compiler makes one of: equal ones, on equal operands, annotated alike.
+"""Common subexpression elimination on TPU: equal ops with equal operands and annotations become one.
 
-XLA's `HloCSE` runs before shardings are propagated (libtpu 0.0.51, dumped between passes), and takes annotations for
-ops like any other: of two norms of one value, every op and every annotation of the second is gone.
+XLA's `HloCSE` runs before sharding propagation there (libtpu 0.0.51, dumped between passes) and treats annotations as
+ops: of two norms of one value, every op and every annotation of the second is merged away.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Spec
 
 EXPRESSIONS = ELEMENTWISE | {"broadcast_in_dim", "slice"}
-"""Kinds that make constant expressions of constant expressions (`HloConstantSplitter`)."""
+"""Kinds that keep constant expressions constant (`HloConstantSplitter`)."""
 
 MERGED = EXPRESSIONS | {
     "iota", "reshape", "transpose", "dot_general", "gather", "pad", "concatenate", "reverse", "reduce",
 }  # fmt: skip
-"""Kinds of which equal ops are merged: those that `Op.attrs` says everything about."""
+"""Kinds whose equal ops are merged: `Op.attrs` describes them completely."""
 
 COMMUTES = frozenset({"add", "multiply", "maximum", "minimum", "and", "or", "xor"})
 
 
 def equal_ops(graph: Graph, annotations: Annotations) -> dict[Value, Value]:
-    """Value -> the first value that it is equal to and pinned like; what follows from constants alone is left out."""
+    """Value -> the first equal value with the same pin; constant expressions are left out."""
     return _Equal(graph, annotations).found
 
 
 def merged(graph: Graph, annotations: Annotations, equal: Mapping[Value, Value]) -> tuple[Graph, Annotations]:
-    """The graph in which readers of the later values read the first, and nothing makes the later ones.
+    """The graph in which users of the later values read the first, and nothing computes the later ones.
 
-    Ops keep their numbers: what made a later value is a constant that nothing reads.
+    Op numbers stay: the op of a later value becomes an unused constant.
     """
 
     def first(value: Value) -> Value:
@@ -59,8 +59,8 @@ class _Equal:
         self.graph, self.annotations = graph, annotations
         self.folded = fold(graph)
         self.found: dict[Value, Value] = {}
-        self.same: dict[Value, Value] = {}  # `found`, with what follows from constants
-        self.copies: dict[Value, dict[int | None, tuple[Spec, ...]]] = {}  # value -> consumer -> how that reads it
+        self.same: dict[Value, Value] = {}  # `found`, and constant expressions
+        self.copies: dict[Value, dict[int | None, tuple[Spec, ...]]] = {}  # value -> consumer -> its annotations
         for (value, aten), spec in annotations.copies.items():
             self.copies.setdefault(value, {})[aten] = annotations.chain(value, spec)
         self.read = {(value, aten): chain for value, own in self.copies.items() for aten, chain in own.items()}
@@ -96,14 +96,14 @@ class _Equal:
         )
 
     def _read(self, value: Value, aten: int | None) -> Hashable:
-        """What an op of `aten` reads: the value, or what it is equal to, and as which copy."""
+        """A value as an op of `aten` reads it: the first equal value, and its copy."""
         copy = self.read.get((value, aten))
         if copy is None and value not in self.annotations.pins and value in self.folded.same:
             return self._read(self.folded.same[value], None)
         return self.same.get(value, value), copy
 
     def _alike(self, before: Value, value: Value) -> bool:
-        """Whether two equal values are pinned alike, and no consumer of both reads them under two shardings."""
+        """Whether two equal values are pinned alike, and no op that uses both reads them under two shardings."""
         pins = self.annotations.pins
         if pins.get(before) != pins.get(value):
             return False
@@ -114,13 +114,13 @@ class _Equal:
         return all(ways.get(chain[-1], chain) == chain for chain in other.values())
 
     def _consumers(self, value: Value) -> set[int | None]:
-        """The aten ops that read a value, or what is equal to it."""
+        """The aten ops that use a value or one equal to it."""
         if value not in self.consumers:
             self.consumers[value] = {op.aten for op in self.graph.readers(value)}
         return self.consumers[value]
 
     def _join(self, before: Value, value: Value) -> None:
-        """What reads the later value reads the first from now on."""
+        """Let the users of the later value read the first."""
         self._consumers(before).update(self._consumers(value))
         if value in self.copies:
             self.copies.setdefault(before, {}).update(self.copies[value])

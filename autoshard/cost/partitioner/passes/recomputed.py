@@ -1,7 +1,7 @@
-"""Which ops compute again what the program has computed: activation checkpoints.
+"""Rematerialised ops: those that repeat an earlier op for activation checkpointing.
 
-A barrier passes on what it is given. Of ops that would be equal without barriers, what stands behind the fewest of them
-is the original, and the others are computed again. Random numbers count as those that were drawn before.
+An optimization barrier passes its operands on. Of ops that would be equal without barriers, the one behind the fewest
+barriers is the original and the others are recomputed. Random numbers count as those drawn before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RANDOM = frozenset({"rng", "rng_bit_generator"})
 
 
 def recomputed_ops(graph: Graph) -> frozenset[int]:
-    """The ops of `graph` that compute again what another op of it computes."""
+    """The ops of `graph` that recompute another op's result."""
     if all(op.kind != BARRIER for op in graph.ops):
         return frozenset()
     names: dict[Value, int] = {}  # equal values have equal names
@@ -39,7 +39,7 @@ def recomputed_ops(graph: Graph) -> frozenset[int]:
 
 
 def _key(op: Op, names: dict[Value, int]) -> Hashable:
-    """What equal ops have in common (not a number is one too); of what nothing is known an op of its own."""
+    """What equal ops have in common (NaN equals itself); an op of an unknown kind equals none."""
     if op.kind == "argument" or (op.kind == "constant" and op.attrs.get("value") is None):
         return op.id
     try:

@@ -1,18 +1,17 @@
-"""What compilers of TPUs and GPUs rewrite before they propagate shardings, where nothing in it is annotated.
+"""Rewrites that TPU and GPU compilers do before sharding propagation, where no annotation stands in between.
 
-PyTorch writes a linear layer as a product of rows: dims are merged before it and taken apart behind it. Where the batch
-is not the first of them (`nn.Transformer`, `nn.MultiheadAttention`: the sequence is), a sharding of the batch does not
-pass through rows. Compilers of GPUs and TPUs reduce over the dims that a reshape merged rather than over rows
-(`AlgebraicSimplifier`, `HandleReduce`). That of TPUs also makes products of matrices as they are before they are
-transposed (`TransposeFolding`), so that a weight is gathered once, and products without batch dims (libtpu 0.0.51; 32
-single products dumped after its propagation, with one and several readers, one and both operands reshaped):
+PyTorch writes a linear layer on `[sequence, batch, features]` as a 2-D product: a reshape merges the leading dims
+before it, another splits them after it. Where the batch is not the major-most of them (`nn.Transformer`,
+`nn.MultiheadAttention`), its sharding does not pass through the merged dim. On GPU and TPU reductions run over the dims
+that a reshape merged (`AlgebraicSimplifier`, `HandleReduce`). On TPU products also read operands untransposed
+(`TransposeFolding`), so a weight is gathered once, and products without batch dims absorb reshapes (libtpu 0.0.51, 32
+single products dumped after propagation):
 
-- of one reader, a reshape that takes dims of the result apart, and of an operand that is a reshape: with these dims;
-- of two reshapes that merge equal dims, which are summed over, and merge nothing else: over these dims.
+- a reshape that splits dims of the result and is its only user, if an operand is a reshape too;
+- two reshapes that merge equal dims into the contracted one, and merge nothing else.
 
-An annotated value is no reshape to them, and an annotated product stays as it is. A TPU's compiler also finds where a
-ReLU's result is greater than zero in what the ReLU reads, so that the mask of the backward pass does not split that
-result.
+Annotated values and products stay as they are. On TPU a comparison of a ReLU's result with zero reads the ReLU's
+operand instead, so that the mask of the backward pass puts no sharding on the result.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _SPREADS = ELEMENTWISE | {"broadcast_in_dim", "reshape"}
 
 
 def rewritten(graph: Graph, annotations: Annotations, target: Target) -> tuple[Graph, dict[Value, Value]]:
-    """The graph as it is rewritten, and what is not made any more -> what it would be a reshape of.
+    """The rewritten graph, and each value no longer computed -> the value that it would be a reshape of.
 
-    Ops keep their numbers: where an operand needs a reshape of its own it takes the product's, and the product that of
-    the reshape behind it.
+    Op numbers stay: if an operand needs a new reshape, that takes the product's number, and the product that of the
+    reshape after it.
     """
     compiler = CAPABILITIES[target]
     return _Rewriting(graph, annotations, compiler).run() if compiler.simplifies_first else (graph, {})
@@ -60,26 +59,26 @@ class _Rewriting:
     def run(self) -> tuple[Graph, dict[Value, Value]]:
         for op in self.graph.ops:
             if op.kind == "reduce" and len(op.results) == 1:
-                self._reduced(op)
+                self._absorb_into_reduce(op)
             elif op.kind == "compare" and self.compiler.compares_unclipped:
-                self._compared(op)
+                self._compare_unclipped(op)
             elif (
                 op.kind == "dot_general"
                 and self.compiler.folds_transposes
                 and not op.attrs["lhs_batch"]
                 and "outer" not in op.attrs
             ):
-                op = self._turned(op)
-                self._taken_apart(op) or self._summed_apart(op)
+                op = self._fold_transposes(op)
+                self._absorb_result_reshape(op) or self._absorb_operand_reshapes(op)
         if all(op is before for op, before in zip(self.ops, self.graph.ops, strict=True)):
             return self.graph, {}
         self._drop_unread()
         return replace(self.graph, ops=tuple(self.ops)), self.apart
 
-    def _compared(self, op: Op) -> None:
-        """Whether the larger of an array and a number is greater than that number: whether the array is.
+    def _compare_unclipped(self, op: Op) -> None:
+        """`max(x, c) > c` reads `x > c`.
 
-        Where nothing annotates the array both are split alike, and kernels were read off programs with either.
+        Without an annotation on x both are split alike, and kernels were read off programs with either.
         """
         largest, number = op.operands[0], self.numbers.get(op.operands[1])
         maker = self.graph.ops[largest.op]
@@ -89,8 +88,8 @@ class _Rewriting:
         if self.numbers.get(least) == number and array in self.pinned and (array, maker.aten) not in self.copied:
             self.ops[op.id] = replace(op, operands=(array, op.operands[1]))
 
-    def _turned(self, op: Op) -> Op:
-        """A product of matrices as they are before they are transposed (`TransposeFolding`)."""
+    def _fold_transposes(self, op: Op) -> Op:
+        """Let a product read its 2-D operands untransposed (`TransposeFolding`)."""
         operands, attrs = list(op.operands), dict(op.attrs)
         for place, side in enumerate(("lhs", "rhs")):
             value = op.operands[place]
@@ -104,8 +103,8 @@ class _Rewriting:
             op = self.ops[op.id] = replace(op, operands=tuple(operands), attrs=attrs)
         return op
 
-    def _taken_apart(self, op: Op) -> bool:
-        """With the dims of the reshape that alone reads it."""
+    def _absorb_result_reshape(self, op: Op) -> bool:
+        """Give a product's result the dims of the reshape that is its only user."""
         made = Value(op.id)
         readers = self.graph.readers(made)
         if len(readers) != 1 or readers[0].kind != "reshape" or made in self.pinned or made in self.graph.returned:
@@ -117,7 +116,7 @@ class _Rewriting:
             return False
         operands: list[Value] = []
         shapes: list[Shape] = []
-        missing: list[int] = []  # operands that need a reshape of their own
+        missing: list[int] = []  # operands that need a new reshape
         free = 0
         contracts = []
         for place, side in enumerate(("lhs", "rhs")):
@@ -156,8 +155,8 @@ class _Rewriting:
         self.apart[made] = Value(reshape.id)
         return True
 
-    def _summed_apart(self, op: Op) -> bool:
-        """Over the dims that both operands merge."""
+    def _absorb_operand_reshapes(self, op: Op) -> bool:
+        """Contract over the dims that reshapes of both operands merge."""
         contracts: list[tuple[int, ...]] = []
         merged: list[Shape] = []
         sources: list[Value] = []
@@ -178,8 +177,8 @@ class _Rewriting:
         self.ops[op.id] = replace(op, operands=tuple(sources), attrs=attrs)
         return True
 
-    def _reduced(self, op: Op) -> None:
-        """Over the dims that a reshape merges; the others are merged behind it, by the reshapes that alone read it."""
+    def _absorb_into_reduce(self, op: Op) -> None:
+        """Reduce over the dims that a reshape merges; reshapes that are the only users merge the others afterwards."""
         read, made, dims = op.operands[0], Value(op.id), op.attrs["dims"]
         source = self._source(read, op)
         parts = None if source is None else _parts(self._type(read).shape, self._type(source).shape)
@@ -199,25 +198,25 @@ class _Rewriting:
         self.ops[op.id] = replace(op, operands=operands, results=(kind,), attrs={**op.attrs, "dims": over})
 
     def _copied(self, value: Value, *readers: Op) -> bool:
-        """Whether there is an annotated copy of a value for one of its readers."""
+        """Whether one of these users reads an annotated copy of a value."""
         return any((value, reader.aten) in self.copied for reader in readers)
 
     def _source(self, value: Value, reader: Op) -> Value | None:
-        """What a value is a reshape of, where nothing on the way to its reader is annotated."""
+        """The operand of the reshape that makes a value, if no annotation stands between it and the user."""
         op = self.graph.ops[value.op]
         if op.kind != "reshape" or value in self.pinned or self._copied(op.operands[0], op, reader):
             return None
         source = op.operands[0]
         if self.ops[source.op].results[source.result] != self._type(source):
-            return None  # it was rewritten itself
+            return None  # rewritten itself
         return None if self._type(value).shape in self._moved(source) else source
 
     def _moved(self, value: Value) -> frozenset[Shape]:
-        """The shapes of what moves and elementwise ops, of one array and numbers alone, make a value of.
+        """The shapes that a chain of reshapes, transposes and elementwise ops of one array goes through to a value.
 
-        Such ops are done before the moves (`ReshapeMover`), which then undo each other.
+        Elementwise ops move before the others (`ReshapeMover`), which then cancel.
         """
-        way: list[tuple[Value, Shape | None]] = []  # values, and the shape of what each moves
+        way: list[tuple[Value, Shape | None]] = []  # values, and the shape that each reshapes or transposes
         while value not in self.moved:
             op = self.graph.ops[value.op]
             before: Value | None = None
@@ -242,7 +241,7 @@ class _Rewriting:
         return self.graph.type_of(value)
 
     def _drop_unread(self) -> None:
-        """Moves that are read no longer are constants that nothing reads."""
+        """Replace reshapes and transposes that have lost their users by unused constants."""
         left = Counter(value for op in self.ops for value in op.operands)
         for op in reversed(self.graph.ops):
             value = Value(op.id)
@@ -259,12 +258,12 @@ class _Rewriting:
 
 
 def _place(op: Op) -> dict[str, Any]:
-    """Where an op comes from."""
+    """The source op and module of an op."""
     return {"aten": op.aten, "module": op.module}
 
 
 def _uniform(graph: Graph) -> set[Value]:
-    """Values of which all elements are one number."""
+    """Values whose elements are all equal."""
     found: set[Value] = set()
     for op in graph.ops:
         follows = op.kind in _SPREADS and op.operands and found.issuperset(op.operands)
@@ -274,7 +273,7 @@ def _uniform(graph: Graph) -> set[Value]:
 
 
 def _parts(shape: Sequence[int], into: Sequence[int]) -> list[Shape] | None:
-    """The dims of `into` that each of `shape` is taken apart to; None where others meet in one."""
+    """The dims of `into` that each dim of `shape` is split into; None where dims are merged."""
     found: list[Shape] = []
     place = 0
     for size in shape:

@@ -1,10 +1,8 @@
-"""What compilers fold away or write in another way before shardings are propagated.
+"""Canonicalization and algebraic simplification before sharding propagation.
 
-`fold` is the way from StableHLO to HLO, the same for all; `simplified` is what the compilers of TPUs and GPUs do next.
-
-MLIR's canonicalization folds ops on splat constants, merges equal splat constants into one, and drops ops that change
-nothing. Propagation through the merged constants ties together ops that have nothing else to do with each other, so
-predicting it needs to know them.
+`fold` is what the step from StableHLO to HLO does on all targets, `simplified` what the compilers of TPU and GPU do
+next. MLIR's canonicalization folds ops on splat constants, merges equal splat constants into one, and drops no-ops.
+Sharding propagation through a merged constant relates ops that have nothing else in common.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ _COMPARES: dict[str, Callable[[Number, Number], bool]] = {
 
 @dataclass(frozen=True)
 class Folded:
-    """What remains of a graph's values.
+    """What folding finds about a graph's values.
 
     Attributes:
-        same: value -> the value that it is equal to, where its op changes nothing.
+        same: value -> the value that it is equal to, where its op is a no-op.
         splat: value -> its number, where every element is that constant.
     """
 
@@ -54,7 +52,7 @@ class Folded:
     splat: dict[Value, Number]
 
     def resolve(self, value: Value) -> Value:
-        """The value that stands for `value`."""
+        """The value that replaces `value`."""
         while value in self.same:
             value = self.same[value]
         return value
@@ -62,7 +60,7 @@ class Folded:
 
 @per_graph
 def fold(graph: Graph) -> Folded:
-    """Splat constants, and ops that change nothing (x * 1, x / 1, conversions and reshapes to the same type)."""
+    """Find splat constants and no-ops (x * 1, x / 1, conversions and reshapes to the same type)."""
     same: dict[Value, Value] = {}
     splat: dict[Value, Number] = {}
     for op in graph.ops:
@@ -80,7 +78,7 @@ def fold(graph: Graph) -> Folded:
 
 
 def _number(op: Op, graph: Graph, splat: dict[Value, Number]) -> Number | None:
-    """The constant that every element of the result is."""
+    """The number that every element of the result is; None if unknown."""
     if op.kind == "constant":
         number = op.attrs["value"]
         return number if isinstance(number, int | float) else None
@@ -108,7 +106,7 @@ def _number(op: Op, graph: Graph, splat: dict[Value, Number]) -> Number | None:
 
 
 def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None:
-    """The operand that the result is equal to."""
+    """The operand that the result equals; None if the op is no no-op."""
     if op.kind in ("multiply", "divide"):
         left, right = op.operands
         if splat.get(right) == 1:
@@ -128,7 +126,7 @@ def _unchanged(op: Op, graph: Graph, splat: dict[Value, Number]) -> Value | None
 
 
 def _rewrite(make: Callable[[Graph], Graph | None]) -> Callable[[Graph], Graph]:
-    """`make`, once per graph; where it has nothing to change and returns None, the graph itself."""
+    """`make`, cached per graph; the graph itself where `make` changes nothing and returns None."""
     known = per_graph(make)
 
     @wraps(make)
@@ -140,12 +138,12 @@ def _rewrite(make: Callable[[Graph], Graph | None]) -> Callable[[Graph], Graph]:
 
 @_rewrite
 def _with_zeros(graph: Graph) -> Graph | None:
-    """`graph` with constants for arrays without elements and for sums over none; None where it has none."""
+    """`graph` with constants for zero-sized arrays and for sums over no elements; None where it has none."""
     return _with_ops(graph, [made for op in graph.ops if (made := _of_nothing(op, graph)) is not None])
 
 
 def _of_nothing(op: Op, graph: Graph) -> Op | None:
-    """What replaces an op on arrays without elements: a constant, or the fill of a sum or pad; None for other ops."""
+    """The replacement of an op on zero-sized arrays: a constant, or the fill of a sum or pad; None for other ops."""
     if op.kind in ("argument", "constant") or len(op.results) != 1:
         return None
     reads_none = any(0 in graph.type_of(value).shape for value in op.operands)
@@ -158,7 +156,7 @@ def _of_nothing(op: Op, graph: Graph) -> Op | None:
 
 @_rewrite
 def _with_reshapes(graph: Graph) -> Graph | None:
-    """`graph` with reshapes for broadcasts that repeat nothing and move nothing; None where it has none."""
+    """`graph` with reshapes for broadcasts that only add dims of size 1; None where it has none."""
     broadcasts = (op for op in graph.ops if op.kind == "broadcast_in_dim")
     return _with_ops(graph, [replace(op, kind="reshape", attrs={}) for op in broadcasts if _adds_dims(op, graph)])
 
@@ -171,7 +169,7 @@ def _adds_dims(op: Op, graph: Graph) -> bool:
 
 @_rewrite
 def _with_pads(graph: Graph) -> Graph | None:
-    """`graph` with pads for updates of splat constants; None where it has no such update."""
+    """`graph` with pads for dynamic-update-slices into splat constants; None where it has none."""
     splat = fold(graph).splat
     return _with_ops(graph, [pad for op in graph.ops if (pad := _pad(op, graph, splat)) is not None])
 
@@ -190,7 +188,7 @@ def _sums_nothing(op: Op, graph: Graph) -> bool:
 
 @_rewrite
 def _with_squares(graph: Graph) -> Graph | None:
-    """`graph` with products for second powers; None where it has none."""
+    """`graph` with x * x for x ** 2; None where it has none."""
     splat = fold(graph).splat
     powers = (op for op in graph.ops if op.kind == "power" and splat.get(op.operands[1]) == 2)
     return _with_ops(graph, [replace(op, kind="multiply", operands=(op.operands[0],) * 2) for op in powers])
@@ -204,20 +202,19 @@ SIMPLIFIED_BY: Mapping[Target, Passes[Graph]] = {
 
 
 def simplified(graph: Graph, target: Target) -> Graph:
-    """The graph that a target's compiler propagates shardings through and partitions; ops keep their numbers.
+    """The graph that `target`'s compiler propagates shardings through and partitions; op numbers stay.
 
-    For all an array without elements, or a sum over none, is a constant (`ZeroSizedHloElimination`), and a broadcast
-    that only adds dims of one element is a reshape (MLIR's canonicalization), through which shardings pass. For TPUs
-    and GPUs `AlgebraicSimplifier` runs before: an array of one number into which a part is written at a known place
-    (the gradient of a slice) is that part, padded; a product that sums nothing is broadcasts of its operands,
-    multiplied, and is marked `outer`. On GPUs squares are products, so that no sharding passes from one to another
-    through the exponent that they share. The CPU's compiler does so after partitioning.
+    On all targets zero-sized arrays and sums over no elements are constants (`ZeroSizedHloElimination`), and a
+    broadcast that only adds dims of size 1 is a reshape, through which shardings pass. On TPU and GPU
+    `AlgebraicSimplifier` also runs: a dynamic-update-slice at a constant place of a splat (the gradient of a slice) is
+    a pad; a contraction of no dims is a product of broadcasts, marked `outer`. On GPU squares are products, so no
+    sharding passes through a shared exponent. The CPU compiler does so after partitioning.
     """
     return SIMPLIFIED_BY[target](graph)
 
 
 def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:
-    """`graph` with other ops of their numbers; None where there are none."""
+    """`graph` with these ops in place of those of the same numbers; None where there are none."""
     if not changed:
         return None
     ops = {op.id: op for op in changed}
@@ -225,7 +222,7 @@ def _with_ops(graph: Graph, changed: Sequence[Op]) -> Graph | None:
 
 
 def _pad(op: Op, graph: Graph, splat: Mapping[Value, Number]) -> Op | None:
-    """The pad of its update that a `dynamic_update_slice` is; its fill is no operand."""
+    """The pad that replaces a `dynamic_update_slice`; its constant fill is no operand."""
     if op.kind != "dynamic_update_slice" or op.operands[0] not in splat:
         return None
     _, update, *starts = op.operands

@@ -1,1 +1,1 @@
-"""The steps from one sharding of a value to another, and what they cost."""
+"""Resharding: the collectives from one sharding of a value to another, and their cost."""

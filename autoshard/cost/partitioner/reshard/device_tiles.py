@@ -21,11 +21,11 @@ class Tiles:
     """An `HloSharding`: which device holds which tile.
 
     Attributes:
-        dims: tiles per dim of the tensor; if `partial`, then how many devices hold each tile.
-        devices: of shape `dims`. Those that hold one tile are in ascending order.
-        partial: whether several devices hold each tile.
+        dims: tiles per dim of the tensor; if `partial`, followed by the number of replicas of each tile.
+        devices: device numbers of shape `dims`. Replicas of a tile are in ascending order.
+        partial: whether tiles have replicas (`replicate_on_last_tile_dim`).
         data: tiles per dim of the tensor.
-        replicated: whether nothing is split.
+        replicated: whether no dim is split.
     """
 
     dims: Shape
@@ -35,7 +35,7 @@ class Tiles:
     replicated: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out what is asked for often."""
+        """Compute `data` and `replicated`."""
         data = self.dims[:-1] if self.partial else self.dims
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "replicated", max(data, default=1) == 1)
@@ -53,17 +53,17 @@ class Tiles:
 
     @property
     def rank(self) -> int:
-        """Of the tensor."""
+        """The tensor's rank."""
         return len(self.dims) - self.partial
 
     @property
     def copies(self) -> int:
-        """How many devices hold each tile."""
+        """Number of replicas of each tile."""
         return self.dims[-1] if self.partial else 1
 
 
 def tiles(devices: Devices, rank: int) -> Tiles:
-    """The sharding of a tensor of `rank` dims; a last dim beyond these holds what is replicated."""
+    """The sharding of a tensor of `rank` dims; a further last dim of `devices` numbers the replicas."""
     if devices.ndim == rank:
         return Tiles(devices.shape, devices, False)
     if devices.shape[-1] == 1:
@@ -89,7 +89,7 @@ class Grouped:
 
 
 def groups_along(devices: Devices, dims: Sequence[int], factors: Sequence[int] | None = None) -> Devices:
-    """Groups of the devices that differ in `dims` only, by the minor `factors` of these dims."""
+    """Groups of the devices that differ only in `dims`, by the minor `factors` of these dims."""
     shape, moving = [], []
     for i, size in enumerate(devices.shape):
         if i in dims:
@@ -104,7 +104,7 @@ def groups_along(devices: Devices, dims: Sequence[int], factors: Sequence[int] |
 
 
 def grouped(sharding: Tiles, dims: Sequence[int], inner: Sequence[int] | None = None) -> Grouped:
-    """Groups by the major tiles of `dims`, `inner` (default one) within a group (`GroupShardingOnDims`)."""
+    """Groups by the major tiles of `dims`, with `inner` tiles (default 1) within a group (`GroupShardingOnDims`)."""
     shape, outside, kept = list[int](), list[int](), list[int]()
     for i, size in enumerate(sharding.dims):
         if i in dims:

@@ -1,4 +1,4 @@
-"""Reshards between tilings: `steps.py` on the grid of a mesh's subaxes."""
+"""Reshards between tilings: `steps.py` on the device array of a mesh's subaxes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.mesh import AxisGroup, part_of
 
 Step = tuple[CollectiveKind, AxisGroup, int]
-"""Kind, axes, bytes."""
+"""(kind, axes, bytes per device)."""
 
 Shape = tuple[int, ...]
 Group = tuple[int, ...]
 
 
 class Resharder:
-    """Collectives of reshards over one mesh, remembered by (shape, dtype, source, target)."""
+    """Collectives of reshards over one mesh, cached by (shape, dtype, source, target)."""
 
     def __init__(self, subaxes: Subaxes, target: Target) -> None:
-        """For tilings over `subaxes`, as `target`'s partitioner moves between them."""
+        """For tilings over `subaxes`, resharded as `target`'s partitioner does."""
         self.subaxes = subaxes
         self.target: Target = target
         self.rules = COLLECTIVE_RULES[target]
@@ -36,7 +36,7 @@ class Resharder:
         self._names: dict[tuple[int, ...], AxisGroup] = {}
 
     def names(self, subaxes: Sequence[int]) -> AxisGroup:
-        """What subaxes are of the mesh."""
+        """The mesh axes, or parts of axes, that these subaxes make up."""
         key = tuple(subaxes)
         known = self._names.get(key)
         if known is None:
@@ -49,9 +49,9 @@ class Resharder:
         return known
 
     def reshard(self, shape: Shape, dtype: str, source: Tiling, target: Tiling, outer: Group = ()) -> tuple[Step, ...]:
-        """What moving a value of `shape` from `source` to `target` takes; uneven dims count their padding.
+        """The steps that reshard a value of global `shape` from `source` to `target`; uneven dims count their padding.
 
-        `outer` are the subaxes that group the devices: the move is within each group.
+        `outer` are the subaxes that number the device groups: the reshard stays within each group.
         """
         if source == target or 0 in shape:
             return ()
@@ -65,7 +65,7 @@ class Resharder:
         )
 
     def _becomes(self, kind: CollectiveKind, shape: Shape, item: int, axes: AxisGroup, elements: int) -> CollectiveKind:
-        """What a target makes of a collective of so many elements, of `item` bytes each."""
+        """The kind into which a target's compiler turns a collective of `elements` elements of `item` bytes."""
         if kind != "all-gather":
             return kind
         mesh = self.subaxes.mesh
@@ -75,7 +75,7 @@ class Resharder:
     def destination(
         self, shape: tuple[int, ...], dtype: str, source: Tiling, target: Tiling, outer: Group = ()
     ) -> Tiling:
-        """Where the communication of a reshard ends: `target`, or nowhere split if it gathers all and then slices.
+        """Where the communication of a reshard ends: `target`, or replicated if it gathers everything and then slices.
 
         Reshards of one value with one destination communicate once.
         """
@@ -84,11 +84,11 @@ class Resharder:
         return nothing if steps and steps == self.reshard(shape, dtype, source, nothing, outer) else target
 
     def _steps(self, shape: Shape, source: Tiling, target: Tiling, outer: Group) -> tuple[Step, ...]:
-        """With elements in place of bytes."""
+        """The steps with elements in place of bytes."""
         size = self.subaxes.devices
         split = [i for i, (before, after) in enumerate(zip(source, target, strict=True)) if before or after]
         even = all(shape[i] % size == 0 for i in split)
-        common = tuple(size if even else shape[i] for i in split)  # evenly split values of all sizes are one case
+        common = tuple(size if even else shape[i] for i in split)  # evenly split dims of all sizes share an entry
         key = (common, tuple(source[i] for i in split), tuple(target[i] for i in split), outer)
         known = self._shares.get(key)
         if known is None:
@@ -117,7 +117,7 @@ class Resharder:
         return tuple(steps)
 
     def _survived(self, shape: Shape, before: Tiles, after: Tiles) -> tuple[Emitted, ...]:
-        """Of a reshard on which XLA crashes, those of gathering everything: plans keep away from it, hands may not."""
+        """Where XLA crashes, count a full gather in place of the reshard: plans avoid it, but a user's may not."""
         try:
             return reshard_tiles(shape, before, after, self.target).steps
         except CrashError:

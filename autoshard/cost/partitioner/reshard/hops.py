@@ -1,8 +1,7 @@
-"""Detours: shardings to annotate on the way from one sharding to another, where that is cheaper than going at once.
+"""Hops: intermediate shardings to annotate between two others where that is faster than the direct reshard.
 
-All ways of up to two shardings in between are compared, by min-plus products of one matrix: the seconds of every direct
-reshard of a tensor of one size. A sharding that splits a dim unevenly is neither stopped at nor left or reached over
-hops.
+Min-plus products of one matrix, the seconds of every direct reshard of a tensor of one size, compare all paths of up to
+two hops. Only shardings that split all dims evenly take part.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from autoshard.cost.partitioner.reshard.price import Array, Fit, affine, affine_
 from autoshard.mesh import Mesh, Spec
 
 MAX_TIME_RATIO = 0.99
-"""A hop is taken where the way with it takes less than this part of the time without."""
+"""A hop is taken where the path with it takes less than this fraction of the time without."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """A way to reshard that lowering can write.
+    """A path of reshards that lowering can annotate.
 
     Attributes:
-        hops: the specs in between, to be annotated one after the other; empty when the direct reshard is best.
-        collectives: what is emitted on the whole way.
+        hops: the intermediate specs, to annotate one after the other; empty when the direct reshard is best.
+        collectives: what the whole path emits.
         seconds: their time.
-        memory: bytes per device of the largest copy that the way makes, the final one included.
+        memory: bytes per device of the largest copy on the path, the final one included.
     """
 
     hops: tuple[Spec, ...]
@@ -42,7 +41,7 @@ class Path:
 
 
 def reshard_path(shape: Sequence[int], dtype_bytes: int, src: Spec, dst: Spec, mesh: Mesh, device: Device) -> Path:
-    """The fastest way from `src` to `dst` over at most two specs in between; the direct one unless it is slower."""
+    """The fastest path from `src` to `dst` with at most two hops; the direct reshard unless it is slower."""
     shape = tuple(shape)
     hops = hops_between(shape, dtype_bytes, src, dst, mesh, device)
     total = math.prod(shape) * dtype_bytes
@@ -74,7 +73,7 @@ def hops_between(
 def path_matrix(
     shape: Sequence[int], dtype_bytes: int, srcs: Sequence[Spec], dsts: Sequence[Spec], mesh: Mesh, device: Device
 ) -> Array:
-    """Seconds of the fastest way of every pair, of shape (srcs, dsts)."""
+    """Seconds of the fastest path of every pair, of shape (srcs, dsts)."""
     shape = tuple(shape)
     total = float(math.prod(shape) * dtype_bytes)
     fit = fit_of(shape, mesh)
@@ -93,9 +92,9 @@ class _Ways:
     """Seconds between all specs of a tensor.
 
     Attributes:
-        specs: all of them, and their places.
+        specs, index: all of them, and their positions.
         direct: without hops.
-        one, two: over the best one, or two, specs in between.
+        one, two: with the best one or two hops.
         fastest: with the hops that are worth it.
     """
 
@@ -125,7 +124,7 @@ def _shortest(first: Array, second: Array) -> Array:
 
 @lru_cache(maxsize=64)
 def _table(mesh: Mesh, device: Device, fit: Fit, rank: int) -> tuple[list[Spec], dict[Spec, int], Array, Array]:
-    """Specs that split every dim evenly, their places, alphas and betas of all pairs."""
+    """Specs that split every dim evenly, their positions, alphas and betas of all pairs."""
     axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
     sizes = [size or mesh.size for size in fit or (0,) * rank]
     specs = [

@@ -1,12 +1,11 @@
-"""What the partitioner emits to change a value's sharding, what that takes, and when a detour takes less.
+"""The collectives and the cost of a reshard, and when intermediate shardings cost less.
 
-GSPMD does not take the shortest path: `(y,.) -> (.,x)` gathers the whole tensor where a hop over `(y,x)` moves a
-fraction of it. What it does is worked out by `steps.py`, which follows its algorithm on the arrays of devices;
-`benchmarks/reshards.py` holds that against the compilers (see docs/reshards.md). Here its answers are remembered, named
-after mesh axes, priced, and compared with paths over other shardings (`hops.py`).
+GSPMD does not take the cheapest path: `(y,.) -> (.,x)` gathers the whole tensor where the hop `(y,x)` moves a fraction
+of it. `steps.py` follows its algorithm on device arrays (`benchmarks/reshards.py` compares it with the compilers, see
+docs/reshards.md). This module caches the result, names the mesh axes, prices it, and compares paths (`hops.py`).
 
-Bytes scale with the tensor as long as every dim divides by the number of devices; dims that do not are part of what an
-answer is remembered by. Dims that neither sharding splits, and axes of one device, play no part; idle axes do.
+Bytes scale with the tensor if every dim divides by the number of devices; other dims are part of the cache key. Dims
+that neither sharding splits, and axes of one device, do not matter; idle axes do.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Places = tuple[tuple[int, ...], ...]
 """A spec with axes as positions in the mesh."""
 
 Fit = tuple[int, ...] | None
-"""Per dim its size where the devices do not divide it, else 0; None: all are divided."""
+"""Per dim its size where the devices do not divide it, else 0; None: they divide all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Steps:
 
     Attributes:
         steps: in order.
-        rematerialized: whether the value is gathered whole, with XLA's warning.
+        rematerialized: whether XLA gathers the whole value (*involuntary full rematerialization*).
     """
 
     steps: tuple[Step, ...]
@@ -88,7 +87,7 @@ def reshard_matrix(
 
 @dataclass(frozen=True)
 class Affine:
-    """alpha + beta x (the whole tensor's bytes) seconds, and memory as a part of those bytes."""
+    """Seconds alpha + beta * (bytes of the global tensor), and memory per device as a fraction of those bytes."""
 
     alpha: float
     beta: float
@@ -104,7 +103,7 @@ FREE = Affine(0.0, 0.0, 0.0)
 
 @lru_cache(maxsize=1 << 16)
 def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) -> Affine:
-    """What a direct reshard takes on `device`; `fit` as in `reshard_steps`."""
+    """The cost of a direct reshard on `device`; `fit` as in `reshard_steps`."""
     if src == dst:
         return FREE
     copy = 1.0
@@ -157,7 +156,7 @@ def specs_over(rank: int, axes: Sequence[str], dims: Iterable[int] | None = None
 
 
 def fit_of(shape: Sequence[int], mesh: Mesh) -> Fit:
-    """What matters of a shape to how it splits on `mesh`: None where every dim divides by the number of devices."""
+    """How the dims of a shape divide on `mesh`: None where every dim divides by the number of devices."""
     fit = tuple(size if size % mesh.size else 0 for size in shape)
     return fit if any(fit) else None
 

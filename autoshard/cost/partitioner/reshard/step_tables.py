@@ -1,6 +1,6 @@
-"""Reshards between many shardings, kept on disk: on three mesh axes a tensor of four dims has 37,000 pairs.
+"""Tables of reshards, cached on disk: on three mesh axes a tensor of four dims has 37,000 pairs of shardings.
 
-A table depends on the mesh's shape and axis names, the partitioner and the code that follows it, not on a model.
+A table depends on the mesh's shape and axis names, the partitioner and this code, not on a model.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autoshard.errors import FileError
 from autoshard.mesh import AxisGroup, parse_axes
 
 CRASH: Literal["crash"] = "crash"
-"""Kind of the one step of a reshard on which XLA ends the process: it takes for ever."""
+"""Kind of the step that stands for a reshard on which XLA crashes: its cost is infinite."""
 LEAST_PAIRS = 2_000
-"""Smaller tables are made anew faster than they are found."""
+"""Smaller tables are computed faster than read."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Step:
 
     Attributes:
         kind: XLA's name.
-        axes: what of the mesh it runs over.
-        share: its bytes per device as a part of the whole tensor's (see `Collective.bytes`).
+        axes: the mesh axes, or parts of axes, it runs over.
+        share: its bytes per device as a fraction of the global tensor's (see `Collective.bytes`).
     """
 
     kind: CollectiveKind | Literal["crash"]
@@ -55,10 +55,10 @@ class StepTable:
 
 
 def step_table(key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]]) -> StepTable:
-    """The table of `size` shardings, from the disk if it is there.
+    """The table of `size` shardings, from disk if present.
 
     Args:
-        key: everything that `steps` depends on but code, with a `repr` that says it.
+        key: everything that `steps` depends on but code; its `repr` names the file.
         size: how many shardings.
         steps: the collectives from sharding i to sharding j, i != j.
     """
@@ -88,14 +88,14 @@ def _made(size: int, steps: Callable[[int, int], tuple[Step, ...]]) -> StepTable
 
 @cache
 def _sources() -> str:
-    """The code that a table follows from."""
+    """The source files that a table depends on."""
     here = Path(__file__)
     names = (here.name, "price.py", "steps.py", "device_tiles.py")
     return hashlib.sha256(b"".join(here.with_name(name).read_bytes() for name in names)).hexdigest()
 
 
 def _write(path: Path, table: StepTable) -> None:
-    """Keep a table; where that is not possible it is made again next time."""
+    """Write a table to disk if possible."""
     ways = [[[step.kind, [*map(str, step.axes)], str(step.share)] for step in way] for way in table.ways]
     document = {"ways": ways, "index": table.index.reshape(-1).tolist()}
     with contextlib.suppress(FileError):
@@ -103,7 +103,7 @@ def _write(path: Path, table: StepTable) -> None:
 
 
 def _read(path: Path) -> StepTable | None:
-    """The table of a file; None where there is none, or not as it was written."""
+    """The table in a file; None where there is none or it is damaged."""
     try:
         content = kept.read(path)
     except kept.DamagedError:

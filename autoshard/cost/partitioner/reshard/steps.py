@@ -1,20 +1,20 @@
-"""XLA's partitioner changing one value's sharding, step by step, on any mesh.
+"""XLA's partitioner resharding one value, step by step, on any mesh.
 
 This follows `PartitionedHlo::ReshardNoCache` (xla/service/spmd/spmd_partitioner.cc, the version in jaxlib 0.10 and
-libtpu 0.0.51): the same attempts in the same order, on the same arrays of devices, because which attempt succeeds
-depends on the order of the devices as much as on the numbers of tiles. The attempts, first to last:
+libtpu 0.0.51): the same attempts in the same order on the same device arrays, because which attempt succeeds depends
+on the order of the devices as much as on the numbers of tiles. The attempts, first to last:
 
-1. `_permute`: same tiles on other devices.
+1. `_permute`: same tiles on other devices, by a collective permute.
 2. `_exchange`: dims swap their numbers of tiles, by all-to-alls (one for several pairs of dims where all divide).
-3. `_slice_replicated`: a value held by several devices is sliced, then put in order.
-4. `_gather_to_replicated`: put in order, then gathered along what the target does not split.
-5. `_exchange_leading`: a special case of the two before together with an all-to-all.
-6. `_complex`: a dim's tiles split in two, so that a part of them can move; or a dim replicated first; or the
-   replicated devices given to a dim first. Then 1 to 6 again.
-7. Dims with equally many tiles on both sides set aside, the rest resharded within each group of devices.
-8. Everything gathered, then sliced: XLA warns of an *involuntary full rematerialization*.
+3. `_slice_replicated`: a dynamic-slice of a partially replicated value, then a permute.
+4. `_gather_to_replicated`: a permute, then all-gathers along dims that the target does not split.
+5. `_exchange_leading`: a special case of 3 and 4 with an all-to-all.
+6. `_complex`: a dim's tiles split in two, to move only one factor; or a dim replicated first; or the replicas first
+   used to split a dim. Then 1 to 6 again.
+7. Group by dims with equally many tiles on both sides, and reshard the rest within each device group.
+8. Gather everything, then slice: XLA warns of an *involuntary full rematerialization*.
 
-Sizes are of one device's part, with the padding that an uneven dim takes.
+Sizes are per device, padding of uneven dims included.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """One collective: the devices of each group, or (source, target) pairs of a permute; elements as it counts them.
+    """One collective: the devices of each group, or (source, target) pairs of a permute.
 
-    Elements are those of the larger of operand and result on one device.
+    `elements` are those of the larger of operand and result on one device.
     """
 
     kind: CollectiveKind
@@ -60,12 +60,12 @@ class Emitted:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A slice that every device takes of its part.
+    """The dynamic-slice that every device takes of its shard.
 
     Attributes:
-        factors: into how many slices each dim of a part is cut.
-        places: (devices, dims): which of them each device takes.
-        shape: of the part.
+        factors: into how many slices each dim of a shard is cut.
+        places: (devices, dims): the index of each device's slice.
+        shape: of the shard.
     """
 
     factors: Shape
@@ -84,13 +84,13 @@ class Part:
     """A partitioned value: `PartitionedHlo`.
 
     Attributes:
-        base: shape of the whole value, or of the whole within one group of devices.
-        shape: of one device's part.
+        base: global shape, or the shape within one group of devices.
+        shape: of one device's shard.
         sharding: within a group.
         world: devices, one row per group.
         emitted: what was emitted so far.
-        whole: whether something was gathered entirely for want of a better way.
-        cut: the slice that it began with, before anything was communicated.
+        whole: whether a full gather was the last resort.
+        cut: the slice that it began with, before any communication.
     """
 
     base: Shape
@@ -102,7 +102,7 @@ class Part:
     cut: Cut | None = None
 
     def sliced(self, after: Tiles) -> Part:
-        """After every device took its slice."""
+        """The value after every device took its slice."""
         cut = self.cut
         if cut is None and not self.emitted:
             factors = tuple(many // few for many, few in zip(after.data, self.sharding.data, strict=True))
@@ -112,22 +112,22 @@ class Part:
         return replace(self, sharding=after, shape=_local(self.base, after), cut=cut)
 
     def with_(self, kind: CollectiveKind, groups: Devices, elements: int) -> Part:
-        """After one more collective, whose groups number the devices within each group."""
+        """The value after one more collective, whose groups number the devices within each group."""
         inside = self.world[:, groups].reshape(-1, groups.shape[-1])
         return replace(self, emitted=(*self.emitted, Emitted(kind, inside, elements)))
 
 
 class CrashError(ValueError):
-    """A reshard on which XLA's partitioner ends the process (measured: SIGFPE, jaxlib 0.10.2).
+    """A reshard on which XLA's partitioner crashes (measured: SIGFPE, jaxlib 0.10.2).
 
-    Several all-to-alls are one where their dims are disjoint; of three dims that pass on their tiles in a chain, that
-    takes the last step before the one that makes it possible, and a group of 2 / 4 = 0 devices follows.
+    It merges all-to-alls on disjoint pairs of dims. In a chain of three dims that pass on their tiles it takes the last
+    step before the one that makes it possible, and gets a group of 2 / 4 = 0 devices.
     """
 
 
 @dataclass(frozen=True)
 class Resharding:
-    """What a reshard takes.
+    """The result of a reshard.
 
     Attributes:
         steps: the collectives, in order.
@@ -139,10 +139,10 @@ class Resharding:
 
 
 def reshard_tiles(shape: Shape, source: Tiles, target: Tiles, target_kind: Target) -> Resharding:
-    """What `target_kind`'s partitioner emits to bring a value of `shape` from `source` to `target`.
+    """The collectives that `target_kind`'s partitioner emits to reshard a value of global `shape`.
 
     Raises:
-        CrashError: it ends the process.
+        CrashError: XLA would crash.
     """
     devices = source.devices.size
     part = Part(shape, _local(shape, source), source, np.arange(devices, dtype=np.int64)[None, :])
@@ -151,14 +151,14 @@ def reshard_tiles(shape: Shape, source: Tiles, target: Tiles, target_kind: Targe
 
 
 def first_cut(shape: Shape, source: Tiles, target: Tiles, target_kind: Target) -> Cut | None:
-    """The slice that every device takes of its part before anything is communicated, on the way to `target`."""
+    """The slice that every device takes of its shard before any communication, on the way to `target`."""
     devices = source.devices.size
     part = Part(shape, _local(shape, source), source, np.arange(devices, dtype=np.int64)[None, :])
     return _Partitioner(target_kind).reshard(part, target).cut
 
 
 def _places(sharding: Tiles) -> Devices:
-    """Per device the tile that it holds, as a place in each dim."""
+    """Per device the index of its tile along each dim."""
     found = np.empty((sharding.devices.size, sharding.rank), dtype=np.int64)
     found[sharding.devices.reshape(-1)] = np.indices(sharding.dims).reshape(len(sharding.dims), -1)[: sharding.rank].T
     return found
@@ -177,7 +177,7 @@ class _Partitioner:
         self.merges = CAPABILITIES[target].gathers_dims_at_once
 
     def reshard(self, part: Part, target: Tiles, full: bool = True) -> Part:
-        """`part` as `target`; unchanged where that takes gathering everything and `full` forbids it."""
+        """`part` as `target`; unchanged where that needs a full gather and `full` forbids it."""
         source = part.sharding
         if source == target:
             return part
@@ -218,7 +218,7 @@ class _Partitioner:
         return moved.with_("collective-permute", pairs, math.prod(part.shape))
 
     def _exchange(self, part: Part, target: Tiles, swaps: Pairs, several: bool = True) -> Part:
-        """All-to-alls that bring each (source dim, target dim) of `swaps` the other's number of tiles."""
+        """All-to-alls after which each (source dim, target dim) of `swaps` has swapped its numbers of tiles."""
         source = part.sharding
         if source == target:
             return part
@@ -243,7 +243,7 @@ class _Partitioner:
         factors = []
         for i, j in swaps:
             many, few = devices.shape[i], devices.shape[j]
-            if many < few:  # of a chain of swaps, one that was to come later: XLA takes it first, too
+            if many < few:  # a swap of a chain, before its turn, as in XLA
                 raise CrashError(f"XLA divides by zero where {few} tiles are to swap with {many}")
             factors.append(many // few)
             shape = list(devices.shape)
@@ -270,12 +270,12 @@ class _Partitioner:
         return part
 
     def _shift(self, part: Part, dim: int, size: int) -> Part:
-        """Move the borders of `dim`'s parts, so that each holds `size` entries: halos pass from part to part."""
+        """Shift the borders of `dim`'s shards, so that each holds `size` entries: a halo exchange."""
         part = self._halo(part, dim, abs(size - part.shape[dim]) * (part.sharding.dims[dim] - 1))
         return replace(part, shape=(*part.shape[:dim], size, *part.shape[dim + 1 :]))
 
     def _halo(self, part: Part, dim: int, most: int) -> Part:
-        """Pass up to `most` entries of `dim` from part to part, at most a whole part from each neighbour."""
+        """Permute up to `most` entries of `dim` between shards, at most a whole shard from each neighbour."""
         ways, held = part.sharding.dims[dim], part.shape[dim]
         rest = math.prod(part.shape) // held
         devices = np.moveaxis(part.sharding.devices, dim, 0)
@@ -289,7 +289,7 @@ class _Partitioner:
         if compatible is None:
             return None
         for i, (few, many) in enumerate(zip(part.sharding.data, compatible.data, strict=True)):
-            if many > few:  # a part of the finer split must lie within one of the coarser
+            if many > few:  # a fine tile must lie within one coarse tile
                 part = self._shift(part, i, max(part.shape[i], _up(part.base[i], many) // few))
         sliced = part.sliced(compatible)
         return self._permute(sliced, target) if _permutable(compatible, target) else sliced
@@ -318,7 +318,7 @@ class _Partitioner:
         return replace(self._gather(part, range(part.sharding.rank)), sharding=target)
 
     def _gather(self, part: Part, dims: Sequence[int]) -> Part:
-        """`ReplicatePartial`: gather `dims`; those with less than half as many entries as tiles are summed instead."""
+        """`ReplicatePartial`: all-gather `dims`; all-reduce those with less than half as many entries as tiles."""
         sharding, shape = part.sharding, list(part.shape)
         same, summed, gathered = list[int](), list[int](), list[int]()
         for i in dims:
@@ -381,7 +381,7 @@ class _Partitioner:
         return None
 
     def _by_parts_of_dim(self, part: Part, target: Tiles, dim: int, major: int) -> Part | None:
-        """Reshard with `dim` as two dims, the first of `major` tiles; then what is left to do."""
+        """Reshard with `dim` as two dims, the first of `major` tiles; then do the rest."""
         before, after = split_tiles(part.sharding, dim, major), split_tiles(target, dim, major)
         size = part.shape[dim]
         inner = size * before.dims[dim + 1]
@@ -532,10 +532,10 @@ def _split_dim(base: Shape, source: Tiles, target: Tiles) -> tuple[int, int] | N
 
 
 def along(emitted: Emitted, sizes: Shape) -> tuple[tuple[int, int], ...]:
-    """(axis, how many devices of it) that a collective runs over, on a mesh of `sizes`.
+    """(axis, devices along it) of a collective's groups, on a mesh of `sizes`.
 
-    Of a permute, the whole axes along which some device's target differs from it. Groups that hold other than the
-    product of these numbers follow no grid.
+    For a permute, the whole axes along which a device's target differs from it. Groups of other sizes than the product
+    of these numbers are no subgrid of the mesh.
     """
     groups = emitted.groups
     if emitted.kind == "collective-permute":
@@ -557,7 +557,7 @@ def _along(groups: bytes, width: int, sizes: Shape) -> tuple[tuple[int, int], ..
 
 
 def axis_group(emitted: Emitted, sizes: Shape, names: Sequence[str]) -> AxisGroup:
-    """What a collective runs over."""
+    """The mesh axes, or parts of axes, that a collective runs over."""
     found = along(emitted, sizes)
     width = emitted.groups.shape[1]
     if emitted.kind != "collective-permute" and math.prod(count for _, count in found) != width:
