@@ -1,7 +1,7 @@
-"""Calibrate a device kind: measure the machine at hand (`measure.py`), fit the cost model to it, write a device file.
+"""Calibrate a device kind: measure this machine (`measure.py`), fit the cost model, write a device file.
 
-What is fitted is what `compute.py` and `collectives.py` price with, by non-negative least squares on relative errors,
-points far off weighing less (Huber's weights, iterated):
+Non-negative least squares on relative errors, with Huber's weights against outliers, fits what `compute.py` and
+`collectives.py` price with:
 
 - launch: seconds = fixed + kernels x kernel_overhead
 - matmul: seconds = fixed + FLOPs / rate, a rate per dtype
@@ -9,7 +9,7 @@ points far off weighing less (Huber's weights, iterated):
 - collectives: seconds = collective_overhead + rounds x latency + factor x bytes / bandwidth, where rounds and factor
   are `collectives.coefficients` of a link with unit latency and bandwidth
 
-The rates are what was reached, so `achievable` is 1 in the file that is written.
+The fitted rates are achieved ones, so the file has `achievable` = 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 
 LEAST_POINTS = 3
-"""Sizes that a rate needs: two make a line, the third says whether it is one."""
+"""Sizes that a rate needs: two make a line, the third tests it."""
 
 _HUBER = 1.5
 _FIT_ITERATIONS = 20
@@ -46,17 +46,17 @@ MEASURE_COMMAND = (sys.executable, "-P", "-m", "autoshard.cost.machine.measure")
 
 
 class CalibrationError(AutoshardError, ValueError):
-    """Nothing could be measured, or what was measured fits no device."""
+    """Nothing could be measured, or no device fits the measurements."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement and what the fitted model says of it.
+    """One measurement and the fitted model's value.
 
     Attributes:
         label: `matmul f32 512`, `all-reduce 4 x 65536 B`.
         measured, fitted: seconds.
-        spread: how far the repeats lie apart, relatively (see `measure.timed`).
+        spread: of the repeats, relative (see `measure.timed`).
     """
 
     label: str
@@ -76,8 +76,8 @@ class Fit:
 
     Attributes:
         name: `launch`, `matmul`, `memory`, `collectives`.
-        values: what was fitted, in seconds, FLOP/s or bytes/s.
-        points: every measurement, in the order it was made.
+        values: the fitted parameters, in seconds, FLOP/s or bytes/s.
+        points: every measurement, in order.
     """
 
     name: str
@@ -111,13 +111,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured and fitted.
+    """Measurements and fits.
 
     Attributes:
         device: the device kind as calibrated.
-        fits: in the order launch, matmul, memory, collectives (where there were several devices).
+        fits: in the order launch, matmul, memory, collectives (with several devices).
         facts: `backend`, `version`, `device`, `platform`, `devices` as measured.
-        base: the kind that the rest is from, or the empty string.
+        base: the kind that all other fields come from, or the empty string.
         skipped: what the backend could not do, one text each.
     """
 
@@ -159,15 +159,15 @@ def measured(
     timeout: float = 3600.0,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Measure the machine in a process of its own: (facts, points) as `measure.py` writes them.
+    """Measure the machine in a subprocess: (facts, points) as `measure.py` writes them.
 
     Args:
-        platform: default what the backend finds best.
+        platform: default the backend's preference.
         devices: virtual CPU devices, or how many of the devices to use; default all there are (one CPU device).
         progress: called with the name of each kind of point as it begins.
 
     Raises:
-        CalibrationError: the backend is not there, or failed; says what it said.
+        CalibrationError: the backend is missing, or failed; with its output.
     """
     with files.work_folder(Path(tempfile.gettempdir()), "autoshard-measure-") as work:
         request = work / "request.json"
@@ -201,15 +201,15 @@ def _said(stream: Any, progress: Callable[[str], None]) -> Iterator[dict[str, An
 def calibrate(
     facts: Mapping[str, Any], points: Sequence[Mapping[str, Any]], *, base: str | None = None, name: str | None = None
 ) -> Calibration:
-    """Fit a device kind to what `measured` found.
+    """Fit a device kind to the output of `measured`.
 
     Args:
-        base: the kind that everything that was not measured is from (links between hosts, memory, dtypes); default the
+        base: the kind that all unmeasured fields come from (links between hosts, memory, dtypes); default the
             built-in one of the same name as the device.
         name: of the new kind; default the base's, or the platform's, with `-measured`.
 
     Raises:
-        CalibrationError: too few points, points that fit no positive rate, or no base for what was not measured.
+        CalibrationError: too few points, no positive rate that fits them, or no base for unmeasured fields.
     """
     known = base or _built_in(facts)
     start = load_device(known) if known else None
@@ -270,7 +270,7 @@ def calibrate(
 
 
 def _rates(rates: Mapping[str, float], start: Device | None) -> dict[str, float]:
-    """Measured FLOP/s per dtype; of the base's other dtypes, what it says times what f32 was found to reach of it."""
+    """Measured FLOP/s per dtype; for other dtypes the base's rate times the achieved fraction of its f32 rate."""
     if start is None:
         return dict(rates)
     reached = rates["f32"] / start.flops["f32"]
@@ -278,7 +278,7 @@ def _rates(rates: Mapping[str, float], start: Device | None) -> dict[str, float]
 
 
 def _built_in(facts: Mapping[str, Any]) -> str | None:
-    """The built-in kind of a device as the backend names it (`NVIDIA H200`, `TPU v5 lite`), or None."""
+    """The built-in kind whose device name the backend reports (`NVIDIA H200`, `TPU v5 lite`), or None."""
     if facts["platform"] == "cpu":
         return "cpu"
     text = str(facts["device"]).lower()
@@ -315,7 +315,7 @@ def _memory(points: Sequence[Mapping[str, Any]]) -> Fit:
 
 
 def _collectives(points: Sequence[Mapping[str, Any]], link: Link, devices: int, start: Device | None) -> Fit:
-    """Overhead, latency and bandwidth of the innermost link; groups of neighbours, all at the same time."""
+    """Overhead, latency and bandwidth of the innermost link, from concurrent groups of neighbours."""
     unit = replace(link, bandwidth=1.0, latency=0.0, island=0)
     if link.topology == "torus":
         unit = replace(unit, shape=standard_shape(devices, link.dims, start.chip_devices if start else 1))
@@ -353,10 +353,10 @@ def _solve(
     names: Sequence[str],
     labels: Sequence[str],
 ) -> _Solved:
-    """x >= 0 that makes rows @ x near the measured seconds, relatively; the last rates have to be positive.
+    """x >= 0 that minimises relative errors of rows @ x against the measured seconds; the last rates must be positive.
 
     Raises:
-        CalibrationError: too few points, or a rate that comes out as nothing.
+        CalibrationError: too few points, or a rate of 0.
     """
     if len(points) < max(LEAST_POINTS, rows.shape[1] if rows.ndim == 2 else 0):
         raise CalibrationError(
@@ -382,7 +382,7 @@ def _solve(
 
 
 def robust_nnls(rows: np.ndarray) -> np.ndarray:
-    """x >= 0 of shape (columns,) for which `rows` (points x columns) @ x is near 1; outliers weigh less (Huber)."""
+    """x >= 0 of shape (columns,) such that `rows` (points x columns) @ x is near 1, with Huber's weights."""
     from scipy.optimize import nnls
 
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
@@ -410,7 +410,7 @@ def _words(facts: Mapping[str, Any]) -> str:
 
 
 def to_toml(found: Calibration) -> str:
-    """The device file: the kind, the fits and every point of them. The same measurements give the same text."""
+    """The device file: the kind, the fits and all points. Equal measurements give equal text."""
     device = found.device
     flops = ", ".join(f"{dtype} = {_number(rate)}" for dtype, rate in device.flops.items())
     lines = [f"# {device.source[0].upper()}{device.source[1:]}.", *(f"# {fit}." for fit in found.fits)]

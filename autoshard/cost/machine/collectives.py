@@ -1,23 +1,21 @@
-"""Collectives: what the partitioner inserts, and what each takes.
+"""Collectives and their times.
 
-Every collective takes alpha + beta * bytes seconds, with alpha and beta a function of its kind, its axes, and where
-they lie. With n devices and B the larger of operand and result payload per device, each device has to receive
-(n-1)/n * B for an all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce (Thakur, Rabenseifner,
-Gropp, "Optimization of Collective Communication Operations in MPICH", 2005), B for a permute. What differs is the
-bandwidth at which it can:
+Every collective takes alpha + beta * bytes seconds; alpha and beta depend on its kind, its axes, and their physical
+placement. With n devices and B the larger of operand and result payload per device, each device receives (n-1)/n * B
+bytes in an all-gather, a reduce-scatter or an all-to-all, twice that in an all-reduce (Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005), B in a permute, at the bandwidth of:
 
 - switch: the device's port, in ceil(log2 n) rounds.
-- torus: an axis lies on one or several torus dims, each a ring in both directions where it wraps around and a line
-  where it does not; several dims are used at once, each with its share of the data (Chan et al., "Collective
-  communication on architectures that support simultaneous communication over multiple links", PPoPP 2006). An
-  all-to-all is bound by the links in the middle of a dim.
+- torus: an axis covers one or several torus dims, each a bidirectional ring if it wraps around, else a line; several
+  dims work at once, each on its share of the data (Chan et al., "Collective communication on architectures that support
+  simultaneous communication over multiple links", PPoPP 2006). Links at the bisection of a dim bound an all-to-all.
 - shared: one bus carries what all devices of the mesh receive.
 - several levels (within and between hosts or slices): reduce-scatter inside, the outer level on 1/n of the bytes,
-  all-gather inside. From a torus to the network between slices one after the other; from switch to switch at once, so
-  that the slowest counts ('How to Scale Your Model', GPUs, cross-node collectives: a ring at each depth, mostly
+  all-gather inside. From a torus to the network between slices in sequence; from switch to switch pipelined, so that
+  the slowest counts ('How to Scale Your Model', GPUs, cross-node collectives: a ring at each depth, mostly
   overlapped). An all-to-all sends at all levels at once.
 
-Where axes lie is `layout.py`'s. Groups that stand between each other on a torus dim share its links.
+`layout.py` places the axes. Interleaved groups on a torus dim share its links.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ class Collective:
 
     Attributes:
         kind: XLA's name for it.
-        axes: what of the mesh it runs over.
+        axes: the mesh axes, or parts of axes, it runs over.
         bytes: the larger of operand and result payload per device, for one execution.
-        count: executions per step; of a loop of permutes (windowed einsum), how many there are of a part each.
+        count: executions per step; of a windowed einsum, the permutes of one shard each.
         op: graph op that it is attributed to.
     """
 
@@ -62,10 +60,10 @@ class Collective:
 def seconds(
     kind: CollectiveKind, axes: Iterable[str | AxisPart], bytes: float, mesh: Mesh, device: Device, together: int = 1
 ) -> float:
-    """Seconds for one collective over `axes` of `mesh`, `bytes` as `Collective.bytes` counts them; 0 for no bytes.
+    """Seconds of one collective over `axes` of `mesh`, `bytes` as `Collective.bytes` counts them; 0 for no bytes.
 
     Args:
-        together: how many start as one with it, and share what that takes.
+        together: how many collectives are combined into one and share its alpha.
     """
     if bytes <= 0:
         return 0.0
@@ -80,7 +78,7 @@ def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Devi
     Raises:
         KeyError: an axis that the mesh does not have.
         ValueError: an unknown kind.
-        DeviceError: the mesh does not lie on the device's topology.
+        DeviceError: the mesh does not fit the device's topology.
     """
     if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         raise ValueError(f"no collective is called {kind!r}")
@@ -104,7 +102,7 @@ def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Devi
 
 
 def _parts(axis: str | AxisPart, mesh: Mesh) -> list[tuple[str, int]]:
-    """(axis, devices of a group along it), the inner axes of groups that follow no grid as far as outer ones leave."""
+    """(axis, devices of a group along it); for groups that are no subgrid, outer axes leave the rest to inner ones."""
     names, left = ((axis,), mesh.axis_size(axis)) if isinstance(axis, str) else (axis.axes, axis.size)
     taken = []
     for each in names[:-1]:
@@ -118,8 +116,8 @@ class _Level:
     """The part of a collective that runs on one link.
 
     size: devices; latency: seconds for one pass over all of them; gather: seconds per byte that each device receives;
-    exchange: seconds per byte of an all-to-all's operand; send: seconds per byte of a permute; piped: whether it runs
-    at the same time as a neighbouring level that is piped too.
+    exchange: seconds per byte of an all-to-all's operand; send: seconds per byte of a permute; piped: whether it
+    overlaps a neighbouring piped level.
     """
 
     size: int
@@ -131,9 +129,9 @@ class _Level:
 
 
 def _levels(taken: Mapping[str, int], mesh: Mesh, device: Device) -> list[_Level]:
-    """From the inside to the outside, what a collective over `taken` means on each link of the device.
+    """The levels of a collective over `taken` on each link of the device, innermost first.
 
-    `taken`: axis -> devices of a group along it; of a part of an axis, those that stand nearest.
+    `taken`: axis -> devices of a group along it; of a part of an axis, the nearest ones.
     """
     left = dict(taken)
     levels = []
@@ -165,7 +163,7 @@ def _torus_level(dims: list[tuple[Dim, dict[str, int]]], count: int, link: Link,
             continue
         latency += link.latency * (n // 2 if ring else n - 1) * stride
         bandwidth += links * link.bandwidth
-        # Bytes that the busiest link carries per byte of each device's operand.
+        # Bytes on the busiest link per byte of each device's operand.
         crossing = sum(min(k, n - k) for k in range(n)) if ring else (n // 2) * ((n + 1) // 2)
         exchange = max(exchange, crossing / n / (links * link.bandwidth))
         send = max(send, stride / link.bandwidth)

@@ -1,8 +1,8 @@
-"""Compute: floating point operations and bytes of ops, and the roofline.
+"""FLOP and bytes of ops, and the roofline.
 
-A group of ops takes max(flops / reachable FLOP/s, bytes / reachable bytes/s) plus one kernel launch (Williams,
-Waterman, Patterson, "Roofline", CACM 2009). FLOPs are counted as XLA's HloCostAnalysis does: two per multiply-add, one
-per element of an elementwise op; a convolution counts only window positions that meet real input.
+A kernel takes max(flops / achievable FLOP/s, bytes / achievable bytes/s) plus one launch (Williams, Waterman,
+Patterson, "Roofline", CACM 2009). FLOPs follow XLA's HloCostAnalysis: two per multiply-add, one per element of an
+elementwise op; a convolution counts only taps that read input elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTRACTIONS = frozenset({"dot_general", "convolution", "triangular_solve", "cho
 """Kinds whose FLOPs run on the matrix units that `Device.flops` describes."""
 
 BODIES = frozenset({"while", "case"})
-"""Kinds that run ops of graphs of their own (`graph/body.py`)."""
+"""Kinds with subgraphs (`graph/body.py`)."""
 
 _NO_FLOPS = frozenset(
     """argument constant iota broadcast_in_dim reshape transpose slice concatenate pad reverse gather dynamic_slice
@@ -35,10 +35,10 @@ _PER_ELEMENT = {"batch_norm_training": 8, "batch_norm_inference": 4, "batch_norm
 
 
 def op_flops(op: Op, graph: Graph) -> float:
-    """FLOPs of the whole, unsharded op; 0 for ops that only move data.
+    """FLOPs of the global op; 0 for ops that only move data.
 
-    A loop counts its body's ops times its trip count (1 if unknown: a floor), a branch its dearest side. Kinds that
-    are not known count one FLOP per result element.
+    A loop counts its body times its trip count (1 if unknown: a lower bound), a conditional its costliest branch.
+    Unknown kinds count one FLOP per result element.
     """
     if op.kind in _NO_FLOPS:
         return 0.0
@@ -79,7 +79,7 @@ def op_flops(op: Op, graph: Graph) -> float:
 
 
 def op_bytes(op: Op, graph: Graph) -> float:
-    """Bytes that the whole, unsharded op reads and writes if it runs as a kernel of its own.
+    """Bytes that the global op reads and writes as a kernel of its own.
 
     Ops that touch a part of an operand count that part: gather and (dynamic) slice read as much as they write,
     dynamic_update_slice and scatter read and write as much as the update (their operand is updated in place).
@@ -100,9 +100,9 @@ def op_bytes(op: Op, graph: Graph) -> float:
 
 
 def body_work(op: Op) -> tuple[float, float]:
-    """(bytes, kernels) of all that a loop or branch runs, unsharded: what its bodies' fusion groups read and write.
+    """(bytes, kernels) of a loop or conditional, unsharded, from the fusion groups of its bodies.
 
-    As often as the loop runs; of a branch its dearest side.
+    A loop counts its body times its trip count, a conditional its costliest branch.
     """
     each = [_body_work(body) for body in op.attrs["bodies"]]
     if op.kind == "case":
@@ -132,7 +132,7 @@ def _body_work(body: Body) -> tuple[float, float]:
 def roofline_seconds(flops: float, bytes: float, dtype: str, device: Device, *, kernels: int = 1) -> float:
     """Seconds of `kernels` launches that together compute `flops` on operands of `dtype` and move `bytes`.
 
-    Both per device. Rates are those that kernels reach; 0 for no work at all.
+    Both per device, at achievable rates; 0 without any work.
     """
     if flops <= 0 and bytes <= 0:
         return 0.0
@@ -148,7 +148,7 @@ def _count(sizes: Iterable[int]) -> float:
 
 
 def _convolution_flops(op: Op, lhs: Sequence[int], rhs: Sequence[int]) -> float:
-    """2 x (batch, output features, input features of a group) x the pairs of output position and tap on real input."""
+    """2 x (batch, output features, input features of a group) x pairs of output position and tap on the input."""
     attrs = op.attrs
     lhs_dims, rhs_dims, out_dims = attrs["lhs"], attrs["rhs"], attrs["out"]
     out = op.results[0].shape
@@ -164,7 +164,7 @@ def _convolution_flops(op: Op, lhs: Sequence[int], rhs: Sequence[int]) -> float:
             _each(attrs, "rhs_dilation", i),
         )
     in_features = int(rhs[rhs_dims[1]])
-    # With batch groups, each output feature sees one group of the batch: the output's batch dim is already divided.
+    # With batch groups, each output feature reads one group of the batch: the output's batch dim is already divided.
     return 2.0 * _count((out[out_dims[0]], out[out_dims[1]], in_features)) * pairs
 
 
@@ -177,7 +177,7 @@ def _each(attrs: Any, name: str, i: int) -> int:
 def taps_on_input(
     size: int, taps: int, outputs: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Pairs (output position, kernel tap) along one dim that fall on an input element, not on padding or between.
+    """Pairs (output position, tap) along one dim that read an input element, not padding or a base-dilation hole.
 
     Args:
         size, outputs: extents of the input and of the result.

@@ -1,9 +1,9 @@
-"""What a device kind can do: read from `devices.toml`, or from a file of the user's in the same format.
+"""Device kinds: figures from `devices.toml`, or from a user's file in the same format.
 
-A *device* is what XLA counts as one. A device kind may come with its *topology*: `tpu-v5e:4x4:2slices` (chips per torus
-dim, slices), `h100:2x8` (hosts x GPUs per host). Where the axes of a mesh lie (torus dims, a host's switch, the network
-between hosts) is a *placement*: per axis the name of a link, or `nvlink+ib` for an axis whose inner part lies on one
-link and whose outer part on the other; `layout.py` makes coordinates of it.
+A *device* is what XLA counts as one. A device kind may carry its *topology*: `tpu-v5e:4x4:2slices` (chips per torus
+dim, slices), `h100:2x8` (hosts x GPUs per host). A *placement* assigns mesh axes to links (torus, a host's switch, the
+network between hosts): per axis the name of a link, or `nvlink+ib` for an axis whose inner part is on one link and
+whose outer part is on the other; `layout.py` derives coordinates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENVIRONMENT = "AUTOSHARD_DEVICES"
 
 
 class DeviceError(ValueError):
-    """A device kind that does not exist, or a device file that is malformed; the message names the field."""
+    """An unknown device kind, or a malformed device file; the message names the field."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Link:
         name: `ici`, `nvlink`, `ib`, `dcn`…
         topology: `torus` (neighbour links), `switch` (any device to any), `shared` (one bus for all).
         bandwidth: bytes/s in one direction: of one torus link, of one device's port, or of the whole bus.
-        latency: seconds per hop (torus) or per message.
+        latency: seconds per neighbour link (torus) or per message.
         island: how many devices it joins; 0 is any number.
         dims: torus dims; 0 unless a torus.
         wrap_multiple: a torus dim whose size is a multiple of this wraps around.
-        wrap_whole: dims wrap around only where all of them are such multiples.
-        shape: devices along each torus dim, where a topology was given.
+        wrap_whole: dims wrap around only if all of them are such multiples.
+        shape: devices along each torus dim, if a topology was given.
         source: where the figures come from.
     """
 
@@ -73,23 +73,23 @@ class Device:
 
     Attributes:
         name: as in `tpu-v5e`.
-        target: whose partitioner compiles for it.
+        target: the family of its compiler.
         flops: peak FLOP/s of matrix products by operand dtype (StableHLO's words), at XLA's default precision.
         memory_bandwidth: bytes/s of device memory.
         memory_bytes: its capacity; None is no limit.
         kernel_overhead: seconds to launch one fusion.
         collective_overhead: seconds to launch one collective, beside the links' latencies.
-        achievable_compute, achievable_memory: part of the peaks that kernels reach.
-        multiprocessors, compute_capability: of an NVIDIA GPU (132 and 9.0 for an H100), by which XLA's GPU compiler
-            splits products; 0 where they do not apply.
+        achievable_compute, achievable_memory: fractions of the peaks that kernels achieve.
+        multiprocessors, compute_capability: of an NVIDIA GPU (132 and 9.0 for an H100), which XLA's GPU compiler
+            needs for split-K; 0 elsewhere.
         links: from the fastest to the slowest.
         chip_devices: how many devices XLA counts per chip (place on a torus).
-        topology: chips per torus dim of one slice, or (hosts, devices per host); empty where none was given.
+        topology: chips per torus dim of one slice, or (hosts, devices per host); empty if none was given.
         slices: slices of that topology.
-        on_chip_bytes: memory beside the device memory that the compiler places values in (a TPU's VMEM or CMEM).
-        cores: how many cores run one device's program: of several, each reaches its own on-chip memory alone.
-        clock: cycles per second of the cores, by which a TPU compiler's estimates are read; 0 where it is not known.
-        sparse_copy_bytes: from how many bytes on sparse cores copy tables to another layout; 0 without any.
+        on_chip_bytes: memory that the compiler assigns values to beside device memory (a TPU's VMEM or CMEM).
+        cores: cores that run one device's program; each has its own on-chip memory.
+        clock: cycles per second of the cores, the unit of a TPU compiler's estimates; 0 if unknown.
+        sparse_copy_bytes: size from which sparse cores copy tables to another layout; 0 without sparse cores.
         source: where the figures come from.
     """
 
@@ -116,7 +116,7 @@ class Device:
 
     @property
     def compiler(self) -> Capabilities:
-        """What the compiler of its target family does."""
+        """Capabilities of its target family's compiler."""
         return CAPABILITIES[self.target]
 
     @property
@@ -126,7 +126,7 @@ class Device:
 
     @property
     def devices(self) -> int | None:
-        """How many devices the topology has in all; None where none was given."""
+        """Number of devices of the topology; None if none was given."""
         return math.prod(self.topology) * self.chip_devices * self.slices if self.topology else None
 
     def __hash__(self) -> int:
@@ -144,15 +144,15 @@ class Device:
 
     @property
     def reachable_bandwidth(self) -> float:
-        """Bytes/s of device memory that kernels reach."""
+        """Bytes/s of device memory that kernels achieve."""
         return self.memory_bandwidth * self.achievable_memory
 
     def reachable_flops(self, dtype: str) -> float:
-        """FLOP/s that kernels reach on operands of `dtype`."""
+        """FLOP/s that kernels achieve on operands of `dtype`."""
         return self.peak_flops(dtype) * self.achievable_compute
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s for operands of `dtype`; a dtype the file does not list runs as f32 (f8 kinds as i8)."""
+        """FLOP/s for operands of `dtype`; a dtype that the file does not list runs as f32 (f8 kinds as i8)."""
         if dtype in self.flops:
             return self.flops[dtype]
         if dtype.startswith(("f8", "ui8")) and "i8" in self.flops:
@@ -162,7 +162,7 @@ class Device:
 
 @lru_cache(maxsize=64)
 def _with_topology(device: Device, text: str) -> Device:
-    """The device kind as it stands in a topology: how many its innermost link joins, and in which shape."""
+    """The device kind with a topology: how many devices its innermost link joins, and in which shape."""
     inner = device.links[0]
     if inner.topology == "torus":
         topology, slices = _torus_topology(device, text)
@@ -277,10 +277,10 @@ def _load_kind(text: str) -> Device:
 
 
 def default_placement(mesh: Mesh, device: Device | None = None) -> tuple[str, ...]:
-    """Per axis of `mesh` the link it lies on: `mesh.placement`, or, where that is empty, inner axes on the fast link.
+    """Per axis of `mesh` the link it is on: `mesh.placement`, or, if that is empty, inner axes on the fast link.
 
-    Innermost axes fill the fastest link's island; an axis that fills its rest and goes on is `fast+slow`. An axis that
-    does not divide the rest of the island lies wholly on the slower link.
+    Innermost axes fill the fastest link's island; an axis larger than the rest of it is `fast+slow`, but an axis that
+    does not divide the rest is wholly on the slower link.
     """
     kind = device or load_device(mesh.device)
     if mesh.placement:
@@ -312,7 +312,7 @@ def island_size(link: Link) -> float:
 
 
 def fits(size: float, room: float) -> float:
-    """The part of an axis of `size` devices that lies in the `room` (devices, may be infinite) left on a link."""
+    """The factor of an axis of `size` devices that fits the `room` (devices, may be infinite) left on a link."""
     if room == math.inf or size <= room:
         return size
     return float(math.gcd(int(size), int(room)))
@@ -349,7 +349,7 @@ def _parse(text: str, where: str) -> Mapping[str, Device]:
         document = tomllib.loads(text)
     except RecursionError:
         raise DeviceError(f"{where} describes no device: it is nested too deeply") from None
-    except ValueError as error:  # beside its own errors, the parser lets through those of numbers and dates
+    except ValueError as error:  # the parser lets errors of numbers and dates through
         raise DeviceError(f"{where} is not TOML: {error}") from None
     if not document:
         raise DeviceError(f"{where} describes no device: a device is a table such as [my-device]")
@@ -357,7 +357,7 @@ def _parse(text: str, where: str) -> Mapping[str, Device]:
 
 
 LEAST, MOST = 1e-30, 1e30
-"""No figure of a device is smaller or larger, so that what is worked out of them stays a number."""
+"""Bounds of all device figures, so that results stay finite."""
 
 
 def _short(value: Any) -> str:

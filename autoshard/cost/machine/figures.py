@@ -32,13 +32,13 @@ def table(name: str) -> Mapping[str, float]:
 
 
 def of_kind(name: str, kind: str) -> int:
-    """The value of a figure for a device kind; for one that is not named, what the others have."""
+    """The value of a figure for a device kind; for an unlisted kind, that of the others."""
     return int(table(name).get(kind, table(name)["other"]))
 
 
 @lru_cache
 def are_known(kind: str) -> bool:
-    """Whether the figures are of this device kind, and of the libtpu that is installed, if one is; else says so."""
+    """Whether the figures cover this device kind and the installed libtpu, if any; warns if not."""
     known = _document()
     try:
         installed = metadata.version("libtpu")

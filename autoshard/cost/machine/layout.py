@@ -1,9 +1,9 @@
-"""How a mesh lies on the machine: which part of each axis lies on which torus dim, within and between hosts or slices.
+"""The physical layout of a mesh: which part of each axis is on which torus dim, within and between hosts or slices.
 
 The machine is a grid of physical dims, outermost first: slices or hosts, torus dims 0, 1, 2, and the devices of a chip
-where there are several. An axis lies on one of them, on several (8 devices on a 2x4 torus), or shares one. Its major
-part lies on the outermost of its dims. What is priced (`collectives.py`), compiled for (`verify/worker.py`) and run
-(`lower/torch_xla/runtime.py`) follows this one layout.
+if there are several. An axis covers one of them, several (8 devices on a 2x4 torus), or shares one; its major part is
+on the outermost of its dims. Pricing (`collectives.py`), compiling (`verify/worker.py`) and running
+(`lower/torch_xla/runtime.py`) use this one layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Dim:
 
     Attributes:
         link: what joins the devices along it.
-        parts: what lies on it, outermost first.
+        parts: the axes, or parts of axes, on it, outermost first.
         wraps: whether it is a ring (torus only).
     """
 
@@ -43,21 +43,21 @@ class Dim:
 
 @lru_cache(maxsize=256)
 def layout(mesh: Mesh, device: Device) -> tuple[Dim, ...]:
-    """The physical dims that `mesh` lies on, outermost first.
+    """The physical dims of `mesh`, outermost first.
 
-    An axis per torus dim where they fit; else axes are cut, as few as possible, so that inner axes have the most
-    bandwidth. Without a topology the machine is the squarest that has as many devices.
+    An axis per torus dim where they fit; else axes are split, as few as possible, so that inner axes have the most
+    bandwidth. Without a topology the machine is the squarest with as many devices.
 
     Raises:
-        DeviceError: the mesh does not lie on the machine; says why.
+        DeviceError: the mesh does not fit the machine; says why.
     """
     _check_size(mesh, device)
     dims: list[Dim] = []
     for link, parts in zip(reversed(device.links), reversed(_sizes(mesh, device)), strict=True):
         if link.topology == "torus":
             shape = link.shape or standard_shape(_extent(parts), link.dims, device.chip_devices)
-            lying = _on_torus(parts, shape, link.wraps(shape))
-            dims += [Dim(link, on, wraps) for on, wraps in zip(lying, link.wraps(shape), strict=True)]
+            placed = _on_torus(parts, shape, link.wraps(shape))
+            dims += [Dim(link, on, wraps) for on, wraps in zip(placed, link.wraps(shape), strict=True)]
         else:
             dims.append(Dim(link, parts))
     return tuple(dims)
@@ -65,7 +65,7 @@ def layout(mesh: Mesh, device: Device) -> tuple[Dim, ...]:
 
 @lru_cache(maxsize=64)
 def device_order(mesh: Mesh, device: Device) -> tuple[int, ...]:
-    """For each place of the mesh, row-major, the device that stands there.
+    """The device at each mesh coordinate, row-major.
 
     Devices are numbered row-major over the physical dims: by slice or host, then by coordinates, then within the chip.
     """
@@ -89,14 +89,14 @@ def device_order(mesh: Mesh, device: Device) -> tuple[int, ...]:
 
 
 def check_layout(mesh: Mesh) -> None:
-    """Raise DeviceError, saying why, unless the mesh lies on the machine that it names."""
+    """Raise DeviceError, saying why, unless the mesh fits the machine that it names."""
     device = load_device(mesh.device)
     _check_size(mesh, device)
     _sizes(mesh, device)
 
 
 def machine(mesh: Mesh, device: Device) -> str:
-    """The device kind with the topology that the mesh lies on: `tpu-v5e:4x4:2slices`, `h100:2x8`, `cpu`."""
+    """The device kind with the topology that the mesh covers: `tpu-v5e:4x4:2slices`, `h100:2x8`, `cpu`."""
     if device.topology:
         return device.name
     inner = device.links[0]
@@ -132,12 +132,12 @@ def squarest(size: int, parts: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def sums_whole(axes: tuple[str, ...], mesh: Mesh) -> bool:
-    """Whether a TPU's compiler leaves a sum over `axes` an all-reduce, of which every device goes on with a slice.
+    """Whether a TPU's compiler keeps an all-reduce over `axes` and a dynamic-slice of it apart.
 
-    It makes a reduce-scatter of every other. Found by compiling (libtpu 0.0.51): so it does for groups of devices of
-    several slices and several in each; and within one slice over all of its devices, where that is a torus of three
-    dims, the two devices of a v4 chip being one, or a square of at least 4x4 (for which it has an all-reduce along all
-    dims at once). Over a part of a slice, a 2x4 or a 4x8 it never does.
+    Else they become a reduce-scatter. From compiling (libtpu 0.0.51): apart for groups over several slices with several
+    devices in each, and over all devices of one slice that is a torus of three dims (the two devices of a v4 chip are
+    one), or a square of at least 4x4 (which has an all-reduce along all dims at once). Never over a part of a slice, a
+    2x4 or a 4x8.
     """
     device = load_device(mesh.device)
     inner = device.links[0]
@@ -157,7 +157,7 @@ def sums_whole(axes: tuple[str, ...], mesh: Mesh) -> bool:
 
 
 def _sizes(mesh: Mesh, device: Device) -> tuple[tuple[Part, ...], ...]:
-    """Per link of the device, from the inside: the axes on it with their devices there, outermost axis first."""
+    """Per link of the device, innermost first: the axes on it with their devices there, outermost axis first."""
     room = {link.name: island_size(link) for link in device.links}
     parts: dict[str, list[Part]] = {link.name: [] for link in device.links}
     placed = zip(mesh.axis_names, mesh.shape, default_placement(mesh, device), strict=True)
@@ -207,27 +207,26 @@ def _extent(parts: tuple[Part, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def _on_torus(parts: tuple[Part, ...], shape: tuple[int, ...], wraps: tuple[bool, ...]) -> tuple[tuple[Part, ...], ...]:
-    """What lies on each dim of a torus of `shape`, outermost first, for axes whose product is the torus' size.
+    """The axes on each dim of a torus of `shape`, outermost first; their sizes multiply to the torus' size.
 
-    First fewest dims that axes share, then the innermost axis' bandwidth, then the next one's, then the order of the
-    mesh.
+    Criteria in order: fewest splits of axes, bandwidth of the innermost axis, then of the next ones, order of the mesh.
     """
     axes = [axis for axis, size in parts if size > 1]
     sizes = [size for _, size in parts if size > 1]
 
-    def bandwidths(lying: tuple[tuple[Part, ...], ...]) -> list[float]:
-        return [-_bandwidth(axis, lying, wraps) for axis in reversed(axes)]
+    def bandwidths(placed: tuple[tuple[Part, ...], ...]) -> list[float]:
+        return [-_bandwidth(axis, placed, wraps) for axis in reversed(axes)]
 
-    return min(_ways(axes, sizes, shape), key=bandwidths)
+    return min(_assignments(axes, sizes, shape), key=bandwidths)
 
 
-def _ways(axes: list[str], sizes: list[int], shape: tuple[int, ...]) -> Iterator[tuple[tuple[Part, ...], ...]]:
-    """Every way in which axes can lie and share fewest dims, the one that keeps the order of the mesh first."""
+def _assignments(axes: list[str], sizes: list[int], shape: tuple[int, ...]) -> Iterator[tuple[tuple[Part, ...], ...]]:
+    """Every assignment of axes to dims with fewest splits, the one that keeps the order of the mesh first."""
     found = list(_splits(sizes, shape))
-    least = min(map(_shared, found))
+    least = min(map(_number_of_parts, found))
     row_major = _row_major(sizes, shape)
     for chosen in sorted(found, key=lambda chosen: chosen != row_major):
-        if _shared(chosen) == least:
+        if _number_of_parts(chosen) == least:
             columns = [
                 [(axis, split[d]) for axis, split in zip(axes, chosen, strict=True) if split[d] > 1]
                 for d in range(len(shape))
@@ -235,8 +234,8 @@ def _ways(axes: list[str], sizes: list[int], shape: tuple[int, ...]) -> Iterator
             yield from product(*(permutations(on) for on in columns))
 
 
-def _shared(chosen: tuple[tuple[int, ...], ...]) -> int:
-    """How many parts of axes there are."""
+def _number_of_parts(chosen: tuple[tuple[int, ...], ...]) -> int:
+    """Number of parts of axes."""
     return sum(size > 1 for split in chosen for size in split)
 
 
@@ -265,7 +264,7 @@ def _factors(size: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _row_major(sizes: list[int], shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """How axes lie when the devices stay in order; None where that is no grid (3 and 4 on 6 and 2)."""
+    """The split of axes over dims that keeps the devices in order; None if there is none (3 and 4 on 6 and 2)."""
     room = list(shape)
     splits = []
     for size in reversed(sizes):
@@ -279,9 +278,9 @@ def _row_major(sizes: list[int], shape: tuple[int, ...]) -> tuple[tuple[int, ...
     return tuple(reversed(splits))
 
 
-def _bandwidth(axis: str, lying: tuple[tuple[Part, ...], ...], wraps: tuple[bool, ...]) -> float:
-    """How many links, in one direction, a device has for an axis alone, shared ones counted in part."""
-    on_each = zip(lying, wraps, strict=True)
+def _bandwidth(axis: str, placed: tuple[tuple[Part, ...], ...], wraps: tuple[bool, ...]) -> float:
+    """Links in one direction that a device has for an axis, shared ones counted as fractions."""
+    on_each = zip(placed, wraps, strict=True)
     return sum(links_used(dict(on), on, ring, {axis})[0] for on, ring in on_each if axis in dict(on))
 
 
@@ -291,14 +290,14 @@ def links_used(
     """A collective over `axes` on one torus dim.
 
     Args:
-        taken: axis -> how many of its devices on this dim a group holds, the innermost ones.
-        parts: what lies on the dim.
+        taken: axis -> how many of its devices on this dim a group has, the innermost ones.
+        parts: the axes on the dim.
         wraps: whether it is a ring.
         axes: of the collective.
 
     Returns:
-        Links in one direction that a device has for it (a ring has two; groups that stand between each other share
-        theirs), whether its groups are rings, devices of a group along the dim, and how far apart they stand.
+        Links in one direction that a device has for it (a ring has two; interleaved groups share theirs), whether its
+        groups are rings, devices of a group along the dim, and their stride.
     """
     devices, stride, inside = 1, 1, 1
     for axis, size in reversed(parts):

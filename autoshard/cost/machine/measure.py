@@ -1,11 +1,11 @@
-"""The measuring worker: `python -m autoshard.cost.machine.measure REQUEST.json`, a JSON line per point on its output.
+"""The measuring worker: `python -m autoshard.cost.machine.measure REQUEST.json` prints a JSON line per point.
 
-It is a process of its own because a backend reads its environment (how many virtual CPU devices, which platform)
-before its first import. What is measured, per device and with all devices busy at the same time:
+It is a subprocess because a backend reads its environment (number of virtual CPU devices, platform) before its first
+import. It measures, per device and with all devices busy at the same time:
 
 - matmul: products of square matrices, per dtype.
 - memory: `y = x + 1` and `z = x + y`, which move two and three times their operand.
-- launch: programs of k kernels that cannot become one; what each more kernel adds.
+- launch: programs of k kernels that cannot fuse; the time that each further kernel adds.
 - collective: every kind over groups of 2, 4… devices, all groups at once; bytes as `Collective.bytes` counts them.
 """
 
@@ -33,13 +33,13 @@ MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "c
 _DTYPES = ("f32", "bf16", "f16", "f64", "i8")
 _SIZES = {"cpu": (128, 256, 384, 512, 768), "gpu": (1024, 2048, 4096, 8192, 12288)}
 _MEMORY = {"cpu": (2**26, 2**27, 2**28, 2**29), "gpu": (2**26, 2**27, 2**28, 2**29)}
-"""Bytes of an operand; on CPU of all devices together, so that none of it stays in a cache."""
+"""Bytes of an operand; on CPU of all devices together, so that it exceeds the caches."""
 
 _MOVED = {"cpu": tuple(2**p for p in range(14, 25, 2)), "gpu": tuple(2**p for p in range(16, 29, 2))}
 _KERNELS = (2, 4, 8, 16, 32, 64, 128)
 
 _UNSTEADY, _AGAIN = 0.2, 2
-"""A point whose batches spread more than this is measured again, so often; the lowest counts."""
+"""A point with a larger spread is measured again, up to so often; the lowest counts."""
 
 _TOO_LONG_S = 2.0
 """A dtype whose product takes longer is not measured at larger sizes."""
@@ -47,7 +47,7 @@ _TOO_LONG_S = 2.0
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a point takes: runs of a batch fill `batch_s`; `least` batches, and more until `point_s` is over."""
+    """Time per point: runs of a batch fill `batch_s`; `least` batches, and more until `point_s` has passed."""
 
     batch_s: float
     point_s: float
@@ -58,7 +58,7 @@ QUICK, FULL = Budget(0.005, 0.1, 5), Budget(0.02, 0.5, 8)
 
 
 class Backend(Protocol):
-    """What measures. Every method returns a function that runs once and is done when it returns."""
+    """Prepares measurements. Every method returns a function that runs once and returns when it is done."""
 
     platform: str
     devices: int
@@ -73,7 +73,7 @@ class Backend(Protocol):
         """`copy` or `add` of operands of so many bytes on every device."""
 
     def launch(self, kernels: int) -> Callable[[], None]:
-        """So many tiny kernels, one after the other."""
+        """`kernels` tiny kernels, one after the other."""
 
     def collective(self, kind: str, group: int, bytes: int) -> Callable[[], None]:
         """A collective over groups of `group` devices; the larger of operand and result has `bytes` per device."""
@@ -82,8 +82,8 @@ class Backend(Protocol):
 def timed(run: Callable[[], None], budget: Budget) -> tuple[float, float, int]:
     """(seconds of one run, spread, batches): the lower quartile of batches, and (median - lowest) / lower quartile.
 
-    The first runs do not count. Whatever else a machine does can only add time, so the quartile is nearer to the truth
-    than the median is, and steadier than the lowest.
+    The first runs do not count. Other load on the machine only adds time, so the quartile is closer to the truth than
+    the median, and steadier than the lowest.
     """
     run()
     start = time.perf_counter()
@@ -144,7 +144,7 @@ def points(backend: Backend, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure what the request file asks for; write lines as they are found."""
+    """Measure what the request file asks for; write each line at once."""
     end_with_parent()
     request = json.loads(Path(sys.argv[1]).read_text())
     lines = os.fdopen(os.dup(1), "w", buffering=1)
@@ -163,7 +163,7 @@ def _backend(request: dict[str, Any]) -> Backend:
     if wanted == "jax" or platform in ("cpu", "tpu"):
         return _jax(platform, devices)
     found: Backend | None = None
-    with contextlib.suppress(Exception):  # no jax, or no such platform for it: torch may do
+    with contextlib.suppress(Exception):  # no jax, or not for this platform: try torch
         found = _jax(platform, devices)
     if (found is None or found.platform == "cpu") and _torch_sees_cuda():
         return _torch("gpu")

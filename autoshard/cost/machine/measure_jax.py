@@ -1,4 +1,4 @@
-"""What `measure.py` runs, in jax: on virtual CPU devices, GPUs and TPUs, sharded over all devices of the process."""
+"""Measurements in jax: on virtual CPU devices, GPUs and TPUs, sharded over all devices of the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class JaxBackend:
     """The devices of one jax platform; see `measure.Backend`."""
 
     def __init__(self, platform: str | None, devices: int | None) -> None:
-        """`platform` None: what jax finds best. `devices`: how many virtual CPU devices, or how many to use."""
+        """`platform` None: jax's default. `devices`: how many virtual CPU devices, or how many to use."""
         if platform is not None:
             os.environ["JAX_PLATFORMS"] = _PLATFORMS[platform]
         if devices is not None:
@@ -55,7 +55,7 @@ class JaxBackend:
         )
 
     def memory(self, op: str, bytes: int) -> Callable[[], None]:
-        """See `measure.Backend`. The first operand is overwritten: no new memory is taken meanwhile."""
+        """See `measure.Backend`. The first operand is donated, so nothing is allocated meanwhile."""
         import jax
 
         a, b = (self._whole((self.devices, bytes // 4), "float32") for _ in range(2))

@@ -1,4 +1,4 @@
-"""What `measure.py` runs, in torch: on the CPU or on one CUDA device. Collectives are jax's to measure."""
+"""Measurements in torch, on the CPU or on one CUDA device. Collectives are left to jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TorchBackend:
     devices = 1
 
     def __init__(self, platform: str | None) -> None:
-        """`platform` None: CUDA where there is some."""
+        """`platform` None: CUDA if available."""
         import torch
 
         if platform == "tpu":

@@ -1,7 +1,7 @@
-"""What the compiler of each target family does to a program that changes what a plan of it costs.
+"""Compiler behaviour of each target family that changes the cost of a plan.
 
-Read off XLA's sources for CPUs and GPUs (passes in brackets) and off programs that libtpu 0.0.51 compiled. Where code
-asks what a target does, it asks for one of these.
+From XLA's sources for CPU and GPU (passes in brackets) and from programs compiled with libtpu 0.0.51. Code asks for
+a capability, never for a target.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ Target = Literal["cpu", "tpu", "gpu"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a compiler does; nothing where nothing is said."""
+    """What a compiler does; by default nothing of this."""
 
     compiles_for_all_kinds: bool = False  # at once, and for any number of devices
-    simplifies_first: bool = False  # products and updates before it propagates shardings (`AlgebraicSimplifier`)
-    folds_transposes: bool = False  # into products before that, and takes apart their rows (`TransposeFolding`)
-    compares_unclipped: bool = False  # what a ReLU reads, rather than its result, for the mask of the backward pass
-    merges_equal_ops: bool = False  # before that; what follows from constants each reader has of its own
-    shards_results_first: bool = False  # shardings of annotated results pass back before those of other annotations
-    calls_top_k: bool = False  # sorts of which the greatest are taken are calls that propagation knows nothing of
-    splits_top_k_and_norms: bool = False  # runs top-k and batch normalisation on parts, expanded before it partitions
-    keeps_barriers: bool = False  # what lies behind an `optimization_barrier` waits for what lies before it
-    windowed_einsums: bool = False  # loops of permutes beside products
-    fuses_attention: bool = False  # softmaxes into the product that reads them
-    rounds_for_products: bool = False  # what only products read is rounded to bf16, and moved so
-    turns_products: bool = False  # a product that only a transpose reads is made transposed
+    simplifies_first: bool = False  # products and updates before sharding propagation (`AlgebraicSimplifier`)
+    folds_transposes: bool = False  # into products before propagation, and absorbs reshapes (`TransposeFolding`)
+    compares_unclipped: bool = False  # a ReLU's operand, not its result, for the mask of the backward pass
+    merges_equal_ops: bool = False  # before propagation; every user has its own copy of a constant expression
+    shards_results_first: bool = False  # propagates annotations of results before other annotations
+    calls_top_k: bool = False  # turns sorts for a top-k into custom calls, which stop propagation
+    splits_top_k_and_norms: bool = False  # partitions top-k, and batch normalisation after expanding it
+    keeps_barriers: bool = False  # ops after an `optimization_barrier` wait for those before it
+    windowed_einsums: bool = False  # collective matmuls: loops of permutes that overlap products
+    fuses_attention: bool = False  # a softmax into the product that reads it
+    rounds_for_products: bool = False  # f32 values that only products use move as bf16
+    turns_products: bool = False  # computes a product transposed if its only user is a transpose
     folds_into_convolutions: bool = False  # transposes and reversals of kernels
-    narrows_integers: bool = False  # there are none of 64 bits; gathers take indices of 32
-    exchanges_rows: bool = False  # of a concatenation of one row to a device, each is sent to where it belongs
-    sums_dims_at_once: bool = False  # a sum along several dims is one all-reduce
-    sums_terms_once: bool = False  # terms that are added are reduced after that (`AllReduceReassociate`)
-    sums_widened_terms: bool = False  # terms that were widened in between, too
-    scatters_sums: bool = False  # a sum that is sliced behind is a reduce-scatter (`ReduceScatterCreator`)
+    narrows_integers: bool = False  # from 64 bits to 32; indices of gathers before they move
+    exchanges_rows: bool = False  # permutes rows to their devices in a concatenation of one row per device
+    sums_dims_at_once: bool = False  # one all-reduce for a sum along several dims
+    sums_terms_once: bool = False  # adds partial sums, then one all-reduce (`AllReduceReassociate`)
+    sums_widened_terms: bool = False  # also of terms converted to a wider dtype in between
+    scatters_sums: bool = False  # all-reduce and dynamic-slice become a reduce-scatter (`ReduceScatterCreator`)
     scatters_uneven_slices: bool = False  # also of slices with padding
-    scatters_behind_reshapes: bool = False  # also where the dim that is cut is split and brought forward behind it
+    scatters_behind_reshapes: bool = False  # also after a reshape that splits off the sliced dim and a transpose of it
     slices_sooner: bool = False  # a slice moves before an op whose other operands are broadcasts
-    splits_all_reduces: bool = False  # one over all devices of which groups take parts is two (`AllReduceSplitter`)
-    undoes_gathers: bool = False  # of what is cut again as it was (`AllGatherDynamicSliceSimplifier`)
-    gathers_before_broadcasts: bool = False  # what is broadcast (`AllGatherBroadcastReorder`)
-    gathers_no_repeats: bool = False  # along a dim that the broadcast makes nothing is gathered
-    gathers_before_widening: bool = False  # and exchanges what is converted to a wider dtype (`CollectiveQuantizer`)
-    gathers_dims_at_once: bool = False  # a gather along several dims is one all-gather
-    regathers: bool = False  # for every reader, but for readers near one another (`ScheduleAwareCollectiveOpsCSE`)
+    splits_all_reduces: bool = False  # one over all devices, sliced within groups, into two (`AllReduceSplitter`)
+    undoes_gathers: bool = False  # cancels an all-gather that is sliced back (`AllGatherDynamicSliceSimplifier`)
+    gathers_before_broadcasts: bool = False  # a broadcast's operand (`AllGatherBroadcastReorder`)
+    gathers_no_repeats: bool = False  # no all-gather along a dim that a broadcast adds
+    gathers_before_widening: bool = False  # gathers or exchanges before widening conversions (`CollectiveQuantizer`)
+    gathers_dims_at_once: bool = False  # one all-gather along several dims
+    regathers: bool = False  # for every user, except for nearby users (`ScheduleAwareCollectiveOpsCSE`)
     gathers_arguments_first: bool = False  # at the start of the step
     fuses_slices: bool = False  # into products that read them
-    copies_inputs_on_chip: bool = False  # whole, where a device takes a part of them
-    aborts_on_padded_scatters: bool = False  # where indices that it cannot pad are split unevenly
+    copies_inputs_on_chip: bool = False  # whole, even if a device reads only a slice
+    aborts_on_padded_scatters: bool = False  # where it cannot pad unevenly split indices
 
 
 _OF_ACCELERATORS = Capabilities(

@@ -1,4 +1,4 @@
-"""Tiles of 8 x 128, in which a TPU's arrays lie."""
+"""Layouts of (8, 128) tiles, in which a TPU's arrays are."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ LANES, ROWS = 128, 8
 
 
 def minor_dims(shape: tuple[int, ...], packed: int = 1) -> tuple[int, int]:
-    """(lane, row): the dims along the 128 lanes and the 8 rows of a tile, as to pad least; else the last two.
+    """(lane, sublane) dims of the layout with least padding, in 128 lanes and 8 sublanes; the last two dims if equal.
 
-    `packed` numbers of a column take one place of 32 bits: there are no fewer rows.
+    `packed` elements of a column share a 32-bit word, so no tile has fewer sublanes.
     """
     best = None
     for lane in reversed(range(len(shape))):
@@ -26,5 +26,5 @@ def minor_dims(shape: tuple[int, ...], packed: int = 1) -> tuple[int, int]:
 
 
 def _rows(size: int) -> int:
-    """Rows with padding: tiles of 1, 2, 4 or 8."""
+    """Sublanes with padding: tiles of 1, 2, 4 or 8."""
     return 1 << (size - 1).bit_length() if 0 < size < ROWS else -(-size // ROWS) * ROWS
