@@ -1,1 +1,1 @@
-"""What each target's compiler makes of one device's program: kernels, their order, memory."""
+"""The compilers behind the partitioner: kernels of one device's program, their schedule, memory."""

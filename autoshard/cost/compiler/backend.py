@@ -1,6 +1,6 @@
-"""What a target's compiler makes of one device's program: kernels, their order, and the memory that they take.
+"""A target's compiler, from one device's program to kernels, their schedule and their memory.
 
-One `Backend` per target family, in a module of its own; `backends.py` finds it.
+Each target family has a subclass of `Backend` in a module of its own; `backends.py` finds it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from autoshard.cost.passes import Passes
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a compiler with on-chip memory keeps temporaries.
+    """Memory space assignment: which temporaries are in device memory, which on chip.
 
     Attributes:
-        blocks: (first kernel, last kernel, bytes) of what lies in device memory.
-        bookkeeping: bytes of device memory beside it.
-        touched: per kernel, in order, array -> the bytes of it that it reads and writes in device memory.
-        copied: per kernel, array -> bytes that are copied on chip for it, or from there what it makes.
+        blocks: (first kernel, last kernel, bytes) of each temporary in device memory.
+        bookkeeping: further bytes of device memory.
+        touched: per kernel in the schedule, array -> the bytes of it that it reads and writes in device memory.
+        copied: per kernel, array -> bytes copied to on-chip memory for its operands, or from there for its results.
     """
 
     blocks: tuple[tuple[int, int, int], ...] = field(repr=False)
@@ -49,21 +49,21 @@ class Placement:
 
     @cached_property
     def bytes(self) -> int:
-        """Of device memory for temporaries, gaps included."""
+        """Bytes of device memory for temporaries, fragmentation included."""
         return packed(self.blocks) + self.bookkeeping
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A device's program as a compiler would run it.
+    """A scheduled program of one device.
 
     Attributes:
         program: its steps and arrays.
-        kernels: in the order in which they run.
-        live: temporary memory over that order.
-        argument_bytes, output_bytes: of arguments, and of results that replace none.
-        placement: where temporaries lie, of a device with on-chip memory.
-        gaps: whether the gaps between temporaries count as memory.
+        kernels: in schedule order.
+        live: temporary memory over the schedule.
+        argument_bytes, output_bytes: of arguments, and of results that alias no argument.
+        placement: memory space assignment, for a device with on-chip memory.
+        gaps: whether fragmentation counts as memory.
     """
 
     program: Lowered = field(repr=False)
@@ -88,14 +88,14 @@ class Compiled:
 
     @property
     def copied(self) -> tuple[Mapping[int, int], ...]:
-        """Per kernel, array -> bytes of copies between device and on-chip memory, for what it reads or makes."""
+        """Per kernel, array -> bytes of copies between device and on-chip memory for its operands and results."""
         if self.placement is not None:
             return self.placement.copied
         return ({},) * len(self.kernels)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of device memory that one device's kernels, and copies, read and write; collectives left out.
+        """Bytes of device memory that one device's kernels and copies read and write, without collectives.
 
         Loops and branches included.
         """
@@ -104,7 +104,7 @@ class Compiled:
 
     @cached_property
     def temporary_bytes(self) -> int:
-        """Bytes of device memory for what is neither argument nor result."""
+        """Bytes of device memory for temporaries: neither arguments nor results."""
         if self.placement is not None:
             return self.placement.bytes
         live = self.live
@@ -114,26 +114,26 @@ class Compiled:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments (donated ones once), results and temporaries: all that one device holds at most."""
+        """Peak memory of one device: arguments (donated ones once), results and temporaries."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
 
 class Backend:
-    """The passes of one compiler that decide what is in memory; subclasses say how theirs differ."""
+    """The passes of one compiler that decide about memory; subclasses override what differs."""
 
     alignment = 64
     """Bytes to which buffers are rounded up."""
     gaps = False
-    """Whether the gaps between temporaries count as memory."""
+    """Whether fragmentation counts as memory."""
     reuses_results = True
-    """Whether temporaries lie in buffers of results before these are made."""
+    """Whether temporaries share buffers of results that are produced later."""
     fills_late = False
-    """Whether what is scattered into is cleared right before that."""
+    """Whether a scatter's operand is zero-filled right before it."""
 
     combined_up_to: ClassVar[Mapping[str, float]] = {}
-    """Kinds of collectives of which independent ones run as one, and up to how many bytes of results."""
+    """Kinds of collectives whose independent ones are combined -> maximal bytes of combined results."""
     copies_of_combined: ClassVar[Mapping[str, int]] = {}
-    """How often what is combined is read or written in memory beside what the collective itself does."""
+    """Reads and writes of a combined collective's data in memory beside those of the collective itself."""
 
     def __init__(self, device: Device) -> None:
         """For one device kind."""
@@ -144,35 +144,35 @@ class Backend:
         return -(-array.bytes // self.alignment) * self.alignment
 
     def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
-        """Shape -> elements, padding included, of an array that an op of this StableHLO kind makes."""
+        """Shape -> elements, padding included, of the result of an op of this StableHLO kind."""
         return math.prod
 
     def early_seconds(self, compiled: Compiled) -> float:
-        """Seconds of copies that a program has as soon as it gathers anything."""
+        """Seconds of extra copies in a program with any all-gather."""
         return 0.0
 
     @property
     def rewrites(self) -> Passes[Lowered]:
-        """What is rewritten before fusion: layouts, copies, padding."""
+        """Passes before fusion: layouts, copies, padding."""
         return Passes()
 
     def fusion(self, program: Lowered) -> Fusion:
-        """Which steps run as one."""
+        """The fusion pass of this compiler."""
         return Fusion(program)
 
     def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
-        """Change dtypes and sizes of the arrays that kernels write to those that they are kept in."""
+        """Set the dtypes and sizes in which kernels store their results."""
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """Collectives merged."""
+        """The kernels with collectives combined."""
         return kernels
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """In which order the kernels run."""
+        """The schedule: kernel numbers in order."""
         return breadth_first(deps)
 
     def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The order with the lowest peak of three (`DefaultMemoryScheduler`)."""
+        """The one with the lowest peak of three schedules (`DefaultMemoryScheduler`)."""
         arrays = program.arrays
         sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
         results = results_in_order(kernels, program)
@@ -181,17 +181,17 @@ class Backend:
         return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:
-        """Where the temporaries of kernels in their order lie; None: all in device memory."""
+        """Memory space assignment of scheduled kernels; None: all temporaries in device memory."""
         return None
 
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Kernels and order once collectives run beside kernels."""
+        """Kernels and schedule with asynchronous collectives that overlap kernels."""
         return kernels, order
 
     def compile(self, program: Lowered) -> Compiled:
-        """Kernels, order and memory of one device's program."""
+        """Kernels, schedule and memory of one device's program."""
         program = self.rewrites(program)
         kernels = self.fusion(program).kernels()
         self.store(kernels, program)
@@ -212,5 +212,5 @@ class Backend:
         return self.placed(Compiled(program, ordered, live, arguments, outputs, gaps=self.gaps))
 
     def placed(self, compiled: Compiled) -> Compiled:
-        """The same kernels in the same order, with temporaries where this device has room for them."""
+        """The same kernels and schedule, with memory space assignment anew for this device."""
         return replace(compiled, placement=self.place(compiled.kernels, compiled.program, compiled.live))

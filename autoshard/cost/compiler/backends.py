@@ -16,7 +16,7 @@ BACKENDS: Mapping[Target, type[Backend]] = {"cpu": CpuBackend, "gpu": GpuBackend
 
 
 def backend_of(device: Device) -> Backend:
-    """The compiler of a device kind's target family; a TPU's that no figures were read off is the coarse one."""
+    """The compiler of a device kind's target family; on a TPU kind without figures the coarse one."""
     if device.target == "tpu" and not are_known(device.kind):
         return CoarseTpuBackend(device)
     return BACKENDS[device.target](device)

@@ -1,10 +1,10 @@
-"""XLA's CPU compiler: what it fuses, combines, and in which order it runs.
+"""XLA's CPU compiler: fusion, combined collectives, schedule.
 
-`CpuInstructionFusion` fuses loops into loops, and duplicates what is cheap. Sums and softmaxes go to a library, each
-with the elementwise ops around it (`LibraryRewriter`: an operand joins when nothing outside reads it, the one reader
-joins when there is one). Products run alone. All all-reduces that do not depend on each other become one, whatever
-their size (`CpuAllReduceCombiner`), so all gradients and their sums are in memory together. Kernels run in the order in
-which they become ready (`BFScheduler`), so every weight is gathered at the start of the step.
+`CpuInstructionFusion` fuses loops into loops and duplicates cheap ones. Reductions and softmaxes become library calls,
+each with the elementwise ops around it (`LibraryRewriter`: a producer joins if it has no other users, a user if it is
+the only one). Dots fuse with nothing. All independent all-reduces become one, of any size (`CpuAllReduceCombiner`), so
+all gradients and their sums are live together. Kernels run as they become ready (`BFScheduler`), so all weights are
+gathered at the start of the step.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ LIBRARY = frozenset(
     """add subtract multiply divide maximum minimum power abs ceil floor convert exponential negate sign
     broadcast_in_dim reshape""".split()  # noqa: SIM905
 )
-"""Kinds that join a sum in its library kernel."""
+"""Kinds that join a reduction in its library call."""
 LIBRARY_DTYPES = frozenset({"f32", "f64", "bf16"})
 
 
 class CpuFusion(Fusion):
-    """Loop fusion, and library kernels around sums."""
+    """Loop fusion, and library calls around reductions."""
 
     recomputes = True
 
     def __init__(self, program: Lowered) -> None:
         """For one device's program."""
         super().__init__(program)
-        self.libraries: set[int] = set()  # roots of library kernels
+        self.libraries: set[int] = set()  # roots of library calls
 
     def absorbs(self, step: Step) -> bool:
-        """Sums read what is in memory; loops take loops in."""
+        """Reductions fuse no producers by themselves; loops do."""
         return super().absorbs(step) and step.kind != "reduce"
 
     def reads_more(self, step: Step, kernels: int) -> bool:
-        """Never a reason to keep what all readers take in."""
+        """Never a reason to materialise what all users can fuse."""
         return False
 
     def takes(self, reader: int, number: int) -> bool:
-        """Library kernels take broadcasts in, of what makes their operands."""
+        """Library calls fuse broadcasts, of the producers of their operands."""
         if self.root[reader] != reader or reader in self.libraries:
             joins = self.steps[number].kind == "broadcast_in_dim" and self._joins(reader)
             return joins and self.steps[reader].kind != "dot_general"
         return super().takes(reader, number)
 
     def cluster(self) -> None:
-        """Grow a library kernel around every sum, from the last to the first."""
+        """Grow a library call around every reduction, from the last to the first."""
         taken: set[int] = set()
         for number in range(len(self.steps) - 1, -1, -1):
             if self.steps[number].kind == "reduce" and number not in taken and self._supported(number):
@@ -77,7 +77,7 @@ class CpuFusion(Fusion):
         while changed:
             changed = False
             todo = list(members)
-            while todo:  # up
+            while todo:  # producers
                 for array in self.steps[todo.pop()].reads:
                     found = self.arrays[array]
                     maker = found.maker
@@ -88,7 +88,7 @@ class CpuFusion(Fusion):
                         taken.add(maker)
                         todo.append(maker)
                         changed = True
-            down = self._only_reader(root, seed)
+            down = self._only_user(root, seed)
             if down is not None and down not in taken:
                 root = down
                 members.add(root)
@@ -99,11 +99,11 @@ class CpuFusion(Fusion):
         self.libraries.add(root)
 
     def inlined(self, step: Step) -> bool:
-        """Loops that are no library kernel's."""
+        """Loops outside of library calls."""
         return super().inlined(step) and self.arrays[step.writes[0]].maker not in self.libraries
 
     def _repeated(self, number: int, step: Step) -> bool:
-        """Also what only products keep, which read it in another shape: a reshape before them takes it in."""
+        """Also if only dots keep it, which read it in another shape: the reshape before them fuses it."""
         if super()._repeated(number, step):
             return True
         array = step.writes[0]
@@ -112,11 +112,11 @@ class CpuFusion(Fusion):
         alone = self.root[number] == number and not self.arrays[array].returned
         return cheap and alone and all(_reads_reshaped(self.program, reader, array) for reader in keeping)
 
-    def _only_reader(self, root: int, seed: int) -> int | None:
-        """The one reader of a kernel's result, if it may join: not what scales a sum to a mean.
+    def _only_user(self, root: int, seed: int) -> int | None:
+        """The only user of a kernel's result, if it may join: not if it scales a sum to a mean.
 
-        As seen: of 1,300 kernels of sums in compiled training steps of seven models none goes on like that. What is
-        broadcast and then scaled is scaled before it is broadcast (`AlgebraicSimplifier`, which sinks broadcasts).
+        As in all of 1,300 library calls of compiled training steps. A scaling after a broadcast moves before it
+        (`AlgebraicSimplifier` sinks broadcasts).
         """
         found = self.arrays[self.steps[root].writes[0]]
         if len(found.readers) != 1 or found.returned:
@@ -130,7 +130,7 @@ class CpuFusion(Fusion):
         return reader if self._joins(reader) and step.kind != "dot_general" else None
 
     def _scaled(self, array: int) -> bool:
-        """Whether all that reads an array multiplies it by a constant."""
+        """Whether all users of an array multiply or divide it by a constant."""
         readers = [self.steps[reader] for reader in self.arrays[array].readers]
         scaled = all(step.kind in ("multiply", "divide") and set(step.reads) == {array} for step in readers)
         return scaled and not self.arrays[array].returned
@@ -147,21 +147,21 @@ class CpuFusion(Fusion):
 
 
 def _is_outer(program: Lowered, step: Step) -> bool:
-    """Whether a product sums nothing: `AlgebraicSimplifier` makes it a loop."""
+    """Whether a dot contracts no dim: `AlgebraicSimplifier` makes it a loop."""
     op = program.graph.ops[step.op]
     shape = program.graph.type_of(op.operands[0]).shape
     return len(step.reads) == 2 and all(shape[dim] == 1 for dim in op.attrs["lhs_contract"])
 
 
 def _is_reshaped(program: Lowered, array: int) -> bool:
-    """Whether an array is a product that has several dims of rows or of columns, or none."""
+    """Whether an array is a dot's result with other than one row and one column dim."""
     maker = program.arrays[array].maker
     step = program.steps[maker] if maker >= 0 else None
     return step is not None and step.kind == "dot_general" and any(_merges(program, step, side) for side in (0, 1))
 
 
 def _reads_reshaped(program: Lowered, reader: int, array: int) -> bool:
-    """Whether a step is a product that reads an array as a matrix, which it is not."""
+    """Whether a step is a dot that reads an array of another rank as a matrix."""
     step = program.steps[reader]
     if step.kind != "dot_general" or len(step.reads) != 2:
         return False
@@ -169,7 +169,7 @@ def _reads_reshaped(program: Lowered, reader: int, array: int) -> bool:
 
 
 def _merges(program: Lowered, step: Step, side: int) -> bool:
-    """Whether a product takes an operand's dims of rows or columns, of which there is not one, as one."""
+    """Whether a dot merges an operand's free dims, which are other than one, into one."""
     op = program.graph.ops[step.op]
     name = ("lhs", "rhs")[side]
     taken = len(op.attrs[f"{name}_batch"]) + len(op.attrs[f"{name}_contract"])
@@ -177,7 +177,7 @@ def _merges(program: Lowered, step: Step, side: int) -> bool:
 
 
 def _for_libraries(program: Lowered) -> Lowered:
-    """No reduce-scatters; gathers along inner dims, all-to-alls, products with copies; outer products are loops."""
+    """Legalise for libraries: all-reduces for reduce-scatters; copies around inner gathers, all-to-alls and dots."""
     rewriter = Rewriter(program)
     for step in program.steps:
         if step.kind == "reduce-scatter":
@@ -211,7 +211,7 @@ class CpuBackend(Backend):
 
     @property
     def rewrites(self) -> Passes[Lowered]:
-        """Collectives and products as their libraries take them."""
+        """Collectives and dots legalised for their libraries."""
         return Passes((folded_transposes, _for_libraries))
 
     def fusion(self, program: Lowered) -> Fusion:
@@ -219,9 +219,9 @@ class CpuBackend(Backend):
         return CpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """All independent all-reduces of one dtype over the same devices are one.
+        """Combine all independent all-reduces of one dtype over the same devices.
 
-        Loops do not write over products that they read in another shape: of a row and a column dim, others merged.
+        Loops take over no buffers of dots that they read in another shape.
         """
         for kernel in kernels:
             kernel.displaced |= {array for array in kernel.reads if _is_reshaped(program, array)}
@@ -229,5 +229,5 @@ class CpuBackend(Backend):
         return combined(kernels, partial(summed_over, program), lambda kernel: 0, math.inf)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """As they become ready."""
+        """Kernels as they become ready."""
         return breadth_first(deps)

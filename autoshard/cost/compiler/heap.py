@@ -1,4 +1,4 @@
-"""Heaps: how compilers lay blocks out whose lives are known, and how much memory that takes, gaps included."""
+"""Heap simulation: offsets of buffers with known live ranges, and the heap's bytes, fragmentation included."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 Block = tuple[int, int, int]
-"""(first position, last position, bytes)."""
+"""A live range: (first position, last position, bytes)."""
 
 
 def best_fit(blocks: Sequence[Block]) -> int:
-    """Bytes of a heap into which the largest blocks are put first, or the longest lived: whichever takes less.
+    """Bytes of a heap filled largest buffers first, or longest live ranges first: whichever is smaller.
 
-    Each block lies in the tightest gap between those that live beside it, or on top of them (XLA's
+    Each buffer takes the tightest gap between buffers that are live with it, or the top (XLA's
     `GlobalDecreasingSizeBestFitHeap`, which its CPU and GPU compilers use for temporaries).
     """
     largest = sorted(blocks, key=lambda block: (-block[2], block[0] - block[1]))
@@ -24,7 +24,7 @@ def best_fit(blocks: Sequence[Block]) -> int:
 
 
 def _tightest(blocks: Sequence[Block]) -> int:
-    """Bytes of a heap that holds blocks, each put into the tightest gap that its life leaves, in this order."""
+    """Bytes of a heap in which each buffer, in this order, takes the tightest gap over its live range."""
     starts, ends, sizes = np.array(blocks, dtype=np.int64).reshape(-1, 3).T
     offsets = np.zeros_like(starts)
     for number, (start, end, size) in enumerate(blocks):
@@ -41,16 +41,15 @@ def _tightest(blocks: Sequence[Block]) -> int:
 
 
 def packed(blocks: Sequence[Block]) -> int:
-    """Bytes of a heap that holds blocks in the order in which they are made, each put into the tightest gap then.
+    """Bytes of a heap filled in allocation order, each buffer into the tightest gap at that time.
 
-    So libtpu lays out device memory: gaps that are too small for what comes later make the whole larger than the most
-    that is live at once.
+    As libtpu does in device memory: fragmentation makes the heap larger than the peak of live bytes.
     """
     height = 0
-    offsets: list[int] = []  # of what is held, ascending
+    offsets: list[int] = []  # of live buffers, ascending
     tops: dict[int, int] = {}  # by offset
-    gaps: list[tuple[int, int]] = []  # bytes and offset of each gap below something that is held, ascending
-    ends: list[tuple[int, int]] = []  # a heap of last positions and offsets
+    gaps: list[tuple[int, int]] = []  # bytes and offset of each gap below a live buffer, ascending
+    ends: list[tuple[int, int]] = []  # heap of last positions and offsets
     for start, end, size in sorted(blocks, key=lambda block: block[0]):
         while ends and ends[0][0] < start:
             _release(heapq.heappop(ends)[1], offsets, tops, gaps)
@@ -71,7 +70,7 @@ def packed(blocks: Sequence[Block]) -> int:
 
 
 def _release(offset: int, offsets: list[int], tops: dict[int, int], gaps: list[tuple[int, int]]) -> None:
-    """Take a block from the heap: what is free on both sides of it becomes one gap, or the end of the heap."""
+    """Free a buffer: merge the gaps on both sides, or lower the top."""
     place = bisect_left(offsets, offset)
     del offsets[place]
     below, top = tops[offsets[place - 1]] if place else 0, tops.pop(offset)

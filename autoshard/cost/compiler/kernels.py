@@ -1,9 +1,9 @@
-"""Which steps of a device's program run as one kernel, and so which arrays are ever in memory.
+"""Fusion: which steps of a device's program run as one kernel, and so which arrays are materialised.
 
-A target's `Fusion` says of each step whether it may run inside the kernels that read it, and of each kernel what it
-takes in. An array is *materialised* if something that cannot take in its maker reads it, if it is returned, or if
-computing it once per reader costs more than keeping it (XLA's `InstructionFusion`: expensive ops are not duplicated,
-nor are those that read more than they make). A step that is not materialised runs in every kernel that reads it.
+A target's `Fusion` says which producers each kernel can fuse. An array is *materialised* if a user cannot fuse its
+producer, if it is a result, or if computing it once per user costs more than storing it (XLA's `InstructionFusion`
+duplicates no expensive ops, nor those that read more than they write). A step whose result is not materialised runs in
+the kernels of all its users.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ EXPENSIVE = frozenset(
     tan sine cosine remainder digamma lgamma acos asin atan cosh sinh acosh asinh atanh reduce gather reduce_window
     """.split()  # noqa: SIM905
 )
-"""Kinds that XLA computes once rather than in each of several readers."""
+"""Kinds that XLA duplicates into no user."""
 
 LOOPS = ELEMENTWISE | {
     "broadcast_in_dim", "transpose", "reshape", "reverse", "slice", "dynamic_slice", "dynamic_update_slice", "pad",
     "concatenate", "gather", "iota", SLICE,
 }  # fmt: skip
-"""Kinds that make each element of their result from few elements of their operands: they fuse as producers."""
+"""Kinds whose result elements depend on few operand elements each: they fuse as producers."""
 
 REORDERING = frozenset({"transpose", "reverse", "gather", "slice", "pad", "concatenate", "dynamic_slice", SLICE})
-"""Loops whose elements come from other places of their operands."""
+"""Loops that read operand elements at other positions."""
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """Steps that run as one.
+    """Steps that run as one kernel.
 
     Attributes:
         steps: their numbers; the last is the root.
-        reads: arrays in memory that it reads, each once.
-        writes: arrays in memory that it makes.
+        reads: materialised operands, each once.
+        writes: materialised results.
         kind: the root's.
-        place: the largest number of a step in it: where it stands in the program.
-        shares: an operand's buffer may be taken over by a result of the same size.
-        displaced: operands of which that is not so: elements are read in another order than results are written.
-        viewed: operands of which it is so only in buffers of results: read through a tuple, or in another shape.
-        workspace: bytes that it needs while it runs.
+        place: the largest number of its steps: its position in the program.
+        shares: whether a result may take over the buffer of an operand of the same size.
+        displaced: operands excepted from that: read in another element order than results are written.
+        viewed: operands for which it holds only in buffers of results: tuple elements, or reshaped.
+        workspace: bytes of scratch memory.
     """
 
     steps: tuple[int, ...]
@@ -61,35 +61,35 @@ class Kernel:
 
 
 class Fusion:
-    """What a target's compiler fuses; subclasses say how theirs differs."""
+    """The fusion pass; subclasses override what differs between targets."""
 
     duplicates = True
     """Whether a step may run in several kernels."""
     recomputes = False
-    """Whether what is kept for one reader runs again in the others, where that reads no more than its result."""
+    """Whether a materialised step is also duplicated into users that can fuse it at no more reads."""
 
     def __init__(self, program: Lowered) -> None:
         """For one device's program."""
         self.program = program
         self.arrays, self.steps = program.arrays, program.steps
-        self.root: list[int] = list(range(len(self.steps)))  # step -> root of the library cluster that it is in
-        self.again: set[int] = set()  # arrays that are kept, and made again in kernels that can take their maker in
+        self.root: list[int] = list(range(len(self.steps)))  # step -> root of its library call
+        self.again: set[int] = set()  # materialised arrays, recomputed in kernels that fuse their producer
 
     # ---- what targets differ in
 
     def cluster(self) -> None:
-        """Merge steps into library kernels, through `root`."""
+        """Merge steps into library calls, through `root`."""
 
     def absorbs(self, step: Step) -> bool:
-        """Whether a producer may run inside the kernel of this step."""
+        """Whether the kernel of this step fuses producers."""
         return step.kind in LOOPS or step.kind == "reduce"
 
     def inlined(self, step: Step) -> bool:
-        """Whether a step may run inside the kernels that read it."""
+        """Whether a step may fuse into its users."""
         return step.kind in LOOPS
 
     def expensive(self, step: Step) -> bool:
-        """Whether a step is computed once rather than in each of several readers."""
+        """Whether a step must not be duplicated into several users."""
         return step.kind in EXPENSIVE
 
     # ---- the algorithm
@@ -109,9 +109,9 @@ class Fusion:
         return found
 
     def materialised(self) -> set[int]:
-        """Arrays that are kept in memory, arguments left out."""
+        """Materialised arrays, without arguments."""
         kept: set[int] = set()
-        homes: list[frozenset[int]] = [frozenset()] * len(self.steps)  # step -> the kernels that it runs in
+        homes: list[frozenset[int]] = [frozenset()] * len(self.steps)  # step -> kernels that run it
         for number in range(len(self.steps) - 1, -1, -1):
             step = self.steps[number]
             in_readers: frozenset[int] = frozenset()
@@ -148,9 +148,9 @@ class Fusion:
         return not self.duplicates or self.expensive(step) or self.reads_more(step, kernels)
 
     def _repeated(self, number: int, step: Step) -> bool:
-        """Whether a step whose result is kept also runs in readers: a cheap loop with at most one operand of its rank.
+        """Whether a materialised step is also duplicated into users: a cheap loop with at most one operand of its rank.
 
-        Broadcasts left out (`effectively_at_most_unary` in XLA's `InstructionFusion`).
+        Broadcasts do not count (`effectively_at_most_unary` in XLA's `InstructionFusion`).
         """
         if self.root[number] != number or len(step.writes) > 1 or not self.inlined(step) or self.expensive(step):
             return False
@@ -163,11 +163,11 @@ class Fusion:
         return maker >= 0 and self.steps[maker].kind == "broadcast_in_dim"
 
     def takes(self, reader: int, number: int) -> bool:
-        """Whether the kernel of step `reader` takes in step `number`."""
+        """Whether the kernel of step `reader` can fuse step `number`."""
         return self.root[reader] == reader and self.absorbs(self.steps[reader])
 
     def reads_more(self, step: Step, kernels: int) -> bool:
-        """Whether a step that would run in several kernels has several operands as large as its result."""
+        """Whether duplicating a step reads more: it has several operands as large as its result."""
         made = math.prod(self.arrays[step.writes[0]].shape or (1,))
         sizes = [math.prod(self.arrays[array].shape or (1,)) for array in dict.fromkeys(step.reads)]
         return sum(size >= made for size in sizes) > 1
@@ -195,7 +195,7 @@ class Fusion:
         return Kernel(steps, tuple(reads), writes, kind, max(members), shares, 0, flops, displaced)
 
     def _displaced(self, steps: Sequence[int]) -> frozenset[int]:
-        """Arrays that these steps read through a transpose (XLA shares what is used elementwise alone)."""
+        """Arrays that these steps read through a transpose (XLA shares buffers of elementwise operands only)."""
         found: set[int] = set()
         for number in reversed(steps):
             step = self.steps[number]
@@ -205,5 +205,5 @@ class Fusion:
 
 
 def rank(array: Array) -> int:
-    """Dims of more than one element; of an array of which only the size is known, more than any."""
+    """Number of dims larger than 1; of an array of unknown shape, more than any."""
     return 99 if array.shape is None else sum(size > 1 for size in array.shape)

@@ -1,17 +1,17 @@
-"""XLA's latency hiding scheduler: collectives beside the kernels that neither make nor read them.
+"""XLA's latency hiding scheduler: it overlaps collectives with independent kernels.
 
-It goes from the end of the step backwards (xla/service/latency_hiding_scheduler.cc). On GPUs one collective at a time
-is in flight (`parallel_collective_overlap_limit`), on TPUs so many of a kind: its end is placed as soon as all that
-reads its result stands behind it, its start once the kernels placed since take as long as it does. Of the kernels that
-could come next it takes, in this order of reasons:
+It schedules from the end of the step (xla/service/latency_hiding_scheduler.cc). On GPU one collective at a time is in
+flight (`parallel_collective_overlap_limit`), on TPU a number per kind. It places a done once all users of the result
+are scheduled, and the start once the kernels scheduled since take as long as the collective. Among ready kernels its
+criteria are, in this order:
 
-1. what keeps nobody waiting: a kernel is due a microsecond after what reads it (`kLessStall`);
-2. a start for which another collective waits, and no start before which there is no other collective;
-3. what waits for the most seconds of collectives, one behind the other (`kAsyncDepth`);
-4. while something is not due yet, what takes about as long as that is away (`kAvoidWaste`);
-5. what a collective's result is read by, what lets more kernels be placed, and what stood last.
+1. least stall: a kernel is ready a microsecond after its users (`kLessStall`);
+2. a start that lets another collective's done be placed; starts with no other collective before them come last;
+3. most seconds of collectives before it, in sequence (`kAsyncDepth`);
+4. least waste: while something is not ready yet, a kernel that takes about the time until then (`kAvoidWaste`);
+5. users of a collective's result, then kernels that make more kernels ready, then the latest in the program.
 
-So gathers move to the front one behind the other, and gradients of weights wait for gaps in the chain of the others.
+So all-gathers move to the front in sequence, and weight gradients fill gaps in the chain of the other gradients.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dataclasses import dataclass, field
 from autoshard.cost.compiler.schedule import Dependencies
 
 EDGE = 1e-6
-"""Seconds between a kernel and what reads it, counted from the reader (`kLowLatency`)."""
+"""Seconds between a kernel and its user (`kLowLatency`)."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a target's scheduler differs.
+    """A target's scheduler settings.
 
     Attributes:
-        edge: seconds between a kernel and what reads it.
-        elements: whether a kernel that reads an element of a tuple lets that be placed, whatever else is of the tuple.
-        at_once: kind -> how many collectives of that kind are in flight at once, counted by itself; else 1.
-        viewing: seconds of an instruction through which results are read.
+        edge: seconds between a kernel and its user.
+        elements: whether a user of one tuple element suffices to make the tuple's kernel ready.
+        at_once: kind -> limit of collectives of that kind in flight; else 1.
+        viewing: seconds of a get-tuple-element or bitcast.
     """
 
     edge: float = EDGE
@@ -56,14 +56,13 @@ def overlapped(
     kinds: Sequence[str] | None = None,
     rules: Rules = GPU_RULES,
 ) -> list[tuple[int, bool]]:
-    """An order of (kernel, whether it is its end); a collective appears twice, as its start and as its end.
+    """The schedule of (kernel, whether it is a done); a collective appears twice, as its start and its done.
 
     Args:
-        order: the kernels in the order that is changed.
+        order: the schedule to change.
         takes: seconds of each kernel.
         moves: whether a kernel is a collective.
-        views: whether a kernel's results are read through an instruction of no cost, such as an element of a tuple;
-            None for no kernel.
+        views: whether users read a kernel's results through a no-op such as a get-tuple-element; None: no kernel's.
         kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
     """
     count = len(takes)
@@ -74,11 +73,11 @@ _Rank = tuple[bool, int, int]
 
 
 class _Due:
-    """Kernels that are due: of those that take equally long the one of the least rank is found at once."""
+    """Ready kernels by duration; within each duration the least rank is found at once."""
 
     def __init__(self) -> None:
         self.rank: dict[int, _Rank] = {}
-        self.heaps: dict[float, list[tuple[_Rank, int]]] = {}  # by seconds; what has another rank now is no entry
+        self.heaps: dict[float, list[tuple[_Rank, int]]] = {}  # by seconds; entries with an old rank are stale
 
     def put(self, number: int, takes: float, rank: _Rank) -> None:
         """Add a kernel, or change its rank."""
@@ -86,7 +85,7 @@ class _Due:
         heapq.heappush(self.heaps.setdefault(takes, []), (rank, number))
 
     def firsts(self) -> Iterator[tuple[float, tuple[_Rank, int]]]:
-        """(seconds, (rank, kernel)) of the first of those that take so long."""
+        """(seconds, (rank, kernel)) of the least rank for each duration."""
         for takes, heap in list(self.heaps.items()):
             while heap and self.rank.get(heap[0][1]) != heap[0][0]:
                 heapq.heappop(heap)
@@ -97,7 +96,7 @@ class _Due:
 
 
 class _Backwards:
-    """The state of the scheduler. An entry is a kernel and whether it is a collective's start."""
+    """The scheduler's state. A schedule entry is a kernel and whether it is a collective's done."""
 
     def __init__(
         self,
@@ -113,8 +112,8 @@ class _Backwards:
         self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
         self.edge, self.elements = rules.edge, rules.elements
         self.place = {number: position for position, number in enumerate(order)}
-        self.before = [0.0] * len(takes)  # seconds of collectives that a kernel waits for, one behind the other
-        self.behind = [0.0] * len(takes)  # and those that what reads it waits for
+        self.before = [0.0] * len(takes)  # seconds of collectives before a kernel, in sequence
+        self.behind = [0.0] * len(takes)  # the same with its own
         for number in order:
             self.before[number] = max((self.behind[maker] for maker in deps.waits[number]), default=0.0)
             self.behind[number] = self.before[number] + (takes[number] if moves[number] else 0.0)
@@ -122,11 +121,11 @@ class _Backwards:
         self.placed_at = [0.0] * len(takes)
         self.is_placed = [False] * len(takes)
         self.now = 0.0
-        self.flying: dict[int, float] = {}  # collectives whose starts are not placed, and when these are due
-        self.ends: dict[str, dict[int, float]] = {}  # by kind, collectives of which all readers are placed: when due
-        self.stalled: list[tuple[float, int, int]] = []  # a heap of kernels by when they are due
-        self.due: dict[float, _Due] = {}  # kernels that are due, by the seconds of collectives before them
-        self.awaited: list[float] = []  # a heap of when what was not due yet will be
+        self.flying: dict[int, float] = {}  # in flight: collective -> when its start is due
+        self.ends: dict[str, dict[int, float]] = {}  # by kind: collective with all users placed -> when due
+        self.stalled: list[tuple[float, int, int]] = []  # heap of kernels that are not ready yet, by when
+        self.due: dict[float, _Due] = {}  # ready kernels by seconds of collectives before them
+        self.awaited: list[float] = []  # heap of times at which something becomes ready
         self.found: list[tuple[int, bool]] = []
 
         for number in order:
@@ -134,7 +133,7 @@ class _Backwards:
                 self._release(number)
 
     def placed(self) -> list[tuple[int, bool]]:
-        """All kernels."""
+        """Schedule everything."""
         while True:
             self._move_due()
             ends = {one: due for kind, some in self.ends.items() if self._may_end(kind) for one, due in some.items()}
@@ -158,11 +157,11 @@ class _Backwards:
         return sum(self.kinds[one] == kind for one in self.flying) < self.at_once.get(kind, 1)
 
     def _awaits_start(self, number: int) -> bool:
-        """Whether a collective of its kind waits for one in flight to start."""
+        """Whether a collective of its kind must wait for its start."""
         return any(due <= self.now for due in self.ends.get(self.kinds[number], {}).values())
 
     def _start_rank(self, number: int) -> tuple[float, bool, float, _Rank]:
-        """By what the starts of those in flight are compared."""
+        """The order of the starts of those in flight."""
         stall = max(self.flying[number] - self.now, 0.0)
         return stall, not self._awaits_start(number), -self.before[number], self._unlocks(number)
 
@@ -172,7 +171,7 @@ class _Backwards:
             self.due.setdefault(self.before[number], _Due()).put(number, self.takes[number], self._unlocks(number))
 
     def _start_is_next(self, number: int) -> bool:
-        """Whether the start of what is in flight comes before every kernel that could be placed."""
+        """Whether the start of a collective in flight comes before every ready kernel."""
         when = self.flying[number]
         if when > self.now:
             return not self.due and not (self.stalled and self.stalled[0][0] < when)
@@ -186,22 +185,22 @@ class _Backwards:
         return self._unlocks(number) < self._unlocks(other)
 
     def _best(self, before: float) -> int:
-        """Of kernels that are due, and wait for the same collectives."""
+        """The best of the ready kernels with the same collectives before them."""
         return min((self._waste(takes), *first) for takes, first in self.due[before].firsts())[2]
 
     def _waste(self, takes: float) -> float:
-        """By how many seconds what takes so long misses the moment when something else is due."""
+        """Seconds between the end of a kernel of this duration and the next time something becomes ready."""
         return abs(self.awaited[0] - self.now - takes) if self.awaited else 0.0
 
     def _unlocks(self, number: int) -> _Rank:
-        """Less for what a collective's end waits for, for what more kernels wait for, and for what stood later."""
+        """Rank: less for users of a collective, for kernels that make more others ready, and for later ones."""
         makers = self.deps.waits[number]
         ends = any(self.moves[maker] for maker in makers)
         freed = sum(self.waiting[maker] == 1 or (self.elements and self.views[maker]) for maker in makers)
         return not ends, -freed, -self.place[number]
 
     def _unlocks_more(self, number: int) -> None:
-        """Another kernel waits for this one alone now."""
+        """Update the rank of a ready kernel: one more operand has it as its only unplaced user."""
         alike = self.due.get(self.before[number])
         if alike is not None and number in alike.rank:
             alike.put(number, self.takes[number], self._unlocks(number))
@@ -255,10 +254,10 @@ class _Backwards:
             heapq.heappop(self.awaited)
 
     def _release(self, number: int) -> None:
-        """All that reads a kernel is placed."""
+        """Make a kernel ready: all its users are placed."""
         readers = self.deps.frees[number]
         due = max(self.now, max((self.placed_at[reader] for reader in readers), default=-math.inf) + self.edge)
-        if readers and self.views[number]:  # which is placed at once
+        if readers and self.views[number]:  # a no-op, placed at once
             self.now = due
             self._pass(self.viewing)
             due += self.edge

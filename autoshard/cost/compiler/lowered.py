@@ -1,8 +1,7 @@
-"""One device's program after partitioning: the arrays that it makes and the steps that make them, before fusion.
+"""One device's program after partitioning, before fusion: arrays (shards), and the steps that produce them.
 
-What a compiler's backend starts from. Arrays are one device's parts. Reshards are steps of their own: a chain of
-collectives, or a slice. Reshapes, barriers and ops that change nothing share their operand's array; what follows from
-constants alone is made where it is read and has none.
+Input of the backends. Reshards are steps: a chain of collectives, or a dynamic-slice. Reshapes, barriers and no-ops
+share their operand's array (bitcasts); constant expressions have no array and are computed in their users.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
 
 VIEWS = frozenset({"reshape", BARRIER})
-"""Kinds whose results are their operands' arrays under another type."""
+"""Kinds whose results are bitcasts of their operands."""
 
 SLICE = "partition_slice"
-"""A device taking its part of an array that it holds: a dynamic slice at an offset of its own."""
+"""A dynamic-slice of each device's shard out of an array that it holds."""
 
 ROUNDING = "rounding"
-"""A TPU making the copy in bf16 of an argument that is gathered for products (`cost/partitioner/ops/rounded.py`)."""
+"""A TPU's conversion to bf16 of an argument that is gathered for dots (`cost/partitioner/ops/rounded.py`)."""
 
 ATTENTION = "attention"
-"""A softmax and the product with what it weighs, in one kernel, with that of queries and keys or not: of three operands
-or of two (`cost/partitioner/ops/attention.py`)."""
+"""An attention kernel: a softmax and its product with values, of two operands, or of three with the product of queries
+and keys (`cost/partitioner/ops/attention.py`)."""
 
 WITH_LOGITS = 2
-"""Operands of such a kernel that reads logits, and values; others read queries and keys instead of logits."""
+"""Operands of an attention kernel that reads logits and values; others read queries and keys instead of logits."""
 
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 
@@ -45,34 +44,34 @@ COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-a
 SUMS = frozenset({"all-reduce", "reduce-scatter"})
 
 MASKED = frozenset({"dot_general", "reduce"})
-"""Kinds that sum over dims: what lies beyond the end of an unevenly split one must not count."""
+"""Kinds that contract or reduce dims: padding of an unevenly split one must not count."""
 
 
 UPDATES = frozenset({"scatter", "dynamic_update_slice"})
-"""Kinds that write into their first operand."""
+"""Kinds that update their first operand in place."""
 
 
 REPEATABLE = ELEMENTWISE | {
     "broadcast_in_dim", "transpose", "reduce", "slice", "concatenate", "pad", "gather", "dot_general", "convolution",
 }  # fmt: skip
-"""Kinds of which equal ones are computed once."""
+"""Kinds of which equal steps are computed once."""
 
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """One device's part of a value, or of a value on its way to another sharding.
+    """One device's shard of a value, or of an intermediate between collectives of a reshard.
 
     Attributes:
-        shape: of the part; None between two collectives of one reshard, of which only the size is known.
+        shape: of the shard; None between two collectives of one reshard, where only the size is known.
         bytes: without padding of layouts.
-        maker: number of the step that makes it; -1 for an argument.
-        readers: numbers of the steps that read it, each once, ascending.
-        returned: it is a result of the program.
-        donated: and takes over the buffer of the argument that it updates.
-        strips: of an activation of few images, which a TPU's compiler cuts into strips of space, the positions in each
-            (`cost/compiler/tpu/strip_widths.py`); 0: it lies whole.
-        tiles: of an operand of a TPU's convolution, the tiles that it lies in; of all others 0.
-        numbers: elements without padding, where they are known and the shape is not; else 0.
+        maker: number of the producer; -1 for an argument.
+        readers: numbers of its users, each once, ascending.
+        returned: whether it is a result of the program.
+        donated: whether it also aliases the donated argument that it updates.
+        strips: positions per strip of an activation after space-to-batch on TPU
+            (`cost/compiler/tpu/strip_widths.py`); 0 without it.
+        tiles: of an operand of a TPU's convolution, its layout's tiles; of all others 0.
+        numbers: elements without padding, where the shape is unknown; else 0.
     """
 
     shape: tuple[int, ...] | None
@@ -88,7 +87,7 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         if self.shape is not None:
             return math.prod(self.shape)
         return self.numbers or self.bytes // dtype_bytes(self.dtype)
@@ -100,17 +99,17 @@ class Step:
 
     Attributes:
         kind: StableHLO kind, collective kind, or `SLICE`.
-        op: the graph op that it belongs to.
-        reads, writes: numbers of arrays; `reads` in operand order, free operands left out.
-        flops: of contractions, on one device.
-        collective: what is moved, of collectives.
-        dim: of an all-gather or reduce-scatter the dim that it runs along, where it is one.
-        values: of graph ops, the values that `reads` hold the parts of.
-        inner: of loops and branches, bytes that their bodies read and write on one device, and their kernels.
-        parts: of the permutes of a windowed einsum, how many there are of a part each.
-        turns: of a kernel of attention, how often it reads keys and values.
-        shapes: of a `dot_general`, its operands' parts on one device, as it reads them: the array that one lies in,
-            made as something else, may have another shape.
+        op: the graph op that it implements.
+        reads, writes: numbers of arrays; `reads` in operand order, without constant expressions.
+        flops: of contractions, per device.
+        collective: of collectives, its kind, axes and bytes.
+        dim: of an all-gather or reduce-scatter its dim, if it is a single one.
+        values: of graph ops, the values whose shards are `reads`.
+        inner: of loops and branches, bytes per device that their bodies read and write, and their kernels.
+        parts: of the permutes of a windowed einsum, their number.
+        turns: of an attention kernel, how often it reads keys and values.
+        shapes: of a `dot_general`, local operand shapes as it reads them; the operand's array may have another shape
+            through a bitcast.
     """
 
     kind: str
@@ -133,10 +132,10 @@ class Lowered:
 
     Attributes:
         arrays, steps: steps in program order.
-        results: the arrays that are its results, in their order.
-        graph: what it is a part of.
-        pinned: annotated values, whose shape no pass changes before the program is partitioned.
-        updates: result -> the argument whose buffer it takes over.
+        results: the arrays of its results, in order.
+        graph: the graph that it implements.
+        pinned: annotated values, whose shape no pass changes before partitioning.
+        updates: result -> the argument that it aliases.
     """
 
     arrays: list[Array]
@@ -148,7 +147,7 @@ class Lowered:
 
 
 def updates_of(program: Lowered, step: Step) -> Array:
-    """What a scatter adds; of constants, which have no array, one as large as the whole."""
+    """A scatter's updates; constant ones, which have no array, count as large as its operand."""
     if not step.values or step.values[-1] == program.graph.ops[step.op].operands[-1]:
         return program.arrays[step.reads[-1]]
     kind = program.graph.type_of(program.graph.ops[step.op].operands[-1])
@@ -156,7 +155,7 @@ def updates_of(program: Lowered, step: Step) -> Array:
 
 
 def matrices_of(program: Lowered, step: Step) -> Matrices:
-    """What one device multiplies in a `dot_general`."""
+    """The local matrices of a `dot_general`."""
     lhs, rhs = step.shapes
     return matrices(lhs, rhs, program.graph.ops[step.op].attrs)
 
@@ -165,9 +164,9 @@ def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barri
     """The steps of one device for a partitioned program.
 
     Args:
-        barriers: whether what lies behind an `optimization_barrier` is kept apart from what lies before it, and waits
-            for all of that: barriers are steps. XLA's CPU compiler removes them before it last looks for equal
-            instructions, and orders what is left: equal recomputation is undone.
+        barriers: whether an `optimization_barrier` is a step, which keeps equal ops on both sides apart and which the
+            ops after it wait for. XLA's CPU compiler removes barriers before its last CSE and scheduling, which
+            undoes rematerialisation.
     """
     return _Lowering(graph, shardings, partitioned, barriers).run()
 
@@ -175,19 +174,19 @@ def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barri
 class _Lowering:
     def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
         self.graph, self.shardings, self.partitioned, self.barriers = graph, shardings, partitioned, barriers
-        self.updates: dict[int, int] = {}  # result -> the argument whose buffer it takes over
-        self.behind: dict[Value, int] = {}  # value -> the barrier that it has come through
-        self.numbers: dict[Hashable, tuple[int, ...]] = {}  # what a step computes -> the arrays that hold it
-        self.names: dict[Value, Hashable] = {}  # values without an array -> what they are
+        self.updates: dict[int, int] = {}  # result -> the argument that it aliases
+        self.behind: dict[Value, int] = {}  # value -> the last barrier before it
+        self.numbers: dict[Hashable, tuple[int, ...]] = {}  # key of a step -> its results
+        self.names: dict[Value, Hashable] = {}  # constant expressions -> their keys
         self.known: dict[Hashable, int] = {}
         self.arrays: list[Array] = []
         self.steps: list[Step] = []
-        self.of: dict[Value, int | None] = {}  # value -> its array as made; None where it has none
+        self.of: dict[Value, int | None] = {}  # value -> its producer's array; None without one
         self.copies: dict[int, int | None] = {}
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.factors: dict[int, list[int | None]] = {}  # product -> the arrays that it reads
-        self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those that are part of it
+        self.factors: dict[int, list[int | None]] = {}  # dot -> its operands
+        self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those merged into it
         self.free = free_ops(graph)
         self.folded = fold(graph)
         self.copies_of: dict[Value, list[int]] = {}
@@ -229,7 +228,7 @@ class _Lowering:
         self.steps.append(Step(kind, op, tuple(reads), tuple(writes), flops, **more))  # type: ignore[arg-type]
 
     def _found(self, op: int | None, value: Value) -> int | None:
-        """The array of `value` that an op finds: the value as made, or an annotated copy."""
+        """The array of `value` that an op finds: the producer's, or an annotated copy."""
         copy = self.shardings.copy_read(op, value) if self.copies_of else None
         return self.of[value] if copy is None else self.copies.get(copy, self.of[value])
 
@@ -271,11 +270,11 @@ class _Lowering:
             self.absorbed.setdefault(later, []).extend((*self.absorbed.pop(number, ()), *reads[1:]))
             self.of[results[0]] = None
             return
-        if number in self.absorbed:  # operands end to end with those of another one, moved for that
+        if number in self.absorbed:  # operands concatenated with another scatter's
             beside = self.absorbed.pop(number)
             count = next((i for i, each in enumerate(own) if each.kind in SUMS), len(own))
             for collective in own[:count]:
-                beside.append(self._exchanged(beside[-1], collective, number))
+                beside.append(self._concatenation_collective(beside[-1], collective, number))
             own = own[count:]
         if op.kind in UPDATES and reads[0] is None:
             reads[0] = self._filled(op.operands[0], results[0], number, own)
@@ -291,7 +290,7 @@ class _Lowering:
             self.of[results[0]] = self._chain(results[0], made[0], own, self.shardings.made[results[0]], number)
 
     def _attention(self, op: Op, attention: Attention, reads: Sequence[int | None]) -> None:
-        """A kernel of a softmax and a product, or of the product before that too; equal ones are one."""
+        """Emit an attention kernel; equal ones are one."""
         logits, product = attention.logits, attention.product
         before = [self._found(op.id, logits)] if product is None else self.factors[product]
         values = (*((logits,) if product is None else self.graph.ops[product].operands), op.operands[1])
@@ -307,8 +306,8 @@ class _Lowering:
             self.numbers[key] = (made,)
         self.of[result] = self.numbers[key][0]
 
-    def _exchanged(self, source: int | None, collective: Collective, op: int) -> int:
-        """What a collective over parts of an operand makes."""
+    def _concatenation_collective(self, source: int | None, collective: Collective, op: int) -> int:
+        """The result of a collective around the concatenation of two scatters' operands."""
         dtype = "f32" if source is None else self.arrays[source].dtype
         self.arrays.append(Array(None, dtype, collective.total_bytes, -1))
         self._step(
@@ -317,9 +316,9 @@ class _Lowering:
         return len(self.arrays) - 1
 
     def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
-        """A step that passes on what it reads: result i is operand i; operands of which no result is read are last.
+        """Emit a barrier: result i is operand i; operands whose result is unused come last.
 
-        Arguments and what has no array are not held back; a barrier that holds nothing back is no step.
+        It holds back no arguments and no constant expressions; one that holds back nothing is no step.
         """
         held: dict[int, int] = {}
         values: dict[int, Value] = {}
@@ -349,8 +348,8 @@ class _Lowering:
         """The arrays of an op's results, before its own collectives; equal steps are one.
 
         Args:
-            beside: what it reads beside its operands.
-            tiling: how its results are split at first, if not as they are in the end.
+            beside: further arrays that it reads.
+            tiling: of its results at first, if a slice follows.
         """
         tilings = tuple(tiling or self.shardings.made[value] for value in results)
         key: Hashable = None
@@ -368,7 +367,7 @@ class _Lowering:
             if i == 0 and own:
                 self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, own)
             if i == 0 and not self.partitioned.unsummed.isdisjoint(op.operands):
-                self._as_whole_as(op, reads[0], self.arrays[array])
+                self._with_full_size(op, reads[0], self.arrays[array])
             made.append(array)
         share = self.partitioned.runs[op.id].share
         flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS | BODIES else 0.0
@@ -385,7 +384,7 @@ class _Lowering:
         return tuple(made)
 
     def _read(self, op: Op) -> tuple[tuple[int, ...], ...]:
-        """The shapes of an op's operands on one device, as they are read once resharded."""
+        """Local shapes of an op's operands once resharded."""
         run = self.partitioned.runs[op.id]
         tilings = [*run.reads]
         for move in run.moves:
@@ -393,17 +392,17 @@ class _Lowering:
         shard, kinds = self.shardings.subaxes.shard, map(self.graph.type_of, op.operands)
         return tuple(shard(kind.shape, tiling) for kind, tiling in zip(kinds, tilings, strict=True))
 
-    def _as_whole_as(self, op: Op, read: int | None, made: Array) -> None:
-        """What an op makes of the terms of a sum that is scattered later has all of their numbers."""
+    def _with_full_size(self, op: Op, read: int | None, made: Array) -> None:
+        """Give an op's result on unreduced terms of a later reduce-scatter the terms' full size."""
         term = None if read is None else self.arrays[read].shape
         if term is not None:
             order = op.attrs["permutation"] if op.kind == "transpose" else range(len(term))
-            made.shape = tuple(term[dim] for dim in order) if len(order) == len(term) else None  # it lies in another
+            made.shape = tuple(term[dim] for dim in order) if len(order) == len(term) else None  # reshaped
             made.numbers = math.prod(term)
             made.bytes = made.numbers * dtype_bytes(made.dtype)
 
     def _name(self, op: Op, results: Sequence[Value]) -> None:
-        """What values that need no array are: a number, or an op on such values."""
+        """Set the keys of constant expressions: a number, or an op on constant expressions."""
         for i, value in enumerate(results):
             self.of[value] = None
             if value in self.folded.splat:
@@ -417,9 +416,9 @@ class _Lowering:
                 self.names[value] = (op.kind, tuple(op.attrs.items()), op.results, i if op.attrs else value)
 
     def _gathered_whole(self, op: Op, run: OpRun, result: Value) -> Tiling | None:
-        """How a gather's result is split before a device takes its part of it; None where that is all it makes.
+        """The tiling of a gather's result before each device slices it; None without a slice.
 
-        Rows are gathered from the operand as it is read: a dim of theirs that is whole there is cut afterwards.
+        Each row spans the operand's row dims as they are sharded: dims that are whole there are sliced afterwards.
         """
         operand = next((move.tiling for move in run.moves if move.place == 0), run.reads[0])
         shapes = [self.graph.type_of(value).shape for value in (*op.operands, result)]
@@ -430,9 +429,9 @@ class _Lowering:
         return None if tuple(made) == self.shardings.made[result] else tuple(made)
 
     def _filled(self, value: Value, result: Value, op: int, own: Sequence[Collective]) -> int:
-        """The array that is updated in place where it follows from constants: it is written first.
+        """Emit the array of a constant that is updated in place.
 
-        It is as large as what is updated, of which collectives may leave a part (a gradient that is summed).
+        It has the result's size before the op's collectives (a gradient that is all-reduced).
         """
         array = self._array(value, -1, self.shardings.made[result])
         if own:
@@ -441,7 +440,7 @@ class _Lowering:
         return array
 
     def _mask(self, op: Op, reads: list[int | None], moved: Mapping[int, Tiling], read: Sequence[Tiling]) -> None:
-        """What is summed over an unevenly split dim is cleared beyond its end first."""
+        """Mask the padding of unevenly split dims that an op contracts or reduces."""
         for place, dims in enumerate(_summed(op)):
             array = reads[place]
             if array is None:
@@ -459,7 +458,7 @@ class _Lowering:
             reads[place] = self.masks[array, uneven]
 
     def _view(self, value: Value, source: int | None, op: int) -> int | None:
-        """A reshape's array: its operand's, or a slice of that where each device goes on with a part."""
+        """The array of a bitcast: its operand's, or a dynamic-slice of that where each device keeps a shard."""
         if source is None:
             return None
         size = self._size(value, self.shardings.made[value])
@@ -474,7 +473,7 @@ class _Lowering:
         return math.prod(self.shardings.subaxes.shard(kind.shape, tiling)) * dtype_bytes(kind.dtype)
 
     def _partial(self, value: Value, own: Sequence[Collective]) -> tuple[int, tuple[int, ...] | None]:
-        """Bytes and shape of what an op makes before its own collectives run."""
+        """Bytes and shape of an op's result before its own collectives."""
         first = own[0]
         made = self._size(value, self.shardings.made[value])
         ways = self.shardings.subaxes.mesh.group_size(first.axes)
@@ -484,7 +483,7 @@ class _Lowering:
         return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
 
     def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:
-        """The array after these collectives, the last of which (or a slice behind it) makes `tiling`."""
+        """The array after these collectives and, if needed, a dynamic-slice to `tiling`."""
         end = self._size(value, tiling)
         dtype = self.graph.type_of(value).dtype
         now = source
@@ -498,7 +497,7 @@ class _Lowering:
                 self.arrays.append(Array(None, dtype, size, -1))
                 array = len(self.arrays) - 1
             dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
-            parts = ways + 1 if collective.count > 1 else 1  # a device's own part goes round once more
+            parts = ways + 1 if collective.count > 1 else 1  # one more permute for the device's own shard
             now = self._rounded(now, collective, op)
             self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim, parts=parts)
             now = array
@@ -509,7 +508,7 @@ class _Lowering:
         return now
 
     def _rounded(self, source: int, collective: Collective, op: int) -> int:
-        """What is gathered: of an argument of which half of the bytes are, a copy in bf16."""
+        """The operand of an all-gather: a bf16 copy of an argument if half of its bytes are gathered."""
         found = self.arrays[source]
         ways = self.shardings.subaxes.mesh.group_size(collective.axes)
         gathered = collective.kind == "all-gather" and 2 * collective.bytes <= found.bytes * ways
@@ -527,14 +526,14 @@ class _Lowering:
         return changed[0] if len(changed) == 1 else None
 
     def _move(self, value: Value, source: int, move: Move, op: int) -> int:
-        """The array after a move; one made before, unless the compiler moves it again (`ops/gather.py`)."""
+        """The array after a reshard; an equal one is reused, unless the compiler gathers again (`ops/gather.py`)."""
         if move.key in self.moved and not move.collectives:
-            return self._turned(value, self.moved[move.key], move.tiling, op)
+            return self._transposed(value, self.moved[move.key], move.tiling, op)
         self.moved[move.key] = self._chain(value, source, move.collectives, move.tiling, op)
         return self.moved[move.key]
 
-    def _turned(self, value: Value, found: int, tiling: Tiling, op: int) -> int:
-        """An array that was moved for another reader, its dims in the order in which this one has them."""
+    def _transposed(self, value: Value, found: int, tiling: Tiling, op: int) -> int:
+        """An array that was moved for another user, transposed to the order of dims that this one reads."""
         shape = self.shardings.subaxes.shard(self.graph.type_of(value).shape, tiling)
         before = self.arrays[found].shape
         if before is None or before == shape or len(before) != len(shape):
@@ -553,7 +552,7 @@ class _Lowering:
             self.copies[number] = self._move(value, source, move, value.op)
 
     def _unpadded(self, value: Value, source: int, collectives: Sequence[Collective]) -> int:
-        """A result that is gathered from parts of which some are padded: cut off what they are padded with."""
+        """A result that is gathered from padded shards, with a slice that drops the padding."""
         whole = ((),) * len(self.graph.type_of(value).shape)
         padded = self._chain(value, source, collectives, whole, value.op)
         array = self._array(value, -1, whole)
@@ -561,11 +560,11 @@ class _Lowering:
         return array
 
     def _outputs(self) -> list[int]:
-        """Mark the program's results; their arrays."""
+        """Mark the program's results; return their arrays."""
         results = []
         own = (number for number, copy in enumerate(self.shardings.copies) if copy.result)
         for value, output in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
-            copy = None if output.updates is None else next(own, None)  # the solver's prices have no copies
+            copy = None if output.updates is None else next(own, None)  # prices for the solver have no copies
             found = self._found(None, value) if copy is None else self.copies[copy]
             if found is None or found in self.updates:
                 continue
@@ -583,7 +582,7 @@ class _Lowering:
 
 
 def _summed(op: Op) -> list[tuple[int, ...]]:
-    """Per operand the dims that an op sums over."""
+    """Per operand the dims that an op contracts or reduces."""
     if op.kind == "dot_general":
         return [tuple(op.attrs["lhs_contract"]), tuple(op.attrs["rhs_contract"])]
     return [tuple(op.attrs["dims"])] * (len(op.operands) // 2)

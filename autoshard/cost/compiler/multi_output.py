@@ -1,4 +1,4 @@
-"""Kernels with several results: siblings that read one array, and makers with their readers, run as one."""
+"""Multi-output fusion: siblings that read one array, and producers with their users, run as one kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.schedule import Dependencies, dependencies, in_order
 
 MAX_WALKED_KERNELS = 64
-"""Kernels that wait for one, or that one waits for, are followed up to so many: those of an update are few, of tens of
-thousands in all.
+"""Up to so many ancestors or descendants of a kernel are enumerated: a parameter update has few, of tens of thousands
+of kernels.
 """
 
 _BITS = [np.uint64(1 << place) for place in range(64)]
@@ -28,16 +28,16 @@ def merged_outputs(
     siblings_first: bool = False,
     siblings: bool = True,
 ) -> list[Kernel]:
-    """Merge kernels that read, or make and read, one array, as long as nothing else stands between them.
+    """Merge siblings that read one array, or a producer and a user, unless a path through a third kernel joins them.
 
     Args:
-        key: kernels with equal keys may run as one; what has None runs alone.
+        key: kernels with equal keys may merge; those with None never do.
         shared: whether an array is worth reading once.
-        alike: what else is asked of two kernels with equal keys.
-        hero: what kernels that run as one must agree on; those of None go with any.
-        passes: whether a kernel that reads an array may run as one with its maker; default any.
-        siblings_first: kernels that read an array merge before its maker joins them (as in XLA's GPU compiler).
-        siblings: whether kernels that read one array merge without its maker.
+        alike: a further condition on two kernels with equal keys.
+        hero: what the heroes of merged kernels must agree on; None agrees with any.
+        passes: whether a user of an array may merge with its producer; default any.
+        siblings_first: siblings merge before their producer joins (as in XLA's GPU compiler).
+        siblings: whether siblings merge without their producer.
     """
     return _Merger(kernels, hero, passes, siblings_first, siblings).run(
         [key(kernel) for kernel in kernels], shared, alike
@@ -57,7 +57,7 @@ class _Merger:
         self.heroes = [None if hero is None else hero(kernel) for kernel in kernels]
         deps = dependencies(kernels)
         self.before = _Ancestors(deps)
-        self.makers = [np.array(sorted(makers), np.intp) for makers in deps.makers]  # of all members
+        self.makers = [np.array(sorted(makers), np.intp) for makers in deps.makers]  # of all merged kernels
         self.members = [[number] for number in range(len(kernels))]
         self.into = list(range(len(kernels)))
         self.root = np.arange(len(kernels))  # the same, as an array
@@ -83,7 +83,7 @@ class _Merger:
                         one, other = other, one
                     if one == other or not self._agree(one, other):
                         continue
-                    if alike(self.kernels[one], self.kernels[other]) and self._free(one, other):
+                    if alike(self.kernels[one], self.kernels[other]) and self._makes_no_cycle(one, other):
                         self._join(one, other)
                         break
                 alone = not self.siblings and array not in self.kernels[later].writes
@@ -96,8 +96,8 @@ class _Merger:
         first, second = self.heroes[one], self.heroes[other]
         return first is None or second is None or first == second
 
-    def _free(self, one: int, other: int) -> bool:
-        """Whether neither needs the other but for results that it reads directly."""
+    def _makes_no_cycle(self, one: int, other: int) -> bool:
+        """Whether merging makes no cycle: no path from one to the other through a third kernel."""
         if self.before.waits(one, other) or not self._passed_on(one, other):
             return False
         between = self.root[self.makers[other]]
@@ -144,14 +144,14 @@ class _Merger:
 
 
 class _Ancestors:
-    """Which kernels each kernel waits for, itself included: one bit each, 64 of them in a word.
+    """The ancestors of each kernel, itself included: one bit each, 64 to a word.
 
-    Words come first, so that asking all kernels for the same bit reads memory in order. Of kernels that are joined the
-    first stands for all: they wait for the same, and are waited for by the same; the others are no longer kept.
+    Words come first, so that asking all kernels for one bit reads memory in order. The first of merged kernels stands
+    for all: they have the same ancestors and descendants; the others are dropped.
     """
 
     def __init__(self, deps: Dependencies) -> None:
-        """For kernels in an order that respects data flow."""
+        """For kernels in topological order."""
         count = len(deps.makers)
         rows = np.zeros((count, -(-count // 64)), np.uint64)
         for number, makers in enumerate(deps.makers):
@@ -162,20 +162,20 @@ class _Ancestors:
             rows[number, number // 64] |= _bit(number)
         self.words = rows.T.copy()
         self.kept = np.ones(count, dtype=bool)
-        self.makers = [list(makers) for makers in deps.makers]  # of what has been joined, too
+        self.makers = [list(makers) for makers in deps.makers]  # merged ones included
         self.users = [list(users) for users in deps.users]  # the same
         self.into = list(range(count))
 
     def waits(self, one: int, other: int) -> bool:
-        """Whether one kernel waits for another."""
+        """Whether `other` is an ancestor of `one`."""
         return bool(self.words[other // 64, one] & _bit(other))
 
     def any_waits(self, these: np.ndarray, other: int) -> bool:
-        """Whether one of `these` waits for another."""
+        """Whether `other` is an ancestor of any of `these`."""
         return bool((self.words[other // 64, these] & _bit(other)).any())
 
     def join(self, one: int, other: int) -> None:
-        """From now on what waits for one of two kernels waits for all that either of them waits for."""
+        """Merge two kernels: descendants of either get the ancestors of both."""
         self.kept[other] = False
         first, second = self._waiting(one), self._waiting(other)
         more = self._waited_for(other, one), self._waited_for(one, other)
@@ -195,14 +195,14 @@ class _Ancestors:
                 self.words[changed[:, None], rows] |= wants[changed, None]
 
     def _waited_for(self, number: int, other: int) -> set[int] | None:
-        """The kernels that one waits for, itself included, and another does not; None where these are many.
+        """The ancestors of one kernel, itself included, that are not those of another; None if there are many.
 
-        What another waits for, it waits for with all that comes before.
+        The search stops at ancestors of the other, since it has theirs too.
         """
         return self._reached(number, self.makers, lambda maker: not self.waits(other, maker))
 
     def _waiting(self, number: int) -> set[int] | None:
-        """The kernels that wait for one, itself included, found among its readers; None where these are many."""
+        """The descendants of a kernel, itself included; None if there are many."""
         return self._reached(number, self.users, lambda user: True)
 
     def _reached(
@@ -224,9 +224,9 @@ class _Ancestors:
     def _rows(
         self, these: set[int] | None, others: set[int] | None, one: int, other: int, gone: int
     ) -> npt.NDArray[np.intp]:
-        """The kernels that are kept and wait for one, not for another; `these` and `others` wait for either.
+        """The remaining descendants of one kernel but not of another; `these` and `others` are descendants of either.
 
-        `gone` has just been joined, after `these` and `others` were found.
+        `gone` has just been merged, after `these` and `others` were found.
         """
         if these is not None and others is not None:
             return np.array([*(these - others - {gone})], np.intp)
@@ -235,5 +235,5 @@ class _Ancestors:
 
 
 def _bit(number: int) -> np.uint64:
-    """The bit of a kernel in its word."""
+    """A kernel's bit in its word."""
     return _BITS[number % 64]

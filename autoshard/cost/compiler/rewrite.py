@@ -1,6 +1,6 @@
-"""Rewrites of a device's program that compilers do before they fuse: each returns a new program.
+"""Rewrites of a device's program before fusion: each returns a new program.
 
-They work on a copy of the steps; arrays that are no longer made or read stay in the list, with no maker and no readers.
+They copy the steps; arrays that lose producer and users stay in the list.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from autoshard.cost.compiler.lowered import SLICE, Array, Lowered, Step
 from autoshard.graph.ops import Op
 
 PARTS = "parts"
-"""Cutting an array into several, or putting several together: a kernel of its own."""
+"""Slices of an array, or a concatenation, as a kernel of its own."""
 
 
 class Rewriter:
     """Copies a program step by step, with changes."""
 
     def __init__(self, program: Lowered) -> None:
-        """For `program`, which stays as it is."""
+        """For `program`, which stays unchanged."""
         self.source = program
         self.arrays = [
             Array(array.shape, array.dtype, array.bytes, array.maker, [], array.returned, array.donated)
             for array in program.arrays
         ]
         self.steps: list[Step] = []
-        self.instead: dict[int, int] = {}  # array -> the array that is read instead
-        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and order of dims -> its transposed copy
-        self.positions: dict[tuple[tuple[int, ...], int], int] = {}  # shape and dim -> the array that counts along it
+        self.instead: dict[int, int] = {}  # array -> its replacement
+        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and permutation -> its transposed copy
+        self.positions: dict[tuple[tuple[int, ...], int], int] = {}  # shape and dim -> its iota along the dim
 
     def array(self, like: int, bytes: int | None = None, shape: tuple[int, ...] | None = None) -> int:
         """A new array of the dtype of array `like`, and of its shape unless `bytes` differ."""
@@ -40,7 +40,7 @@ class Rewriter:
         return len(self.arrays) - 1
 
     def emit(self, step: Step) -> None:
-        """Append a step; its operands are renamed as `instead` says."""
+        """Append a step, with operands replaced by `instead`."""
         reads = tuple(self.instead.get(array, array) for array in step.reads)
         number = len(self.steps)
         for array in dict.fromkeys(reads):
@@ -50,7 +50,7 @@ class Rewriter:
         self.steps.append(step if reads == step.reads else replace(step, reads=reads))
 
     def changing(self, chosen: Container[int]) -> Iterator[tuple[int, Step]]:
-        """(number, step) of the chosen ones, in order; the others are emitted as they are."""
+        """(number, step) of the chosen ones, in order; emits the others unchanged."""
         for number, step in enumerate(self.source.steps):
             if number in chosen:
                 yield number, step
@@ -65,7 +65,7 @@ class Rewriter:
 
     def result(self) -> Lowered:
         """The new program."""
-        for old, new in self.instead.items():  # a result that has become another array
+        for old, new in self.instead.items():  # a replaced result
             if self.arrays[old].returned:
                 self.arrays[new].returned = True
                 self.arrays[new].donated = self.arrays[old].donated
@@ -75,14 +75,14 @@ class Rewriter:
 
 
 def without_reduce_scatter(rewriter: Rewriter, step: Step) -> None:
-    """An all-reduce of the whole, of which every device goes on with its part."""
+    """Replace a reduce-scatter by an all-reduce and a dynamic-slice."""
     whole = rewriter.array(step.reads[0])
     rewriter.emit(replace(step, kind="all-reduce", writes=(whole,)))
     rewriter.emit(Step(SLICE, step.op, (whole,), step.writes))
 
 
 def gather_majormost(rewriter: Rewriter, step: Step) -> None:
-    """An all-gather along a dim that is not the outermost moves a transposed copy, and is copied back."""
+    """Run an all-gather along a dim that is not major-most on a transposed copy, and transpose back."""
     first = rewriter.array(step.reads[0])
     rewriter.emit(Step("transpose", step.op, step.reads, (first,)))
     moved = rewriter.array(step.writes[0])
@@ -91,7 +91,7 @@ def gather_majormost(rewriter: Rewriter, step: Step) -> None:
 
 
 def by_parts(rewriter: Rewriter, step: Step) -> None:
-    """An all-to-all of separate parts: they are cut out first and put together after."""
+    """Run an all-to-all on separate slices, and concatenate them after."""
     first = rewriter.array(step.reads[0])
     rewriter.emit(Step(PARTS, step.op, step.reads, (first,)))
     moved = rewriter.array(step.writes[0])
@@ -100,7 +100,7 @@ def by_parts(rewriter: Rewriter, step: Step) -> None:
 
 
 def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]) -> int:
-    """The array of operand `place` with its dims in another order; made once."""
+    """Operand `place` with its dims permuted; emitted once."""
     source = rewriter.instead.get(step.reads[place], step.reads[place])
     key = (source, dims)
     if key not in rewriter.turned:
@@ -115,8 +115,7 @@ def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]
 def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
     """`DotDecomposer`: (batch, rows, contracted) x (batch, contracted, columns).
 
-    Where an operand has several dims to contract, or to keep, and they stand in another order, it is copied; a matrix
-    is read transposed.
+    Operands with several contracted or free dims in another order are copied; a matrix is read transposed.
     """
     reads = list(step.reads)
     ranks = [len(rewriter.source.graph.type_of(value).shape) for value in op.operands]
@@ -140,9 +139,9 @@ def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
 
 
 def folded_transposes(program: Lowered) -> Lowered:
-    """`TransposeFolding`: a product reads what a transpose of rows and columns alone reads; batch dims stay first."""
-    folds: dict[tuple[int, int], int] = {}  # product and place of its operand -> the array that it reads instead
-    kept: set[int] = set()  # transposes that something else reads
+    """`TransposeFolding`: a dot reads the operand of a transpose of rows and columns; batch dims stay major-most."""
+    folds: dict[tuple[int, int], int] = {}  # dot and operand number -> the transpose's operand
+    kept: set[int] = set()  # transposes with other users
     for number, step in enumerate(program.steps):
         if step.kind != "transpose" or len(step.reads) != 1:
             continue
@@ -169,7 +168,7 @@ def folded_transposes(program: Lowered) -> Lowered:
 
 
 def _swaps_matrix(program: Lowered, transpose: Step, reader: int, place: int) -> bool:
-    """Whether a step is a product of matrices, of which a transpose swaps rows and columns of one operand."""
+    """Whether a step is a dot of matrices, and the transpose swaps rows and columns of its operand."""
     step = program.steps[reader]
     turned, product = program.graph.ops[transpose.op], program.graph.ops[step.op]
     if step.kind != "dot_general" or product.kind != "dot_general" or turned.kind != "transpose":
@@ -187,18 +186,18 @@ def _swaps_matrix(program: Lowered, transpose: Step, reader: int, place: int) ->
 
 
 def writes_onto_constant(program: Lowered, scatter: Step) -> bool:
-    """Whether a scatter writes into an array of one constant that it alone reads."""
+    """Whether a scatter is the only user of its operand, a splat constant."""
     array = program.arrays[scatter.reads[0]]
     return array.maker >= 0 and not program.steps[array.maker].reads and len(array.readers) == 1
 
 
 def scattered_onto(program: Lowered) -> Lowered:
-    """`x + scatter(zeros, …)` is `scatter(x, …)`, also where the scatter's partial results are summed in between.
+    """`x + scatter(zeros, …)` becomes `scatter(x, …)`, also if an all-reduce of partial sums stands in between.
 
-    There one device of those that sum them scatters onto x, the others onto zeros: a select before it. XLA's
-    `AlgebraicSimplifier`, before the program is partitioned.
+    Then one device of each replica group scatters into x, the others into zeros: a select before it. XLA's
+    `AlgebraicSimplifier`, before partitioning.
     """
-    at: dict[int, tuple[int, list[Step]]] = {}  # sum -> (x, the steps that run in its place)
+    at: dict[int, tuple[int, list[Step]]] = {}  # add -> (x, the steps that replace it)
     gone: set[int] = set()
     for number, step in enumerate(program.steps):
         if step.kind != "scatter" or len(step.writes) != 1 or len(step.reads) < 3:

@@ -1,4 +1,4 @@
-"""Rewrites of convolutions, and of pooling's gradients, that XLA's CPU and GPU compilers do before they fuse."""
+"""Rewrites of convolutions, and of pooling gradients, that XLA's CPU and GPU compilers do before fusion."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.ops import Op
 
 INDEX_BYTES = 4
-"""Of an index: s32."""
+"""Bytes of an index: s32."""
 
 
 def canonical_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
     """`ConvCanonicalization`: channels last, (batch, spatial, features) x (spatial, in, out features).
 
-    Operands that lie in another order are copied; so is the result where no loop reads it.
+    Operands in another layout are copied; so is the result if no loop reads it.
     """
     attrs = op.attrs
     lhs, rhs, out = (tuple(attrs[name]) for name in ("lhs", "rhs", "out"))
@@ -40,13 +40,13 @@ def canonical_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What stands behind the kernel that a convolution reads.
+    """The kernel operand of a convolution, traced to its source.
 
     Attributes:
-        source: the array to read instead: behind reversals and transposes, but gathered.
-        shape: of that, in the order in which the kernel lies in memory.
-        dims: per dim of the kernel, the dim of `shape` that it is.
-        turned: whether it is reversed: the convolution makes an input's gradient.
+        source: the operand before reversals and transposes, but after an all-gather.
+        shape: of that, as laid out in memory.
+        dims: per dim of the kernel its dim in `shape`.
+        turned: whether it is reversed: the convolution computes an input gradient.
         folded: numbers of the steps that reverse and transpose it.
     """
 
@@ -58,7 +58,7 @@ class Kernel:
 
 
 def kernel_of(program: Lowered, step: Step) -> Kernel | None:
-    """The kernel of a convolution; None where it cannot be told."""
+    """The kernel of a convolution; None if unknown."""
     shape = program.arrays[step.reads[1]].shape if len(step.reads) == 2 else None
     if shape is None or len(shape) != len(program.graph.ops[step.op].attrs["rhs"]):
         return None
@@ -66,7 +66,7 @@ def kernel_of(program: Lowered, step: Step) -> Kernel | None:
     folded = []
     while (number := program.arrays[array].maker) >= 0:
         maker = program.steps[number]
-        if not maker.reads:  # a constant, turned
+        if not maker.reads:  # a reversed constant
             break
         order = program.graph.ops[maker.op].attrs.get("permutation", ())
         if maker.kind == "transpose" and len(order) == len(dims):
@@ -86,7 +86,7 @@ def kernel_of(program: Lowered, step: Step) -> Kernel | None:
 
 
 def folded_kernels(program: Lowered) -> set[int]:
-    """Steps that reverse or transpose the kernel of one convolution, and nothing else."""
+    """Steps that reverse or transpose the kernel of one convolution and have no other user."""
     found: set[int] = set()
     for step in program.steps:
         kernel = kernel_of(program, step) if step.kind == "convolution" else None
@@ -98,13 +98,12 @@ def folded_kernels(program: Lowered) -> set[int]:
 
 
 def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
-    """cuDNN reads kernels as (out features, spatial, in features), for the gradient of an input as they were.
+    """cuDNN reads kernels as (out features, spatial, in features), for an input gradient as in the forward pass.
 
-    One that lies in another order is copied, once for both passes. That a gradient reads its kernel transposed and
-    reversed is part of the convolution. So are images that are arguments, which it reads features last. What the
-    program makes itself lies as it is read.
+    A kernel in another layout is copied once for both passes. The convolution itself transposes and reverses the kernel
+    of a gradient. Image arguments, read channels last, are copied likewise. Temporaries have the layout that is read.
     """
-    if len(step.reads) == 2:  # images or kernels that follow from constants have no array
+    if len(step.reads) == 2:  # constant images or kernels have no array
         step = replace(step, reads=(_features_last(rewriter, step), step.reads[1]))
     kernel = kernel_of(rewriter.source, step)
     if kernel is None:
@@ -122,7 +121,7 @@ def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
 
 
 def _features_last(rewriter: Rewriter, step: Step) -> int:
-    """The array of images that a convolution reads: a copy, once for both passes, where they are an argument."""
+    """The images of a convolution, channels last: an argument is copied once for both passes."""
     array = step.reads[0]
     shape = rewriter.source.arrays[array].shape
     if shape is None or len(shape) < 3 or not _has_layout(rewriter.source, array):
@@ -137,9 +136,9 @@ def _features_last(rewriter: Rewriter, step: Step) -> int:
 
 
 def _has_layout(program: Lowered, number: int) -> bool:
-    """Whether an array lies as an argument does: it is one, a device's part of one, or one that is turned.
+    """Whether an array has an argument's layout: it is one, a shard of one, or a transpose or reversal.
 
-    Others lie as they are read.
+    Others have the layout that is read.
     """
     while (maker := program.arrays[number].maker) >= 0:
         step = program.steps[maker]
@@ -150,17 +149,17 @@ def _has_layout(program: Lowered, number: int) -> bool:
 
 
 def _moves(shape: tuple[int, ...] | None, order: tuple[int, ...]) -> bool:
-    """Whether putting dims into this order moves any element."""
-    if shape is not None and len(shape) == len(order):  # what is read may be a view of an array of another rank
+    """Whether this permutation moves any element."""
+    if shape is not None and len(shape) == len(order):  # a bitcast may have another rank
         order = tuple(dim for dim in order if shape[dim] > 1)
     return list(order) != sorted(order)
 
 
 def expanded_select_and_scatter(rewriter: Rewriter, step: Step, op: Op) -> None:
-    """`SelectAndScatterExpander`: windows reduced to the places that they select, and a scatter to those.
+    """`SelectAndScatterExpander`: a reduce-window that finds the selected positions, and a scatter to these.
 
-    Per dim of the operand there is an array of positions, and one of those that are selected; they are put together
-    as rows of indices. Positions depend on nothing: they are made at the start of the program.
+    Per dim of the operand there is an iota, and an array of selected positions; these are concatenated to rows of
+    indices. Iotas run at the start of the program.
     """
     shape = rewriter.arrays[step.reads[0]].shape if len(step.reads) > 1 else None
     if shape is None:
@@ -181,7 +180,7 @@ def expanded_select_and_scatter(rewriter: Rewriter, step: Step, op: Op) -> None:
 
 
 def expanded_pools(program: Lowered) -> Lowered:
-    """`SelectAndScatterExpander` for all of a program."""
+    """`SelectAndScatterExpander` for a whole program."""
     if all(step.kind != "select_and_scatter" for step in program.steps):
         return program
     rewriter = Rewriter(program)
@@ -194,9 +193,9 @@ def expanded_pools(program: Lowered) -> Lowered:
 
 
 def shared_zeros(program: Lowered) -> Lowered:
-    """Equal arrays of zeros are one: what a pool's gradient is scattered into, and what is clipped and selected with.
+    """Merge equal arrays of zeros: operands of a pooling gradient's scatter, of clips and of selects.
 
-    It is in memory from the first of these on (a ReLU before the pool), and the scatter writes into a copy of it.
+    The one is live from its first user on (a ReLU before the pool), and the scatter writes into a copy.
     """
     splat = fold(program.graph).splat
     cleared = {
@@ -234,7 +233,7 @@ def _indices(rewriter: Rewriter, shape: tuple[int, ...]) -> int:
 
 
 def _iota(rewriter: Rewriter, step: Step, shape: tuple[int, ...], dim: int) -> int:
-    """The positions along a dim of an array of this shape; made once."""
+    """An iota along a dim of this shape; emitted once."""
     if (shape, dim) not in rewriter.positions:
         rewriter.positions[shape, dim] = _indices(rewriter, shape)
         rewriter.emit(Step("iota", step.op, (), (rewriter.positions[shape, dim],)))

@@ -1,8 +1,8 @@
-"""In which order a compiler runs the kernels of a program, and what is in memory meanwhile.
+"""Schedules of a program's kernels, and the live memory over each.
 
-Each order is one of XLA's (`hlo_memory_scheduler.cc`): breadth first (XLA's CPU compiler: whatever is ready, oldest
-first), depth first by fan-out and size, post-order, and a greedy list that always runs what frees most. Collectives are
-combined before that (`collective_combiner_utils.h`): independent ones of one kind, over the same axes, up to a size.
+Schedules are XLA's (`hlo_memory_scheduler.cc`): breadth first (the CPU compiler's: the oldest ready kernel), depth
+first by fan-out and size, post-order, and a greedy list that always runs what frees most bytes. Before that collectives
+are combined (`collective_combiner_utils.h`): independent ones of one kind over the same axes, up to a size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autoshard.graph.groups import BARRIER
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Who waits for whom; kernels by their place in the list.
+    """Data and control dependencies of kernels, by their number in the list.
 
     Attributes:
-        makers: per kernel the kernels whose arrays it reads, each once.
-        users: per kernel the kernels that read its arrays, each once.
-        waits: per kernel those that must run before it: its makers, and what it is held back for.
-        frees: the other way round.
+        makers: per kernel the producers of its operands, each once.
+        users: per kernel the users of its results, each once.
+        waits: per kernel all predecessors: its producers, and control predecessors.
+        frees: successors, the reverse of `waits`.
     """
 
     makers: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class Dependencies:
 
 
 def dependencies(kernels: Sequence[Kernel]) -> Dependencies:
-    """Makers and users of each kernel."""
+    """Dependencies of these kernels."""
     maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
     makers = tuple(tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels)
     users = _reversed(makers)
@@ -55,7 +55,7 @@ def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def summed_over(program: Lowered, kernel: Kernel) -> Hashable:
-    """What all-reduces that run as one have in common, axes and dtype; None for other kernels."""
+    """What combined all-reduces must have in common, axes and dtype; None for other kernels."""
     step = program.steps[kernel.steps[-1]]
     if kernel.kind != "all-reduce" or step.collective is None:
         return None
@@ -70,17 +70,17 @@ def combined(
     count: int = 256,
     results: Sequence[int] = (),
 ) -> list[Kernel]:
-    """Merge collectives with equal keys (None is never merged) up to `limit` bytes, as long as none needs another.
+    """Combine independent collectives with equal keys (None is never combined) up to `limit` bytes.
 
-    In program order, as XLA does: a collective that would overflow the limit, or that depends on one of those taken,
-    closes what was taken so far.
+    In program order, as XLA does: a collective that would exceed the limit, or depends on one of the group, starts a
+    new group.
 
     Args:
-        key: what collectives that run as one have in common.
+        key: what combined collectives have in common.
         size: bytes of one.
-        limit: bytes of all that run as one.
-        count: how many these are at most.
-        results: arrays in the order in which the program returns them; then collectives come in post-order from these.
+        limit: bytes of a group.
+        count: largest number in a group.
+        results: the program's results in order; if given, collectives come in post-order from these.
     """
     keys = {number: found for number, kernel in enumerate(kernels) if (found := key(kernel)) is not None}
     if results and len(keys) > 1:
@@ -109,14 +109,14 @@ def combined(
                 break
         if len(taken) > 1:
             merged.append(taken)
-            for number, found in enumerate(before):  # what waits for one of them now waits for all
+            for number, found in enumerate(before):  # successors of one now wait for all
                 if found & above:
                     before[number] = found | joined
     return _merged(kernels, merged)
 
 
 def _merged(kernels: list[Kernel], merged: Sequence[Sequence[int]]) -> list[Kernel]:
-    """Kernels of which some run as one."""
+    """The kernels with these groups merged."""
     if not merged:
         return kernels
     gone = {number for members in merged for number in members}
@@ -137,13 +137,13 @@ def _merged(kernels: list[Kernel], merged: Sequence[Sequence[int]]) -> list[Kern
 
 
 def _makers(kernels: Sequence[Kernel], arrays: Sequence[int]) -> list[int]:
-    """The kernels that make these arrays, in their order, each once."""
+    """The producers of these arrays, in their order, each once."""
     maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
     return list(dict.fromkeys(maker[array] for array in arrays if array in maker))
 
 
 def ancestors(kernels: Sequence[Kernel]) -> list[int]:
-    """Per kernel a bit set of those that it waits for, itself included; kernels respect data flow."""
+    """Per kernel a bit set of its ancestors, itself included; kernels in topological order."""
     maker: dict[int, int] = {}
     found: list[int] = []
     for number, kernel in enumerate(kernels):
@@ -157,12 +157,12 @@ def ancestors(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def in_order(kernels: list[Kernel]) -> list[Kernel]:
-    """In an order that respects data flow, otherwise as they stand."""
+    """In topological order, otherwise stable."""
     return [kernels[number] for number in _as_ready(dependencies(kernels), [], heapq.heappush, heapq.heappop)]
 
 
 def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
-    """The kernels that make the program's results, in the order of the results."""
+    """The producers of the program's results, in the order of the results."""
     return _makers(kernels, program.results)
 
 
@@ -170,7 +170,7 @@ def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
 
 
 def breadth_first(deps: Dependencies) -> list[int]:
-    """`BFScheduler`: a queue of what is ready."""
+    """`BFScheduler`: a queue of ready kernels."""
     return _as_ready(deps, deque[int](), deque.append, deque.popleft)
 
 
@@ -180,7 +180,7 @@ Ready = TypeVar("Ready", list[int], deque[int])
 def _as_ready(
     deps: Dependencies, ready: Ready, put: Callable[[Ready, int], None], take: Callable[[Ready], int]
 ) -> list[int]:
-    """Kernels as they are taken from those that wait for nothing; `ready` holds these, at first none."""
+    """Kernels as they are taken from the ready ones; `ready` holds these, at first none."""
     waiting = [len(before) for before in deps.waits]
     for number, count in enumerate(waiting):
         if not count:
@@ -197,7 +197,7 @@ def _as_ready(
 
 
 def post_order(deps: Dependencies, results: Sequence[int]) -> list[int]:
-    """`PostOrderScheduler`: operands first, from each of `results` (kernels that make them) in turn."""
+    """`PostOrderScheduler`: operands first, from each of `results` (their producers) in turn."""
     return _depth_first(deps, results, lambda numbers: numbers)
 
 
@@ -221,7 +221,7 @@ def _depth_first(
 
 
 def _readers(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
-    """Of every array that a kernel makes the kernels that read it, in order."""
+    """Of every array that a kernel writes its users, in order."""
     readers: dict[int, list[int]] = {array: [] for kernel in kernels for array in kernel.writes}
     for number, kernel in enumerate(kernels):
         for array in kernel.reads:
@@ -239,8 +239,8 @@ def greedy(
     """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
 
     Args:
-        late: whether what reads nothing (zeros that are scattered into) runs right before what reads it, which until
-            then adds as much as that.
+        late: whether a kernel without operands (zeros for a scatter) runs right before its user, which counts its bytes
+            until then.
     """
     readers = _readers(kernels)
     left = {array: len(reading) + arrays[array].returned for array, reading in readers.items()}
@@ -272,7 +272,7 @@ def greedy(
         if current.get(number) != found:
             current[number] = found
             stamp += 1
-            heapq.heappush(heap, (*found, -stamp, number))  # of equal priorities the latest, as a multimap's end
+            heapq.heappush(heap, (*found, -stamp, number))  # of equal priorities the latest, as the end of a multimap
 
     for number, count in enumerate(waiting):
         if not count and number not in filled:
@@ -315,13 +315,13 @@ def greedy(
 
 @dataclass(frozen=True)
 class Liveness:
-    """Temporary memory of an order: all but arguments and results.
+    """Live temporary memory of a schedule, without arguments and results.
 
     Attributes:
-        timeline: bytes at each position of the order.
-        spans: array -> (first, last) position at which it is in memory.
-        sizes: array -> bytes that it adds.
-        buffers: array -> the array whose buffer it lies in: itself, or an operand whose buffer it takes over.
+        timeline: bytes at each position of the schedule.
+        spans: array -> (first, last) position of its live range.
+        sizes: array -> bytes of its buffer.
+        buffers: array -> the array whose buffer it has: its own, or an operand's that it takes over.
     """
 
     timeline: np.ndarray
@@ -342,18 +342,18 @@ def liveness(
     rounded: Callable[[Array], int],
     results: bool = False,
 ) -> Liveness:
-    """What is in memory when `kernels` run in `order`.
+    """Live memory when `kernels` run in `order`.
 
     Args:
-        rounded: the bytes of an array's buffer.
-        results: also count the program's results, from where they are made to the end.
+        rounded: bytes of an array's buffer.
+        results: also count the program's results, from their producers to the end.
     """
     last: dict[int, int] = {}
     for position, number in enumerate(order):
         for array in kernels[number].reads:
             last[array] = position
     spans: dict[int, list[int]] = {}
-    buffer: dict[int, int] = {}  # array -> the array whose buffer it lies in
+    buffer: dict[int, int] = {}  # array -> the array whose buffer it has
     sizes: dict[int, int] = {}
     change = np.zeros(len(order) + 1, dtype=np.int64)
     for position, number in enumerate(order):
@@ -376,7 +376,7 @@ def liveness(
                 last[array] = len(order) - 1
             size = rounded(found)
             held = array
-            if array in passed:  # what is read behind a barrier lies where it lay
+            if array in passed:  # a barrier's results alias its operands
                 if passed[array] not in buffer:
                     continue
                 held = buffer[passed[array]]
@@ -402,13 +402,13 @@ def liveness(
 def beside_results(
     live: Liveness, kernels: Sequence[Kernel], arrays: Sequence[Array], rounded: Callable[[Array], int]
 ) -> Liveness:
-    """What is left of `live`, that of `kernels` in this order, where temporaries lie in buffers of results.
+    """`live`, that of `kernels` in this order, without temporaries that share buffers of results.
 
-    A buffer of a result that replaces no argument is there for all of the step: what is not larger and ends before the
-    result is made lies in it, the largest first, each in the smallest (XLA's `BufferAssigner`).
+    The buffer of a result that aliases no argument exists for the whole step: a temporary that is not larger and dies
+    before the result is produced shares it, largest temporaries first, in the smallest buffer (XLA's `BufferAssigner`).
     """
-    rooms: list[tuple[int, list[tuple[int, int, int]]]] = []  # bytes, and from when to when what lies in it
-    follows: set[tuple[int, int]] = set()  # (array, one that may be made in its place)
+    rooms: list[tuple[int, list[tuple[int, int, int]]]] = []  # bytes, and the live ranges in it
+    follows: set[tuple[int, int]] = set()  # (array, one that may take over its buffer)
     for position, kernel in enumerate(kernels):
         for array in kernel.writes:
             if arrays[array].returned and not arrays[array].donated:

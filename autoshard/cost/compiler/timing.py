@@ -1,4 +1,4 @@
-"""Seconds of a compiled device program: rooflines of its kernels, and its collectives as they are combined."""
+"""Seconds of a device's scheduled program: rooflines of its kernels, and its combined collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.mesh import Mesh
 
 
 def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
-    """Roofline of every kernel, 0 for collectives, and the copies to and from on-chip memory for it, in order."""
+    """Per kernel in order its roofline, with copies to and from on-chip memory; 0 for collectives."""
     steps = compiled.program.steps
     found = []
     for kernel, touched, copied in zip(compiled.kernels, compiled.touched, compiled.copied, strict=True):
@@ -31,7 +31,7 @@ def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
 
 
 def operand_dtype(kernel: Kernel, program: Lowered) -> str:
-    """What the first product of a kernel multiplies; `f32` where it has none."""
+    """Operand dtype of a kernel's first contraction; `f32` without one."""
     product = next((program.steps[number] for number in kernel.steps if program.steps[number].flops), None)
     return program.arrays[product.reads[0]].dtype if product is not None and product.reads else "f32"
 
@@ -39,9 +39,9 @@ def operand_dtype(kernel: Kernel, program: Lowered) -> str:
 def collective_seconds(
     collectives: Sequence[Collective], compiled: Compiled, mesh: Mesh, device: Device
 ) -> list[float]:
-    """Seconds of every collective: those that the compiler combines start once, and share what that takes."""
+    """Seconds of every collective: combined ones share one alpha."""
     steps = compiled.program.steps
-    together: dict[int, int] = {}  # a collective -> how many run as one with it
+    together: dict[int, int] = {}  # a collective -> how many are combined with it
     for kernel in compiled.kernels:
         if kernel.kind in COLLECTIVES:
             members = [each for number in kernel.steps if (each := steps[number].collective) is not None]

@@ -7,15 +7,15 @@ from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Lowered
 from autoshard.graph.groups import BARRIER
 
 PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
-"""Kinds that read of their first operand only what they take."""
+"""Kinds that read of their first operand only as much as they return."""
 
 
 def touched(kernel: Kernel, program: Lowered) -> dict[int, int]:
-    """Array -> bytes of it that one kernel reads and writes; collectives move theirs over links: nothing here."""
+    """Array -> bytes of it that one kernel reads and writes; none for collectives, which use links."""
     if kernel.kind in COLLECTIVES or kernel.kind in (BARRIER, "end"):
         return {}
     arrays, steps = program.arrays, program.steps
-    if not kernel.steps:  # copies that a combination needs
+    if not kernel.steps:  # copies around a combined collective
         return {array: 2 * arrays[array].bytes for array in kernel.writes}
     found: dict[int, int] = dict.fromkeys(kernel.reads, 0)
     for number in kernel.steps:
@@ -36,7 +36,7 @@ def touched(kernel: Kernel, program: Lowered) -> dict[int, int]:
         scatter = steps[kernel.steps[-1]]
         target, updates = scatter.reads[0], scatter.reads[-1]
         changed = arrays[updates].bytes
-        if updates not in found:  # made where they are added: many to one element meet in the caches
+        if updates not in found:  # fused updates: repeated ones hit the caches
             changed = min(changed, arrays[target].bytes)
         found[updates] = found.get(updates, 0) + 2 * changed
         return found

@@ -1,9 +1,9 @@
-"""What the target's compiler makes of each fusion group, before it is known how anything is split.
+"""Device memory traffic and kernel launches of each fusion group, before shardings are known.
 
-The solver decides groups, and the compiler runs kernels: a group may be part of a product's kernel, several kernels, or
-run in each of its readers; on a TPU much of what is read and written never leaves the chip. Here the backend's model
-compiles the program whole, for a device that is as large as the mesh (memory on chip, bandwidth and rates: what every
-device has when all is split), and its kernels' work is told apart by group and value.
+The solver decides per group, but the compiler runs kernels: a group may fuse into a dot's kernel, become several
+kernels, or run in each of its users; on a TPU many reads and writes stay on chip. So the backend compiles the
+replicated program for a device as large as the mesh (on-chip memory, bandwidth, FLOP/s: the sum over all devices), and
+this module attributes its kernels' work to groups and values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 
 Weights = Mapping[Value, float]
-"""Value -> how often as many bytes as its part has are read or written."""
+"""Value -> reads and writes of it, as a multiple of its shard's bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class GroupWork:
     """The kernels of a group.
 
     Attributes:
-        with_products: traffic of kernels that hold products of this group: such a kernel takes the longer of both.
+        with_products: traffic of kernels with contractions of this group, which take the longer of FLOP and traffic.
         alone: all other traffic.
-        launches: kernels that end in this group.
+        launches: kernels whose root is in this group.
     """
 
     with_products: Weights = field(default_factory=dict)
@@ -56,8 +56,8 @@ class Works:
     """The work of every group of a program, in their order.
 
     Attributes:
-        kept: where sums stay on a device.
-        summed: where all are taken over many devices: that ends a kernel. Gradients of parameters are in both.
+        kept: if sums are local to a device.
+        summed: if all sums are all-reduced, which ends a kernel. Parameter gradients are all-reduced in both.
     """
 
     kept: tuple[GroupWork, ...]
@@ -65,9 +65,9 @@ class Works:
 
 
 def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dict[int, Works]:
-    """The work of every group by how many devices the program is split over: each finds as much more room on chip.
+    """Number of devices that split the program -> the work of every group: more of them have more on-chip memory.
 
-    One device, where that makes a difference, and all of the mesh.
+    For one device, if that makes a difference, and for the whole mesh.
     """
     program = replicated_program(graph, mesh, device)
     last = last_products(graph, groups)
@@ -87,11 +87,11 @@ def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dic
 def _ends(kinds: Set[str], gradients: Set[int], graph: Graph, step: Step) -> bool:
     if step.op not in gradients or not step.flops:
         return step.kind in kinds
-    return step.flops > 2 * math.prod(graph.ops[step.op].results[0].shape)  # outer products sum nothing
+    return step.flops > 2 * math.prod(graph.ops[step.op].results[0].shape)  # outer products have no partial sums
 
 
 def summed(program: Lowered, chosen: Callable[[Step], bool]) -> Lowered:
-    """`program` with all-reduces of what the chosen steps make."""
+    """`program` with all-reduces after the chosen steps."""
     rewriter = Rewriter(program)
     for step in program.steps:
         rewriter.emit(step)
@@ -105,7 +105,7 @@ def summed(program: Lowered, chosen: Callable[[Step], bool]) -> Lowered:
 
 
 def last_products(graph: Graph, groups: Groups) -> list[bool]:
-    """Per group whether no product is made from what it makes: gradients of parameters, and what follows on them."""
+    """Per group whether no contraction depends on it: parameter gradients, and their users."""
     found = [True] * len(groups.groups)
     for group in reversed(groups.groups):
         if not found[group.id] or any(graph.ops[op].kind in CONTRACTIONS for op in group.ops):
@@ -116,7 +116,7 @@ def last_products(graph: Graph, groups: Groups) -> list[bool]:
 
 
 def larger(device: Device, ways: int) -> Device:
-    """A device that has as much of everything as `ways` devices."""
+    """A device with the resources of `ways` devices."""
     return replace(
         device,
         on_chip_bytes=device.on_chip_bytes * ways,
@@ -127,10 +127,10 @@ def larger(device: Device, ways: int) -> Device:
 
 
 def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
-    """A device's program when nothing is split."""
+    """One device's program without any sharding."""
     whole: dict[Value, Tiling] = {}
     runs: list[OpRun] = []
-    known: dict[tuple[Tiling, ...], OpRun] = {}  # by how operands are read: there are few ranks
+    known: dict[tuple[Tiling, ...], OpRun] = {}  # by operand tilings: there are few ranks
     for op in graph.ops:
         for result, kind in enumerate(op.results):
             whole[Value(op.id, result)] = ((),) * len(kind.shape)
@@ -145,7 +145,7 @@ def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
 
 
 class _Attribution:
-    """The kernels of a program of which nothing is split, told apart by group."""
+    """Attributes the kernels of a replicated program to groups."""
 
     def __init__(self, program: Lowered, graph: Graph, groups: Groups, device: Device) -> None:
         self.program, self.graph, self.groups, self.device = program, graph, groups, device
@@ -164,7 +164,7 @@ class _Attribution:
             self.origin.update(dict.fromkeys(step.writes, made))
 
     def works(self, compiled: Compiled) -> tuple[GroupWork, ...]:
-        """Of the program as it is placed."""
+        """The work under the memory space assignment of `compiled`."""
         self.products: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.alone: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.launches = [0.0] * len(self.groups.groups)
@@ -204,7 +204,7 @@ class _Attribution:
         self._share(kernel, found)
 
     def _share(self, kernel: Kernel, found: Mapping[int, Counter[Value]]) -> None:
-        """Traffic beside a product counts as far as the kernel takes longer for it."""
+        """Traffic of other groups in a contraction's kernel counts as far as it makes the kernel slower."""
         steps = self.program.steps
         head = next((steps[number] for number in kernel.steps if steps[number].flops), None)
         owner = None if head is None else self.groups.of.get(head.op)
@@ -224,7 +224,7 @@ class _Attribution:
                     into[value] = into.get(value, 0.0) + (1.0 if group == owner else scale) * size / total
 
     def _inputs(self, group: int) -> frozenset[Value]:
-        """What a group reads; it may be thousands of values."""
+        """Operands of a group; may be thousands of values."""
         if group not in self.inputs:
             self.inputs[group] = frozenset(self.groups.groups[group].inputs)
         return self.inputs[group]
@@ -238,7 +238,7 @@ class _Attribution:
         return self.origin.get(step.reads[place], Value(step.op))
 
     def _local(self, value: Value, step: Step) -> Value:
-        """`value` where the step's group knows its sharding, else the step's result."""
+        """`value` if the step's group has a sharding for it, else the step's result."""
         group = self.groups.of.get(step.op)
         if group is None:
             return Value(step.op)

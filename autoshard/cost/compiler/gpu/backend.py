@@ -1,12 +1,12 @@
-"""XLA's GPU compiler: what it fuses, combines, and in which order it runs.
+"""XLA's GPU compiler: fusion, combined collectives, schedule.
 
-Loops fuse into loops, sums and scatters as long as that moves fewer bytes (`PriorityFusion`). A product with a vector
-is a sum and an outer product a loop (`AlgebraicSimplifier`: dot strength reduction); any other takes in transposes, and
-is cut along its contraction where that fills the GPU (`SplitkRewriter`). Collectives of one kind are combined up to
-30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, and combined ones on one array into which
-their operands are copied (`AllReduceContiguous`). They run one after the other, in post-order
-(`CollectivesScheduleLinearizer`): what waits for the last of them waits for them all. Of three orders the one with the
-lowest peak is taken (`DefaultMemoryScheduler`), and then changed by the latency hiding scheduler (`latency.py`).
+Loops fuse into loops, reductions and scatters as long as that moves fewer bytes (`PriorityFusion`). A matrix-vector dot
+becomes a reduction and an outer product a loop (`AlgebraicSimplifier`: dot strength reduction); any other dot fuses
+transposes, and is split along its contraction if that fills the GPU (`SplitkRewriter`). Collectives of one kind are
+combined up to 30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, combined ones on one array
+into which their operands are copied (`AllReduceContiguous`). Collectives run in sequence, in post-order
+(`CollectivesScheduleLinearizer`): users of the last wait for all. Of three schedules the one with the lowest peak
+(`DefaultMemoryScheduler`) goes to the latency hiding scheduler (`latency.py`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ FUSED = LOOPS | {"reduce"}
 """Kinds of kernels that may have several results."""
 MOST_OPERANDS = 64
 SMALL = 1024
-"""Bytes of an array below which reading it once is no reason to merge kernels."""
+"""Bytes of an array from which on reading it once is a reason for multi-output fusion."""
 LIBRARY_CALL = 10e-6
-"""Seconds that the latency hiding scheduler takes a convolution to last, whatever it computes."""
+"""Seconds that the latency hiding scheduler assumes for any convolution."""
 SHORTEST_SUM = 2e-6
-"""Seconds that it takes a sum to last at least."""
+"""Least seconds that it assumes for a reduction."""
 SPLIT_K_SUM = "sum_of_parts"
-"""The sum behind a product that was cut along its contraction: it fuses as a producer."""
+"""The reduction after a split-K dot: it fuses as a producer."""
 
 
 class GpuFusion(Fusion):
@@ -58,27 +58,27 @@ class GpuFusion(Fusion):
         self.little = self._broadcasts()
 
     def inlined(self, step: Step) -> bool:
-        """Loops, and sums of a product's parts."""
+        """Loops, and reductions after a split-K dot."""
         return step.kind in LOOPS or step.kind == SPLIT_K_SUM
 
     def absorbs(self, step: Step) -> bool:
-        """Loops, sums, pools and scatters take loops in."""
+        """Loops, reductions, pooling and scatters fuse loops."""
         return super().absorbs(step) or step.kind in (SPLIT_K_SUM, "scatter", "reduce_window")
 
     def takes(self, reader: int, number: int) -> bool:
-        """A scatter writes into its first operand, which must be in memory."""
+        """All but a scatter's first operand, which is updated in place."""
         step = self.steps[reader]
         if step.kind == "scatter" and step.reads and step.reads[0] in self.steps[number].writes:
             return False
         return super().takes(reader, number)
 
     def expensive(self, step: Step) -> bool:
-        """What costs is traffic, not arithmetic."""
+        """Never: traffic costs, not arithmetic."""
         return False
 
     def reads_more(self, step: Step, kernels: int) -> bool:
-        """Whether running in every reader moves more than one write and a read each."""
-        if step.kind in ("slice", SLICE):  # it reads what it makes
+        """Whether duplicating a step moves more bytes than one write and a read per user."""
+        if step.kind in ("slice", SLICE):  # it reads as much as it returns
             return False
         array = self.arrays[step.writes[0]]
         sizes = [(self.arrays[operand].bytes, self.little.get(operand)) for operand in dict.fromkeys(step.reads)]
@@ -87,9 +87,9 @@ class GpuFusion(Fusion):
         return kernels * read > read + array.bytes + kernels * array.bytes
 
     def _broadcasts(self) -> dict[int, int]:
-        """Array -> bytes that it is made from, of arrays made by broadcasts alone, and elementwise steps behind them.
+        """Array -> bytes of its sources, for arrays of broadcasts and elementwise steps on these.
 
-        These run wherever they are read (a mask of a head's classes).
+        These are duplicated into all users (such as a mask of a head's classes).
         """
         found: dict[int, int] = {}
         for step in self.steps:
@@ -115,7 +115,7 @@ class GpuBackend(Backend):
 
     @property
     def rewrites(self) -> Passes[Lowered]:
-        """Pools, scatters and products as libraries and Triton take them."""
+        """Pooling, scatters and dots legalised for libraries and Triton."""
         return Passes((expanded_pools, scattered_onto, shared_zeros, partial(_for_libraries, device=self.device)))
 
     def fusion(self, program: Lowered) -> Fusion:
@@ -123,7 +123,7 @@ class GpuBackend(Backend):
         return GpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """Independent collectives of one kind over the same devices, up to 30 MiB."""
+        """Combine independent collectives of one kind over the same devices, up to 30 MiB."""
 
         def key(kernel: Kernel) -> Hashable:
             step = program.steps[kernel.steps[-1]]
@@ -162,7 +162,7 @@ class GpuBackend(Backend):
 
     @staticmethod
     def _contiguous(kernel: Kernel, program: Lowered) -> list[Kernel]:
-        """A combined all-reduce: its operands are copied into one array, which is summed in place and cut again."""
+        """A combined all-reduce: copies of its operands into one array, the all-reduce in place, and slices of it."""
         arrays = program.arrays
         size = sum(arrays[array].bytes for array in kernel.writes)
         first = arrays[kernel.writes[0]]
@@ -176,13 +176,13 @@ class GpuBackend(Backend):
         return [copied, summed, *slices]
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The order with the lowest peak of three."""
+        """The one with the lowest peak of three schedules."""
         return self.lowest_peak(kernels, deps, program)
 
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """See `latency.overlapped`: a collective holds its results from its start and its operands until its end."""
+        """See `latency.overlapped`: a collective holds its results from its start and its operands until its done."""
         moves = [kernel.kind in COLLECTIVES for kernel in kernels]
         takes = [self._seconds(kernel, program) for kernel in kernels]
         products = [_is(kernel, "dot_general", program) for kernel in kernels]
@@ -205,7 +205,7 @@ class GpuBackend(Backend):
         return found, numbers
 
     def _seconds(self, kernel: Kernel, program: Lowered) -> float:
-        """What the scheduler takes a kernel to last (`SolLatencyEstimator`): no launch, unless it is a product."""
+        """A kernel's seconds as the scheduler estimates (`SolLatencyEstimator`): without launch, except of dots."""
         if kernel.kind == BARRIER:
             return 0.0
         arrays, device = program.arrays, self.device
@@ -222,7 +222,7 @@ class GpuBackend(Backend):
 
 
 def _for_libraries(program: Lowered, device: Device) -> Lowered:
-    """Convolutions as cuDNN reads them; products with vectors are sums, outer products loops, others are cut up."""
+    """cuDNN's convolutions; reductions for matrix-vector dots, loops for outer products, split-K for other dots."""
     rewriter = Rewriter(program)
     folded = folded_kernels(program)
     for number, step in enumerate(program.steps):
@@ -261,9 +261,9 @@ def _for_libraries(program: Lowered, device: Device) -> Lowered:
 
 
 def _gathers_inside(program: Lowered, step: Step) -> bool:
-    """Whether an all-gather runs along a dim that is not the outermost, which its result then lies by, for a product.
+    """Whether an all-gather for a dot runs along a dim that is not major-most, and so needs a transpose after it.
 
-    Products read a matrix by its columns as well as by its rows.
+    Dots read a matrix column-major as well as row-major, so without transpose.
     """
     found = program.arrays[step.writes[0]]
     shape = found.shape
@@ -273,12 +273,12 @@ def _gathers_inside(program: Lowered, step: Step) -> bool:
 
 
 def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> None:
-    """Mark what no kernel takes over the buffer of, but scatters, which write into their operand.
+    """Mark operands whose buffer no result takes over, except in scatters, which update in place.
 
-    Only what the very instruction makes that is read is taken over (`HeapSimulator`): no element of a tuple (one of
-    several results, a convolution's, a collective's when it ends), nothing that lies there in another shape (a part of
-    a combined all-reduce). Nor do normalisations along the last dim write over what they normalise: each is one Triton
-    kernel. Counted in 99 compiled plans: no loop or sum shares such a buffer of 1,640, and 720 do of 1,426 others.
+    A buffer is shared only with the instruction that defines it (`HeapSimulator`): not with a tuple element (of several
+    results, a convolution, a collective's done), nor with a bitcast (a slice of a combined all-reduce). Nor does a
+    normalisation along the last dim, a single Triton kernel, write over its operand. In 99 compiled plans no loop or
+    reduction shares such a buffer of 1,640, and 720 of 1,426 others do.
     """
     maker = {array: kernel for kernel in kernels for array in kernel.writes}
     for kernel in kernels:
@@ -291,7 +291,7 @@ def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> Non
 
 
 def _is_viewed(kernel: Kernel, program: Lowered) -> bool:
-    """Whether what a kernel makes is read through a tuple, or in another shape."""
+    """Whether users read a kernel's result through a tuple or a bitcast."""
     parts = not kernel.steps and kernel.kind == "slice"
     return parts or len(kernel.writes) > 1 or kernel.kind in COLLECTIVES or _is(kernel, "convolution", program)
 
@@ -301,7 +301,7 @@ def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
 
 
 def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
-    """Over how many elements a loop or a sum runs: equal ones may be one kernel with several results."""
+    """Elements over which a loop or reduction iterates: kernels with equal ones may merge."""
     if kernel.kind not in FUSED:
         return None
     counted = (*kernel.writes, *kernel.reads) if kernel.kind == "reduce" else kernel.writes[:1]
@@ -309,9 +309,9 @@ def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
 
 
 def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
-    """Whether a kernel sums over the last dim, and its other results may take over what it reads.
+    """Whether a kernel reduces along the last dim, and its other results may take over its operands' buffers.
 
-    As seen: the gradient of GPT-2's and BERT's logits, beside a sum of them.
+    As seen in a cross-entropy's gradient beside a sum of it.
     """
     return kernel.kind in FUSED and len(kernel.writes) > 1 and sums.makes_rows(kernel)
 
@@ -321,7 +321,7 @@ def _reads_few(one: Kernel, other: Kernel) -> bool:
 
 
 def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Kernel]:
-    """Equal arrays of one constant are one instruction, of which each update in place gets a copy (`CopyFusion`)."""
+    """Merge equal splat constants into one kernel; each in-place update gets a copy (`CopyFusion`)."""
     alike: dict[Hashable, list[Kernel]] = {}
     for kernel in kernels:
         if kernel.kind == "broadcast_in_dim" and not kernel.reads and len(kernel.writes) == 1:
@@ -339,7 +339,7 @@ def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Ke
 
 
 def _product(program: Lowered, step: Step) -> Product | None:
-    """The matrices of a dot on one device; None where it is empty, or no candidate for a split contraction."""
+    """The local matrices of a dot; None if it is empty, or no candidate for split-K."""
     kinds = [program.arrays[array].dtype for array in (*step.reads, step.writes[0])]
     if len(step.reads) != 2 or len(program.graph.ops[step.op].attrs["lhs_contract"]) != 1 or "i32" in kinds[:2]:
         return None

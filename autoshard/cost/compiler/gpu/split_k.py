@@ -1,8 +1,8 @@
-"""How XLA's GPU compiler splits a product along what it contracts (`splitk_rewriter.cc`).
+"""Split-K of XLA's GPU compiler (`splitk_rewriter.cc`).
 
-A product with few output tiles leaves multiprocessors idle, so its contraction is cut into parts that run as a batch
+A dot with few output tiles leaves multiprocessors idle, so its contraction is split into parts that run as a batch
 and are summed after: the compiler takes the power of two with the lowest cost under a model of waves of 128 x 128
-tiles, memory traffic and the sum's. Weights and constants are XLA's, by compute capability.
+tiles, memory traffic and the sum. Weights and constants are XLA's, by compute capability.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ TILE = 128
 MAX_SPLITS = 2048
 """The largest number of parts tried."""
 ALIGNMENT = 16
-"""Bytes of which each part's contraction is a multiple; the operands are padded to that."""
+"""Each part's contraction is a multiple of so many bytes; operands are padded to that."""
 COMPUTE = 100.0
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of matrices: `batch` times (m, k) x (k, n), on one device.
+    """One device's matrix product: `batch` times (m, k) x (k, n).
 
     Attributes:
-        lhs_bytes, rhs_bytes, out_bytes: of one element.
+        lhs_bytes, rhs_bytes, out_bytes: per element.
     """
 
     batch: int
@@ -38,7 +38,7 @@ class Product:
 
 
 def _weights(capability: float) -> tuple[float, float, float]:
-    """Cost of a byte of the product, of a byte of the sum, and of its launch, where a FLOP of a tile costs 100."""
+    """Cost of a byte of the dot, of a byte of the sum, and of its launch, where a FLOP of a tile costs 100."""
     if capability >= 10:
         return 0.0848863, 189.711, 1.21563e8
     if capability >= 9:
@@ -65,7 +65,7 @@ def _cost(product: Product, parts: int, multiprocessors: int, capability: float)
 
 @lru_cache(maxsize=4096)
 def split_k(product: Product, multiprocessors: int, capability: float) -> tuple[int, int]:
-    """(parts, contraction padded): into how many parts a product is cut; (1, k) where it stays whole."""
+    """(parts, padded contraction) of a dot; (1, k) if it is not split."""
     if not multiprocessors or not min(product.batch, product.m, product.n, product.k):
         return 1, product.k
     tried = [2**power for power in range(int(math.log2(MAX_SPLITS)) + 1)]

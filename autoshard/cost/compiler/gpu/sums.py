@@ -1,8 +1,8 @@
-"""Over which dims XLA's GPU compiler sums, as they lie in memory: what decides which kernels sums run in.
+"""Row and column reductions of XLA's GPU compiler, by the layout of what they reduce.
 
-Dims lie in their order, but for what convolutions make: features last (`dim_labels=b01f`), which elementwise ops,
-transposes and reshapes carry on for as long as that moves no element. Sums along the last dims in memory are sums of
-rows, of which a normalisation is one kernel; others are kernels that no reader of the sum joins.
+Layouts are row-major, except for results of convolutions: features minor-most (`dim_labels=b01f`), which elementwise
+ops, transposes and reshapes keep as long as they are bitcasts. A reduction along the minor-most dims is a row
+reduction, which can fuse into a normalisation; others are column reductions, which no user joins.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, 
 from autoshard.graph.groups import ELEMENTWISE
 
 Order = tuple[int, ...]
-"""Dims from the outermost in memory to the innermost."""
+"""Dims from major to minor."""
 
 _CARRIED = COLLECTIVES | {
     SLICE, "slice", "pad", "concatenate", "reverse", "reduce_window", "select_and_scatter", "scatter",
 }  # fmt: skip
-"""Kinds whose result lies as an operand does."""
+"""Kinds whose result has the layout of an operand."""
 
 
 class Sums:
-    """The sums of one device's program."""
+    """The reductions of one device's program."""
 
     def __init__(self, program: Lowered) -> None:
-        """For a program before kernels are merged."""
+        """For a program before multi-output fusion."""
         self.program = program
         self.orders = _orders(program)
 
     def over(self, step: Step) -> tuple[tuple[bool, int], ...] | None:
-        """Whether a step sums along dims, and how many elements they have; neighbours in memory taken together.
+        """(whether reduced, elements) of a reduction's dims, major to minor, with neighbours merged.
 
-        Those of one element are left out. None: not known.
+        Dims of size 1 are left out. None: unknown.
         """
         shape = _summed_shape(self.program, step)
         if shape is None:
@@ -50,23 +50,23 @@ class Sums:
         return tuple(found)
 
     def of(self, kernel: Kernel) -> Hashable:
-        """What kernels that sum must agree on to run as one (`FusionHeroesAreCompatible`); None: it does not sum."""
+        """What reductions of merged kernels must agree on (`FusionHeroesAreCompatible`); None without a reduction."""
         step = self.program.steps[kernel.steps[-1]] if kernel.kind == "reduce" and kernel.steps else None
         return None if step is None or step.kind != "reduce" else self.over(step)
 
     def joins(self, array: int) -> bool:
-        """Whether what reads an array may run in the kernel that makes it: nothing that reads sums of columns."""
+        """Whether users of an array may merge with its producer: not if that is a column reduction."""
         maker = self.program.arrays[array].maker
         step = self.program.steps[maker] if maker >= 0 else None
         return step is None or step.kind != "reduce" or _is_of_rows(self.over(step))
 
     def makes_rows(self, kernel: Kernel) -> bool:
-        """Whether all sums that a kernel returns are of rows."""
+        """Whether all reductions that a kernel returns are row reductions."""
         made = [self.over(step) for step in self._steps(kernel) if not set(step.writes).isdisjoint(kernel.writes)]
         return bool(made) and all(over and over[-1][0] for over in made)
 
     def normalises(self, kernel: Kernel) -> bool:
-        """Whether a kernel sums over the last dims alone, and goes on with the sums."""
+        """Whether a kernel reduces only the minor-most dims, and uses the sums itself."""
         read = {array for number in kernel.steps for array in self.program.steps[number].reads}
         return any(
             not read.isdisjoint(step.writes) and (over := self.over(step)) is not None and len(over) == 2 and over[1][0]
@@ -79,7 +79,7 @@ class Sums:
 
 
 def _summed_shape(program: Lowered, step: Step) -> tuple[int, ...] | None:
-    """The shape in which a sum reads its operand, which may lie there in another; None: not known, or a product."""
+    """The shape in which a reduction reads its operand, perhaps through a bitcast; None: unknown, or a dot."""
     op = program.graph.ops[step.op]
     shape = program.arrays[step.reads[0]].shape if step.reads else None
     if shape is None or "dims" not in op.attrs:
@@ -92,13 +92,13 @@ def _summed_shape(program: Lowered, step: Step) -> tuple[int, ...] | None:
     if not seen:
         return None
     first = min(op.attrs["dims"], default=0)
-    if math.prod(seen) and seen[first] * math.prod(shape) % math.prod(seen) == 0:  # it may be split
+    if math.prod(seen) and seen[first] * math.prod(shape) % math.prod(seen) == 0:  # it may be sharded
         seen[first] = seen[first] * math.prod(shape) // math.prod(seen)
     return tuple(seen) if math.prod(seen) == math.prod(shape) else None
 
 
 def _seen_as(program: Lowered, array: int, shape: Sequence[int], orders: dict[int, Order]) -> Order | None:
-    """How an array lies for what reads it in this shape; None: in the order of its dims."""
+    """The layout of an array as read in this shape; None: row-major."""
     before = program.arrays[array].shape
     if array not in orders or before is None or math.prod(before) != math.prod(shape) or not math.prod(shape):
         return None
@@ -110,7 +110,7 @@ def _is_of_rows(over: Sequence[tuple[bool, int]] | None) -> bool:
 
 
 def _orders(program: Lowered) -> dict[int, Order]:
-    """Array -> how it lies, of those that do not lie in the order of their dims."""
+    """Array -> its layout, if not row-major."""
     found: dict[int, Order] = {}
     if all(step.kind != "convolution" for step in program.steps):
         return found
@@ -149,10 +149,10 @@ def _order(program: Lowered, step: Step, made: Array, found: dict[int, Order]) -
 
 
 def _reshaped(order: Order, before: Sequence[int], after: Sequence[int]) -> Order | None:
-    """How the result of a reshape lies, if no element moves; None: it lies in the order of its dims."""
+    """The layout of a reshape's result if it is a bitcast; None: row-major."""
     lying = [dim for dim in order if before[dim] > 1]
     left = [dim for dim, size in enumerate(after) if size > 1]
-    found = {}  # the first of some dims before -> those that they become
+    found = {}  # first dim of a group before -> the group's dims after
     ahead = sorted(lying)
     while ahead:
         group, made = [ahead.pop(0)], [left.pop(0)]
