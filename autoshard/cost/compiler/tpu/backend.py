@@ -1,10 +1,10 @@
-"""XLA's TPU compiler: what it fuses, combines, and in which order it runs.
+"""XLA's TPU compiler: fusion, combined collectives, schedule.
 
-What is elementwise runs inside the kernels that read it, unless that reads more than keeping it: products take in their
-operands' makers and what their result goes through, so what is kept between forward and backward pass are results of
-products, gathers, sums and collectives, and the sums of several arrays that many kernels read (a residual stream).
-A value that products alone read is kept in bf16, the precision they run in.
-All-reduces work in place in device memory, not on chip; collectives are combined up to 120 MiB.
+Elementwise ops fuse into their users unless recomputing them reads more than storing their result; contractions also
+fuse producers and elementwise users (epilogue fusion). So what is live between forward and backward pass are results
+of contractions, gathers, reductions and collectives, and sums of several arrays with many users (a residual stream).
+Values that only contractions use are stored in bf16, the precision of these. All-reduces work in place in device
+memory, not on chip; collectives are combined up to 120 MiB.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ THRESHOLD = 120 * 2**20
 """Bytes up to which all-reduces are combined (libtpu's `xla_jf_crs_combiner_threshold_in_bytes`)."""
 
 IN_PLACE = frozenset({"scatter", "dynamic_update_slice", BARRIER})
-"""Kinds that write into their operands' buffers."""
+"""Kinds that update operands in place."""
 
 
-def _put_together(program: Lowered, array: int) -> bool:
-    """Whether an array is gathered in pieces, so that no result takes over its buffer."""
+def _updated_in_pieces(program: Lowered, array: int) -> bool:
+    """Whether pieces of a gather update an array in place, so that no result takes over its buffer."""
     maker = program.arrays[array].maker
     return maker >= 0 and program.steps[maker].kind == JOINED
 
 
 def _in_groups_and_strips(program: Lowered) -> Lowered:
-    """Strips are as wide as they would be if no features were summed in groups."""
+    """Grouped feature reductions, then space-to-batch with the strip widths from before."""
     widths = strip_widths(program)
     return strips.cut_into_strips(rewrite.laid_out_for_convolutions(in_groups(program), widths), widths)
 
 
 class CoarseTpuBackend(Backend):
-    """XLA's TPU compiler, as far as it is alike for all kinds and versions: tiles, fusion, memory on chip."""
+    """XLA's TPU compiler, as far as all kinds and versions agree: tiles, fusion, on-chip memory."""
 
     alignment = 512
     reuses_results = False
@@ -80,14 +80,14 @@ class CoarseTpuBackend(Backend):
     combined_up_to: ClassVar[Mapping[str, float]] = {"all-reduce": THRESHOLD}
 
     def buffer_bytes(self, array: Array) -> int:
-        """Bytes of an array's buffer: in tiles."""
+        """Bytes of an array's buffer in its tiled layout."""
         if array.shape is None:
             return -(-array.bytes // self.alignment) * self.alignment
         size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
 
     def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
-        """A scatter's rows take whole tiles: those of a narrow table 128 numbers each."""
+        """A scatter's rows take whole tiles: those of a narrow table 128 elements each."""
         return row_major if kind == "scatter" else super().elements_made_by(kind)
 
     def fusion(self, program: Lowered) -> Fusion:
@@ -95,14 +95,14 @@ class CoarseTpuBackend(Backend):
         return TpuFusion(program)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-        """Elementwise results of one shape made together; independent sums over the same devices.
+        """Merge elementwise kernels of one shape, and combine independent all-reduces over the same devices.
 
-        What is rounded for a gather joins an update after that, unless one of the combined sums waits for the gather.
+        The bf16 copy of an update for an all-gather merges with it, unless a combined all-reduce waits for the gather.
         """
         for kernel in kernels:
             if product_with_vectors(kernel, program) is not None:
                 kernel.shares = True
-                kernel.displaced |= {array for array in kernel.reads if _put_together(program, array)}
+                kernel.displaced |= {array for array in kernel.reads if _updated_in_pieces(program, array)}
         kernels = merged_outputs(
             kernels,
             lambda kernel: None if kernel.kind == ROUNDING else self._loop_over(kernel, program),
@@ -129,13 +129,13 @@ class CoarseTpuBackend(Backend):
 
     @staticmethod
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
-        """The shape of all that an elementwise kernel writes; the dims that a product with vectors has; else None."""
+        """Shape of an elementwise kernel's results, or dims of a matrix-vector product; None for other kernels."""
         if any(reads_from_memory(program, program.steps[number]) for number in kernel.steps):
             return None
         made = [program.arrays[array] for array in kernel.writes]
         shapes = {found.shape or (found.elements, found.strips) if found.shape != () else () for found in made}
         if shapes == {()}:
-            return None  # what scalars are made of runs apart: gradients need the number of labels, not the loss
+            return None  # scalars' reductions stay apart: gradients need the number of labels, not the loss
         product = product_with_vectors(kernel, program)
         if product is not None:
             around = [program.arrays[array].shape or () for array in (*product.reads, *product.writes)]
@@ -149,10 +149,10 @@ class CoarseTpuBackend(Backend):
         return self.lowest_peak(kernels, deps, program)
 
     def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The order of three that libtpu counts least for.
+        """The one of three schedules with the lowest peak by libtpu's count.
 
-        On one core depth first where rows are gathered in pieces, of which one stands for all here: with all of them
-        what frees most first has a gigabyte more (Mixtral's plans, of which libtpu runs four of five depth first).
+        On one core it is depth first where rows are gathered in pieces. Here one piece stands for all; with all of them
+        live the greedy schedule's peak is higher.
         """
         found = FromResults(kernels, deps, program, self.buffer_bytes)
         if self.device.cores == 1 and any(step.kind == JOINED for step in program.steps):
@@ -162,9 +162,9 @@ class CoarseTpuBackend(Backend):
         return min(orders, key=lambda order: counted_peak(kernels, order, program, self.buffer_bytes))
 
     def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
-        """What products alone read is kept in the dtype that they run in, a transposed copy that is cut up as it is.
+        """Store values that only contractions use in bf16, and transposed copies that are sliced row-major.
 
-        Slices of a copy are views of it, so it has no choice of layout: its last dim is padded to 128.
+        Their slices are bitcasts, which leaves no choice of layout: the last dim is padded to 128.
         """
         lying = rewrite.convolved(program)
         near, apart = convolved_whole(program), with_images_apart(program)
@@ -205,12 +205,12 @@ class CoarseTpuBackend(Backend):
         )
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
-        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
+        """Memory space assignment, the rest in a heap; arguments stay on chip where there is room."""
         return Placing(self.device, self.buffer_bytes, kernels, program, live).placement()
 
 
 class TpuBackend(CoarseTpuBackend):
-    """The compiler that the figures in `libtpu.toml` were read off."""
+    """The compiler for which `libtpu.toml` has figures."""
 
     def early_seconds(self, compiled: Compiled) -> float:
         """See `strips.early_seconds`."""
@@ -237,15 +237,15 @@ class TpuBackend(CoarseTpuBackend):
         )
 
     def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
-        """Whether the latency hiding scheduler has anything to do; a program with checkpoints keeps its order."""
+        """Whether the latency hiding scheduler has anything to do; a program with barriers keeps its order."""
         if not hides_latency(self.device) or any(kernel.kind == BARRIER for kernel in kernels):
             return False
         return any(asynchronous(kernel, program) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The memory scheduler's order; where collectives are asynchronous, the latency hiding scheduler's.
+        """The memory scheduler's order, or the latency hiding scheduler's if collectives are asynchronous.
 
-        Nets of convolutions keep the memory scheduler's.
+        Convolutional nets keep the memory scheduler's.
         """
         lowest = self.lowest_peak(kernels, deps, program)
         if not self._hides(kernels, program) or convolves(program):
@@ -255,9 +255,9 @@ class TpuBackend(CoarseTpuBackend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Copies to other layouts run beside gathers; on two cores, those of arguments alone, beside larger ones.
+        """Overlap layout copies with all-gathers; on two cores only those of arguments, with larger all-gathers.
 
-        Those of large narrow tables run on sparse cores.
+        Sparse cores do those of large narrow tables.
         """
         if not self._hides(kernels, program) or convolves(program):
             order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
@@ -267,14 +267,14 @@ class TpuBackend(CoarseTpuBackend):
 
 
 class _Rounded:
-    """Which arrays only products read, through moves perhaps; sums run where the array is made.
+    """Arrays that only contractions use, data movement aside; reductions fuse into the producer and do not count.
 
-    So does a comparison with a constant: the mask of an activation is kept apart, as bits (a ReLU between two products;
-    not around convolutions).
+    Nor does a comparison with a constant: the mask of an activation is stored apart, as bits (a ReLU between two
+    dots; not around convolutions).
     """
 
     def __init__(self, program: Lowered, around: Set[int]) -> None:
-        """`around`: arrays that convolutions read or make, and what is elementwise around them."""
+        """`around`: operands and results of convolutions, and elementwise values around them."""
         self.program, self.arrays, self.steps, self.around = program, program.arrays, program.steps, set(around)
         self.known: dict[int, bool] = {}
 
@@ -285,14 +285,14 @@ class _Rounded:
         return any(self._multiplies(self.steps[reader]) for reader in found.readers)
 
     def _multiplies(self, step: Step) -> bool:
-        """Whether a step is no sum and no mask, nor a copy for such alone."""
+        """Whether a step is no reduction, no mask, and no copy that only these use."""
         if step.kind == "copy":
             return any(map(self.is_kept_narrow, step.writes))
         return step.kind not in ("reduce", "compare")
 
     def _only_products(self, array: int) -> bool:
         todo = [] if array in self.known else [array]
-        while todo:  # chains of moves may be long
+        while todo:  # chains of data movement may be long
             found = self.arrays[todo[-1]]
             moves = (self.steps[reader] for reader in found.readers if self._moves(self.steps[reader]))
             behind = [one for step in moves for one in step.writes if one not in self.known]
@@ -315,7 +315,7 @@ class _Rounded:
         return self._moves(step) and all(self.known[one] for one in step.writes)
 
     def _with_constant(self, step: Step) -> bool:
-        """Whether a step's other operands follow from constants alone."""
+        """Whether all of a step's other operands are constant expressions."""
         if not self.around.isdisjoint(step.reads):
             return False
         makers = [self.arrays[array].maker for array in dict.fromkeys(step.reads)]

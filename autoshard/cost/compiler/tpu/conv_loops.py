@@ -1,13 +1,12 @@
-"""Convolutions that a TPU runs as loops, parts of a gathered kernel going round a ring meanwhile.
+"""Convolutions as windowed einsums on TPU: loops that permute shards of the kernel.
 
-A loop (windowed einsum, `cost/partitioner/ops/conv.py`) reads images that are in memory and leaves its result there:
-nothing elementwise runs in it. Where the parts are of the features that are summed over (the gradient of an input, a
-transposed convolution), every round adds to one result. The buffer for that needs nothing, so the latency hiding
-scheduler, which goes from the end of the program backwards, allocates it only where it has nothing else to run:
-beside the permutes before the loops. At most `IN_FLIGHT` of these are under way; one more begins with every loop that
-ends, and half of those that are left run in one gap (libtpu 0.0.51 on v5e: with 3, 4, 6, 9, 12, 13 and 16 rings the
-gap is before loop 1, 1, 2, 5, 5, 6 and 9, here 1, 1, 2, 4, 5, 6 and 7). On two cores each buffer is allocated right
-before its loop.
+A loop (`cost/partitioner/ops/conv.py`) reads materialised images and materialises its result: nothing fuses into it. If
+shards split the contracted features (an input gradient, a transposed convolution), every iteration adds to one result.
+The buffer for that has no operands, so the latency hiding scheduler, which works backwards, allocates it only in a gap
+without other work: among the permutes before the loops. Of these at most `IN_FLIGHT` are in flight; one more starts
+after each loop, and half of the others run in one gap (libtpu 0.0.51 on v5e: with 3, 4, 6, 9, 12, 13 and 16 rings the
+gap is before loop 1, 1, 2, 5, 5, 6 and 9; predicted 1, 1, 2, 4, 5, 6 and 7). On two cores each buffer is allocated
+right before its loop.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from autoshard.cost.machine.figures import whole
 IN_FLIGHT = whole("ring_in_flight")
 
 ALLOCATED = "allocate"
-"""The kind of a buffer that is made before its loop."""
+"""The kind of a kernel that allocates a loop's buffer."""
 
 
 def ring(program: Lowered, step: Step) -> Step | None:
-    """The permute of a convolution's kernel where the convolution is a loop; else None."""
+    """The permute of a convolution's kernel if it is a windowed einsum; else None."""
     for array in step.reads[1:] if step.kind == "convolution" else ():
         maker = program.arrays[array].maker
         if maker >= 0 and program.steps[maker].kind == "collective-permute" and program.steps[maker].op == step.op:
@@ -36,7 +35,7 @@ def ring(program: Lowered, step: Step) -> Step | None:
 
 
 def adds_up(program: Lowered, step: Step) -> bool:
-    """Whether the parts that go round are of the features that a looped convolution sums over."""
+    """Whether the permuted shards split the features that the convolution contracts."""
     permute = ring(program, step)
     if permute is None:
         return False
@@ -47,10 +46,9 @@ def adds_up(program: Lowered, step: Step) -> bool:
 
 
 def passes(program: Lowered, step: Step) -> int:
-    """How often a convolution works on each tile of its images: in every round, and to add a part to its result.
+    """How often a convolution works on each tile of its images: once per iteration, twice if it does not accumulate.
 
-    As seen in a denoiser's loops of 8 rounds, cycles a tile and round: 37 where parts of the result are made, 12 where
-    it is added up.
+    As seen in loops of 8 iterations, cycles per tile and iteration: 37 for slices of the result, 12 to accumulate.
     """
     permute = ring(program, step)
     part = () if permute is None else program.arrays[permute.reads[0]].shape or ()
@@ -61,7 +59,7 @@ def passes(program: Lowered, step: Step) -> int:
 
 
 def allocated_early(kernels: list[Kernel], order: Sequence[int], program: Lowered) -> tuple[list[Kernel], list[int]]:
-    """The results of loops that add up have a buffer from the gap on, if they come after it."""
+    """Allocate results of accumulating loops in the gap, if they run after it."""
     loops: dict[int, Step] = {}
     for number, kernel in enumerate(kernels):
         for one in kernel.steps:
@@ -91,7 +89,7 @@ def allocated_early(kernels: list[Kernel], order: Sequence[int], program: Lowere
 
 
 def _kernel(program: Lowered, step: Step) -> int:
-    """The array of which parts go round, behind transposes and reversals."""
+    """The kernel of a looped convolution, before transposes and reversals."""
     permute = ring(program, step)
     array = step.reads[1] if permute is None else permute.reads[0]
     while (maker := program.arrays[array].maker) >= 0 and program.steps[maker].kind in ("transpose", "reverse"):

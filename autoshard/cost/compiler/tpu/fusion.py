@@ -1,7 +1,8 @@
-"""Which steps of a program a TPU's compiler runs as one kernel, and which arrays it keeps.
+"""Fusion on TPU: which steps run as one kernel, and which arrays are materialised.
 
-Products take in their operands' makers and what their result goes through, so what is kept between forward and backward
-pass are results of products, gathers, sums and collectives, and the sums of several arrays that many kernels read.
+Contractions fuse their operands' producers and elementwise users of their result. So what is live between forward and
+backward pass are results of contractions, gathers, reductions and collectives, and sums of several arrays with many
+users.
 """
 
 from __future__ import annotations
@@ -22,46 +23,46 @@ from autoshard.cost.machine.figures import figure, whole
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
-"""Kinds that pass their operands' elements on."""
+"""Kinds that return their operands' elements."""
 
 
 TAKING = INDEXED | {SLICE}
-"""Kinds that read of an operand what they make."""
+"""Kinds that read as much of an operand as they return."""
 
 
 MOST_AGAIN = 64
-"""Makers of what a step reads that are followed; what lies behind them counts as read. Chains of elementwise steps may
-be thousands long, and be asked after at every step.
+"""Producers to follow before the rest counts as read. Chains of elementwise steps may be thousands long, and every step
+asks.
 """
 
 LONGEST, WIDER = whole("fused_contraction"), figure("fused_width")
-"""By the length of their contraction, products that are one kernel with several elementwise steps that read them."""
+"""Longest contraction of a product whose kernel fuses several elementwise users."""
 
 
 class TpuFusion(Fusion):
-    """Products with what is elementwise around them, loops into everything."""
+    """Contractions with elementwise producers and users; loops into everything."""
 
     recomputes = True
 
     def __init__(self, program: Lowered) -> None:
         """For one device's program."""
         super().__init__(program)
-        self.ends: set[int] = set()  # roots of products' kernels
+        self.ends: set[int] = set()  # roots of contractions' kernels
         self.again_of: dict[int, bool] = {}  # array -> `_runs_again`
-        self.parted: set[int] = set()  # arrays that are kept for a device to take its part of
-        self.around = convolved(program)  # arrays that convolutions read or make, and what is elementwise around them
+        self.parted: set[int] = set()  # arrays materialised for a dynamic-slice of a device's shard
+        self.around = convolved(program)  # operands and results of convolutions, and elementwise values around
         self.convolves = convolves(program)
-        self.met: set[int] = set()  # arrays that meet, in a reader, what is made of them by other kernels
+        self.met: set[int] = set()  # arrays whose user also reads another kernel's result made from them
 
     def cluster(self) -> None:
-        """A product's kernel goes on as long as one elementwise step alone reads what it made.
+        """Extend a contraction's kernel while its result has one elementwise user (epilogue fusion).
 
-        Of two products that one step reads, the kernel of its last operand goes on and the other one ends (so compiled
-        in either order). So do convolutions; of these the earlier one is taken all the same: what ResNet keeps between
-        those that it adds is not predicted, and with the last one its memory is 13 % too low, with this one 4.
+        If a user has two contractions as operands, it fuses with the last operand's (so compiled in either order), and
+        the other is materialised. Of two convolutions it takes the earlier one: which of them a residual block keeps is
+        not predicted, and the memory of such nets is closer so.
         """
-        kernels: dict[int, list[int]] = {}  # last step of a product's kernel -> its steps
-        joins: dict[int, list[tuple[int, list[int]]]] = {}  # step -> ends of kernels that go on there, through what
+        kernels: dict[int, list[int]] = {}  # last step of a contraction's kernel -> its steps
+        joins: dict[int, list[tuple[int, list[int]]]] = {}  # step -> (end of a kernel that reaches it, steps between)
         for number, step in enumerate(self.steps):
             if self.root[number] != number:
                 continue
@@ -70,7 +71,7 @@ class TpuFusion(Fusion):
                     kernels[number] = [number]
                     self._join(number, number, joins)
                 continue
-            ends: list[tuple[int, list[int]]] = [(last, []) for last in self._continues(step) if last in kernels]
+            ends: list[tuple[int, list[int]]] = [(last, []) for last in self._extendable(step) if last in kernels]
             ends += [(last, way) for last, way in joins.pop(number, ()) if kernels.keys().isdisjoint(way)]
             if ends:
                 convolution = self.steps[kernels[ends[0][0]][0]].kind == "convolution"
@@ -82,25 +83,27 @@ class TpuFusion(Fusion):
                 self.root[member] = last
             self.ends.add(last)
         self.met = self._met()
-        self.met = {array for array in self.met if self._reads(self.steps[self.arrays[array].maker], self._more(array))}
+        self.met = {
+            array for array in self.met if self._reads(self.steps[self.arrays[array].maker], self._threshold(array))
+        }
         self.again_of.clear()
 
-    def _more(self, array: int) -> float:
-        """Bytes of an array and some smaller ones: who reads more reads several arrays of its size."""
+    def _threshold(self, array: int) -> float:
+        """Bytes of an array and some smaller ones: a step that reads more reads several arrays of its size."""
         return 1.25 * self.arrays[array].bytes
 
     def _met(self) -> set[int]:
-        """Arrays of several operands of which a reader also needs something that other kernels make of them.
+        """Arrays of several operands with a user that also needs another kernel's result made from them.
 
-        As a mean that is taken off: so no kernel could hold all that lies between, and they are kept (XLA's
-        `InstructionFusion`: what is not effectively unary must be fusible on all paths). A loop of one array is not.
+        Such as a mean that is subtracted: no kernel can hold all paths, so they are materialised (XLA's
+        `InstructionFusion` fuses an op that is not effectively unary only if it can on all paths).
         """
         candidates = {array: 1 << place for place, array in enumerate(self._of_several())}
         if not candidates or self.convolves:
             return set()
         found: set[int] = set()
-        reach: list[int] = []  # step -> candidates that it is made of
-        apart: list[int] = []  # step -> those on a way with other kernels
+        reach: list[int] = []  # step -> candidates among its ancestors
+        apart: list[int] = []  # step -> those with another kernel in between
         for step in self.steps:
             reached = hard = 0
             direct = []
@@ -119,10 +122,10 @@ class TpuFusion(Fusion):
             found.update(array for array in direct if candidates[array] & hard)
         return found
 
-    def _enlarged(self, step: Step, array: int) -> bool:
-        """Whether an elementwise result, not a single number, is broadcast: nothing takes in the maker of that.
+    def _is_broadcast(self, step: Step, array: int) -> bool:
+        """Whether an elementwise result of more than one element is broadcast: then it is materialised.
 
-        As the mean and the root that a normalisation needs for each row.
+        Such as the mean and the root that a normalisation needs for each row.
         """
         if step.kind not in ELEMENTWISE or self.arrays[array].elements < 2 or self.convolves:
             return False
@@ -139,7 +142,7 @@ class TpuFusion(Fusion):
         return False
 
     def _of_several(self) -> Iterator[int]:
-        """Elementwise results of several operands of their rank, more bytes than they make, read more than once."""
+        """Elementwise results with several users and several operands of their rank, together larger than they are."""
         for number, step in enumerate(self.steps):
             if step.kind not in ELEMENTWISE or len(step.writes) != 1 or number in self.ends:
                 continue
@@ -153,9 +156,9 @@ class TpuFusion(Fusion):
                 yield step.writes[0]
 
     def _join(self, number: int, product: int, joins: dict[int, list[tuple[int, list[int]]]]) -> None:
-        """Note the step at which all that several elementwise readers make of a product is one array again, if any.
+        """Find the step at which the paths from several elementwise users of a contraction's result meet, if any.
 
-        The kernel of the product goes on to there if its contraction is short; else readers make that again.
+        If the contraction is short its kernel fuses all of them; else users recompute them.
         """
         made = self.steps[number].writes[0]
         size = self.arrays[made].elements
@@ -175,7 +178,7 @@ class TpuFusion(Fusion):
                 return
             if all(one == reader for one in waiting):
                 if any(self.steps[one].kind == SLICE for one in self.arrays[step.writes[0]].readers):
-                    return  # a part is taken of it, and the whole made again
+                    return  # sliced, and the whole recomputed
                 joins.setdefault(reader, []).append((number, way))
                 return
             if self.arrays[step.writes[0]].returned:
@@ -185,15 +188,15 @@ class TpuFusion(Fusion):
                 heapq.heappush(waiting, one)
 
     def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
-        if number in self.ends or step.parts >= RING or array in self.met or self._enlarged(step, array):
+        if number in self.ends or step.parts >= RING or array in self.met or self._is_broadcast(step, array):
             return True
         return super()._kept(number, step, array, readers, kernels)
 
-    def _continues(self, step: Step) -> Iterator[int]:
-        """The steps whose kernels one could be the end of: makers of what it alone reads, the last operand's first."""
+    def _extendable(self, step: Step) -> Iterator[int]:
+        """The steps whose kernels `step` could extend: producers of operands without other users, the last one first."""
         if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")):
             return
-        if self._widens(step) and len(self.arrays[step.writes[0]].readers) > 1:
+        if self._converts_bf16(step) and len(self.arrays[step.writes[0]].readers) > 1:
             return
         size = self.arrays[step.writes[0]].elements
         for array in reversed(step.reads):
@@ -201,47 +204,47 @@ class TpuFusion(Fusion):
             if len(read.readers) == 1 and not read.returned and read.maker >= 0 and read.elements == size:
                 yield read.maker
 
-    def _widens(self, step: Step) -> bool:
-        """Whether a step makes f32 of bf16: each reader does that for itself, and the narrow array is kept."""
-        if step.kind != "convert" or not step.reads:  # of a constant behind a barrier
+    def _converts_bf16(self, step: Step) -> bool:
+        """Whether a step converts bf16 to f32: each user does that itself, and the bf16 array is materialised."""
+        if step.kind != "convert" or not step.reads:  # a constant after a barrier
             return False
         read, made = self.arrays[step.reads[0]], self.arrays[step.writes[0]]
         return read.bytes * made.elements < made.bytes * read.elements and not made.returned
 
     def absorbs(self, step: Step) -> bool:
-        """Loops, sums and products take in what is made elementwise; not so loops of permutes and some convolutions."""
+        """Loops, reductions and contractions fuse elementwise producers; not windowed einsums and some convolutions."""
         if step.parts >= RING or reads_from_memory(self.program, step):
             return super().absorbs(step)
         return super().absorbs(step) or step.kind in CONTRACTIONS
 
     def inlined(self, step: Step) -> bool:
-        """Whatever makes each element of its result from few of its operands, gathers left out."""
+        """Kinds whose result elements depend on few operand elements each, without gathers."""
         if step.kind == "broadcast_in_dim" and (self.arrays[step.writes[0]].strips or enlarges(self.program, step)):
             return False
         return step.kind in LOOPS and step.kind not in ("gather", "dynamic_update_slice")
 
     def takes(self, reader: int, number: int) -> bool:
-        """Also in the middle of a product's kernel; a part is taken of what is kept, if something reads the whole."""
+        """Also in the middle of a contraction's kernel; a dynamic-slice reads materialised arrays with other users."""
         step = self.steps[reader]
-        if step.kind == "reduce_window":  # whose window may be padded
+        if step.kind == "reduce_window":  # its window may be padded
             return self.steps[number].kind == "pad"
         return self.absorbs(step) and not (step.kind == SLICE and self.steps[number].writes[0] in self.parted)
 
     def _repeated(self, number: int, step: Step) -> bool:
-        """What is kept for such a part runs again in what reads the whole, if it is made of one array."""
+        """An array materialised for a dynamic-slice is recomputed in other users, if it is made from one array."""
         made = step.writes[0]
         return made in self.parted and not self._reads(step, self.arrays[made].bytes)
 
     def expensive(self, step: Step) -> bool:
-        """Nothing elementwise is."""
+        """No elementwise step is."""
         return False
 
     def reads_more(self, step: Step, kernels: int) -> bool:
-        """Whether running in every reader moves more than one write and a read each.
+        """Whether duplicating a step moves more bytes than one write and a read per user.
 
-        As seen: an elementwise result of two arrays runs again in three kernels, not in four; of three arrays in two,
-        not in three; of four not in two; of one array, and what is smaller than that, in any number. What a device
-        takes its part of is kept if anything else reads it.
+        As seen: an elementwise result of two arrays is duplicated into three kernels, not four; of three arrays into
+        two, not three; of four not into two; of one array, or of smaller ones, into any number. The operand of a
+        dynamic-slice is materialised if it has other users.
         """
         if kernels > 1 and step.kind == "multiply" and annotated_view(self.program, step):
             return True
@@ -252,12 +255,12 @@ class TpuFusion(Fusion):
         return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
 
     def _reads(self, step: Step, bytes: float) -> bool:
-        """Whether a step reads more than so many bytes, with what runs again for it."""
+        """Whether a step reads more than so many bytes, recomputed producers included."""
         arrays, again_of = self.arrays, self.again_of
         sizes: dict[int, int] = {}
         read = 0
         todo = [step]
-        seen: set[int] = set()  # makers: there are as many ways to one as halves in a chain of sums
+        seen: set[int] = set()  # producers: a chain of adds has exponentially many paths to one
         while todo:
             one = todo.pop()
             made = arrays[one.writes[0]].bytes
@@ -278,10 +281,10 @@ class TpuFusion(Fusion):
         return False
 
     def _runs_again(self, number: int) -> bool:
-        """Whether all that reads an array takes its maker in: what it is made from is read then, not the array.
+        """Whether all users of an array fuse its producer, and so read the producer's operands instead.
 
-        As seen: the gradient of BERT's logits, read by two products and a sum, is made from the logits in each. Not so
-        between convolutions: ResNet and U-Net keep what normalisations make.
+        As seen: two dots and a sum each recompute the gradient of logits from the logits. Not so around convolutions:
+        normalised activations are materialised.
         """
         if number not in self.again_of:
             self.again_of[number] = self._taken_by_all(number)
@@ -300,11 +303,11 @@ class TpuFusion(Fusion):
 
 
 def reads_from_memory(program: Lowered, step: Step) -> bool:
-    """Whether a convolution takes in nothing: a loop around permutes, and one of strips that need their neighbours."""
+    """Whether a convolution fuses no producers: a windowed einsum, or strips that need a halo exchange."""
     return step.kind == "convolution" and (ring(program, step) is not None or halo_passes(program, step) > 1)
 
 
 def convolves(program: Lowered) -> bool:
-    """Whether most products are convolutions: not all copies around these are kernels here."""
+    """Whether most contractions are convolutions: not all copies around these are kernels here."""
     kinds = Counter(step.kind for step in program.steps)
     return kinds["convolution"] > kinds["dot_general"]

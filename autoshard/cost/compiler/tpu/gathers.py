@@ -1,9 +1,9 @@
-"""Gathers of long rows on a TPU: in pieces.
+"""Gathers of long rows on TPU: in pieces.
 
-libtpu's passes `tpu_gather_split` and `concat-decomposer`, read off compiled single gathers (libtpu 0.0.51; v5e, v5p
-and v6e, f32 and bf16): a row of more than 2^18 numbers, tiles filled up, is gathered in so many pieces that none is
-longer (2^19 on v6e). The table is cut up first, whole. Up to four pieces that one step reads are put together inside of
-that; more, or for several readers, one after the other are written into their place in an array.
+libtpu's passes `tpu_gather_split` and `concat-decomposer`, as compiled for single gathers (libtpu 0.0.51; v5e, v5p and
+v6e, f32 and bf16): rows of more than 2^18 elements, tile padding included, are gathered in the fewest pieces that are
+not longer (2^19 on v6e). The whole table is sliced first. Up to four pieces with one user concatenate inside of it;
+more, or with several users, one after the other update slices of an array (dynamic-update-slice).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from autoshard.cost.machine.figures import of_kind, whole
 INSIDE = whole("gathered_inside")
 
 JOINED = "joined"
-"""Kind of the step that writes the others into their places."""
+"""Kind of the step that writes the other pieces into the array."""
 
 
 def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
     """`program` with gathers of long rows in pieces, for a device kind.
 
-    What is written into an array is gathered right before, so that one piece lies beside it: here one gather of that
-    size stands for all, and the traffic of the others is counted where they are written (`joined_bytes`).
+    A piece is gathered right before its dynamic-update-slice, so one is live beside the array: here one gather of that
+    size stands for all, and the others' traffic counts where they are written (`joined_bytes`).
     """
     pieces = {number: count for number, step in enumerate(program.steps) if (count := _pieces(program, step, kind)) > 1}
     if not pieces:
@@ -45,13 +45,13 @@ def gathered_in_pieces(program: Lowered, kind: str) -> Lowered:
 
 
 def joined_bytes(kernel: Kernel, program: Lowered, sizes: Callable[[Array], int]) -> dict[int, int]:
-    """Array -> bytes that such a kernel reads and writes: each piece is read and written, and gathered but for one."""
+    """Array -> bytes that such a kernel reads and writes: per piece a read and a write, and all gathers but one."""
     (piece,), (made,) = kernel.reads, kernel.writes
     return {made: 3 * sizes(program.arrays[made]) - sizes(program.arrays[piece])}
 
 
 def _pieces(program: Lowered, step: Step, kind: str) -> int:
-    """In how many pieces a step gathers each row; 1 where that is no gather of such rows."""
+    """The number of pieces in which a step gathers each row; 1 if it is no gather of long rows."""
     if step.kind != "gather" or len(step.reads) < 2:
         return 1
     made = program.arrays[step.writes[0]].shape
@@ -59,6 +59,6 @@ def _pieces(program: Lowered, step: Step, kind: str) -> int:
     if made is None or not window or max(window) >= len(made):
         return 1
     row = [made[dim] for dim in window]
-    if len(row) > 2:  # these are copied by a loop
+    if len(row) > 2:  # a loop copies these
         return 1
     return -(-row_major((*(1,) * (2 - len(row)), *row)) // of_kind("gathered_piece", kind))

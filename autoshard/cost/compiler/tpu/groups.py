@@ -1,11 +1,10 @@
-"""Statistics of groups of features on a TPU: what a group norm's sums and broadcasts are beside convolutions.
+"""Reductions over groups of features on TPU: the statistics of a group norm beside convolutions.
 
-Activations have their features in the lanes of tiles, and a sum over a group of them would split these. So what is
-summed over space and groups is summed over space first, copied with the groups as a dim of their own, and summed again;
-what is broadcast over groups is broadcast over the features of each, copied back, and broadcast over space. As compiled
-(libtpu 0.0.51, a convolution of 64 features and a norm, v5e and v5p, 2 and 8 images to a device): for 2 and 32 groups,
-with four small kernels for each statistic beside the sum and what is computed of it; none of them for one group or one
-for each feature. Views that a plan annotates stay as they are, and what is summed of them or broadcast for them is too.
+Activations have their features in lanes, which a sum over a group of them would split. So a reduction over space and
+groups first reduces space, is copied with the groups as a dim, and reduces again; a broadcast over groups first
+broadcasts to the features of each, is copied back, and then broadcasts over space. As compiled (libtpu 0.0.51, a
+convolution of 64 features and a norm, v5e and v5p, 2 and 8 images per device): for 2 and 32 groups, with four small
+kernels per statistic; none for one group or one per feature. Reductions and broadcasts of annotated reshapes stay.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from autoshard.graph.groups import ELEMENTWISE
 
 
 def in_groups(program: Lowered) -> Lowered:
-    """Sums over groups of features, and broadcasts over them, in two steps with a copy between."""
+    """Split reductions over feature groups, and broadcasts over them, in two with a copy in between."""
     around = convolved(program)
     if not around:
         return program
     views = _views(program)
 
     def viewed(step: Step) -> bool:
-        """Whether a step sums an annotated view, or broadcasts for one."""
+        """Whether a step reduces an annotated reshape, or broadcasts for one."""
         if step.kind == "reduce":
             return program.arrays[step.reads[0]].maker in views
         return any(reader in views for reader in program.arrays[step.writes[0]].readers)
@@ -39,7 +38,7 @@ def in_groups(program: Lowered) -> Lowered:
     if not found:
         return program
     rewriter = Rewriter(program)
-    spread: dict[tuple[int, int], int] = {}  # what differs between groups, and features -> the same for each feature
+    spread: dict[tuple[int, int], int] = {}  # value per group, and features -> the value per feature
     for _, step in rewriter.changing(found):
         images, features = _features(program, step, around)
         reduces = step.kind == "reduce"
@@ -63,7 +62,7 @@ def in_groups(program: Lowered) -> Lowered:
 
 
 def _views(program: Lowered) -> set[int]:
-    """Steps that make an annotated view of what convolutions read or make, and what is elementwise in such views."""
+    """Annotated reshapes of convolutions' operands and results, and elementwise steps on these."""
     found: set[int] = set()
     for number, step in enumerate(program.steps):
         if step.kind not in ELEMENTWISE:
@@ -76,7 +75,7 @@ def _views(program: Lowered) -> set[int]:
 
 
 def _features(program: Lowered, step: Step, around: Mapping[int, Dims]) -> tuple[int, ...]:
-    """Images and features of what a step sums over groups of, or broadcasts over them; empty for all other steps."""
+    """(images, features) of a step that reduces or broadcasts over feature groups; empty for all other steps."""
     if step.kind not in ("reduce", "broadcast_in_dim") or len(step.reads) != 1 or len(step.writes) != 1:
         return ()
     large, small = step.reads[0], step.writes[0]
@@ -89,7 +88,7 @@ def _features(program: Lowered, step: Step, around: Mapping[int, Dims]) -> tuple
     op = program.graph.ops[step.op]
     kind = program.graph.type_of(op.operands[0]) if step.kind == "reduce" else op.results[0]
     if len(kind.shape) == len(shape):
-        return ()  # whole features
+        return ()  # no groups
     apart, left = divmod(groups.elements, images)
     if left or not 1 < apart < features or features % apart or math.prod(groups.shape[:1]) != images:
         return ()

@@ -1,4 +1,4 @@
-"""How many elements arrays take on a TPU, in tiles of 8 x 128."""
+"""Elements of arrays in TPU layouts of (8, 128) tiles, padding included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.cost.machine.tiles import LANES, ROWS
 
 @lru_cache(maxsize=1 << 12)
 def tiled(shape: tuple[int, ...]) -> int:
-    """Elements of an array in tiles of 8 x 128, its dims laid out as to pad least."""
+    """Elements of an array in tiles of 8 x 128, in the layout with least padding."""
     if not shape:
         return 1
     if len(shape) == 1:
@@ -32,22 +32,22 @@ def tiles(shape: tuple[int, ...]) -> int:
 
 
 def row_major(shape: tuple[int, ...]) -> int:
-    """Elements of an array in tiles of 8 x 128 whose last dim is the innermost."""
+    """Elements of an array in tiles of 8 x 128, its last dim minor-most."""
     if len(shape) < 2:
         return tiled(shape)
     return math.prod(shape[:-2]) * (-(-shape[-2] // 8) * 8) * (-(-shape[-1] // 128) * 128)
 
 
 def for_convolution(shape: tuple[int, ...], within: Collection[int]) -> int:
-    """Elements of an operand of a convolution: the two dims `within`, which are no spatial ones, make its tiles.
+    """Elements of a convolution's operand: the two dims `within`, batch and features, are lanes and sublanes.
 
-    Either may be the inner one; tiles have as many rows as the other needs: 2, 4 or 8.
+    Either may be the lanes; tiles have 2, 4 or 8 sublanes as the other needs.
     """
     return _for_convolution(shape, tuple(within))[0]
 
 
 def convolution_tiles(shape: tuple[int, ...], within: Collection[int]) -> int:
-    """Tiles of such an operand: of few rows there are as many as of 8."""
+    """Tiles of such an operand; with few sublanes as many as with 8."""
     return _for_convolution(shape, tuple(within))[1]
 
 
@@ -63,5 +63,5 @@ def _for_convolution(shape: tuple[int, ...], within: tuple[int, ...]) -> tuple[i
 
 
 def _rows(size: int) -> int:
-    """Rows with padding: in tiles of 2, 4 or 8."""
+    """Sublanes with padding: in tiles of 2, 4 or 8."""
     return max(2, 1 << (size - 1).bit_length()) if size < ROWS else -(-size // ROWS) * ROWS

@@ -1,14 +1,14 @@
-"""What libtpu keeps in memory of products that it runs as loops of permutes, *windowed einsums* (`ops/looped.py`).
+"""Memory of dots that run as *windowed einsums* (collective matmuls) on TPU, see `ops/looped.py`.
 
-Read off loops compiled for v5e and v5p, products of 0.3 to 1.1 GB alone in a program, each as follows to 0.1 %:
+From loops compiled for v5e and v5p, single products of 0.3 to 1.1 GB, each accurate to 0.1 %:
 
-- A loop carries its operands, so they are in memory, in bf16: f32 ones are copied, and nothing is made inside it.
-- Of an operand that goes round, four parts: two are multiplied, as it goes both ways, and two on their way.
-- Beside the result, another one where the parts lie along the contraction, as they are added up; else the products of
-  two parts, which are written into it.
-- Of partial sums that go round, eight parts of the result.
-- Among four devices a loop has one round, and is none: operands are made in the kernels of the parts, and two parts of
-  the result lie on the way (six products on v5e; in one of them a gradient of 32 MB is kept beside, not predicted).
+- A loop carries its operands, so they are materialised in bf16: f32 ones are copied, and it fuses no producers.
+- Of a permuted operand four shards are live: two in multiplication, since it runs both ways, and two in flight.
+- Beside the result, a second one if shards split the contraction, to accumulate; else two products of shards, which
+  dynamic-update-slices write into it.
+- Of permuted partial sums eight shards of the result are live.
+- Over four devices there is one iteration and no loop: producers fuse, and two shards of the result are in flight (six
+  products on v5e).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ UNROLLED = whole("ring_unrolled")
 
 
 def goes_round(program: Lowered, number: int) -> bool:
-    """Whether step `number` is the permutes of a loop."""
+    """Whether step `number` is the permutes of a windowed einsum."""
     return number >= 0 and program.steps[number].parts >= RING
 
 
 def as_loops(program: Lowered) -> Lowered:
-    """Products around which parts are permuted, with what their loops carry."""
+    """Add to windowed einsums what their loops carry."""
     loops = [
         number for number, step in enumerate(program.steps) if step.kind == "dot_general" and _rounds(program, step)
     ]
@@ -69,24 +69,24 @@ def as_loops(program: Lowered) -> Lowered:
 
 
 def is_loop(program: Lowered, step: Step) -> bool:
-    """Whether parts go round while a step, a product, runs."""
+    """Whether a step is the contraction of a windowed einsum."""
     return step.kind in CONTRACTIONS and bool(_rounds(program, step))
 
 
 def _rounds(program: Lowered, step: Step) -> list[int]:
-    """The permutes in which an operand or the partial sums of a product go round."""
+    """The permutes of a contraction's operands and of its partial sums."""
     makers = (program.arrays[array].maker for array in dict.fromkeys(step.reads))
     readers = (reader for array in step.writes for reader in program.arrays[array].readers)
     return [number for number in (*makers, *readers) if goes_round(program, number)]
 
 
 def _most_parts(program: Lowered, step: Step) -> int:
-    """Parts that go round while a product runs, a device's own twice."""
+    """Permutes of a contraction, the one of a device's own shard included."""
     return max(program.steps[number].parts for number in _rounds(program, step))
 
 
 def _copied(program: Lowered, step: Step, array: int) -> bool:
-    """Whether a loop carries a copy of what it reads: of f32 that something else reads too, or that is an argument."""
+    """Whether a loop carries a bf16 copy of an f32 operand: an argument, or one with users other than dots."""
     found = program.arrays[array]
     if found.dtype != "f32" or found.shape is None or goes_round(program, found.maker):
         return False
@@ -96,7 +96,7 @@ def _copied(program: Lowered, step: Step, array: int) -> bool:
 
 
 def _beside(program: Lowered, step: Step) -> int:
-    """Bytes beside the result of a loop around which an operand goes; 0 where partial sums do."""
+    """Bytes beside the result of a loop that permutes an operand; 0 for one that permutes partial sums."""
     made = program.arrays[step.writes[0]].bytes
     attrs = program.graph.ops[step.op].attrs
     turns = [

@@ -1,7 +1,7 @@
-"""The orders of XLA's memory scheduler that go from results to operands, and what it counts by to choose one.
+"""The schedules of XLA's memory scheduler that start from results, and its criterion to choose one.
 
-`DefaultMemoryScheduler` of libtpu 0.0.51 logs what it counts for each order and which it chooses
-(`TPU_VMODULE=hlo_memory_scheduler=5`), and its result is among the passes' dumps.
+`DefaultMemoryScheduler` of libtpu 0.0.51 logs the peak of each schedule and its choice
+(`TPU_VMODULE=hlo_memory_scheduler=5`); the schedule is among the pass dumps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Rounded = Callable[[Array], int]
 
 
 def counted_peak(kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, rounded: Rounded) -> int:
-    """The most that is counted beside arguments in an order (`MinimumMemoryForModule`).
+    """Peak of a schedule by the scheduler's count, without arguments (`MinimumMemoryForModule`).
 
-    Donated arguments end at their last reader, beside what replaces them; no kernel but an all-reduce takes over a
-    buffer. So counted, the scheduled modules of six programs give what libtpu logs.
+    Donated arguments die at their last user, beside the result that replaces them; only all-reduces take over a buffer.
+    This count agrees with libtpu's log for six scheduled modules.
     """
     arrays = program.arrays
     last = {array: position for position, number in enumerate(order) for array in kernels[number].reads}
@@ -51,7 +51,7 @@ def counted_peak(kernels: Sequence[Kernel], order: Sequence[int], program: Lower
 
 
 class FromResults:
-    """The instructions of a program: kernels, arguments, and the elements of what kernels with several results make."""
+    """The instructions of a program: kernels, arguments, and get-tuple-elements of kernels with several results."""
 
     def __init__(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered, rounded: Rounded) -> None:
         """For kernels in program order."""
@@ -83,7 +83,8 @@ class FromResults:
     def depth_first(self) -> list[int]:
         """`DFSMemoryScheduler`: operands with the most fan-out first, then those with the most bytes.
 
-        Both are sums over all ways to an operand, at most all instructions, and all bytes up to it in post-order.
+        Both are sums over all paths to an operand, bounded by all instructions, and by all bytes up to it in
+        post-order.
         """
         users = [0] * len(self.operands)
         for operands in self.operands:
@@ -100,7 +101,7 @@ class FromResults:
         return [number for number in self._instructions(visited) if number < len(self.kernels)]
 
     def _instructions(self, visited: Sequence[Sequence[int]]) -> list[int]:
-        """All of them, operands first, each one's in the order given; from the results, then from what nobody reads."""
+        """All instructions, operands first in the given order; from the results, then from those without users."""
         roots = (self.root, *range(len(self.kernels)))
         return post_order(roots, lambda number: self._before(number, visited))
 

@@ -1,10 +1,10 @@
-"""Which temporaries a TPU keeps in its on-chip memory (VMEM), and where the others lie in device memory.
+"""Memory space assignment on TPU: which temporaries are in on-chip memory (VMEM), which in device memory.
 
-XLA's memory space assignment (`xla/service/memory_space_assignment`) gives on-chip memory to what gains most from it:
-values are taken in order of seconds saved ÷ √size, so kernels that are bound by memory come first. A value that fits
-for its whole life never has a buffer in device memory, unless it waits too long between two uses: no value, whatever
-its size, stays for longer than copying all of on-chip memory takes eight times (`CanAllocateInAlternateMemoryNoCopy`).
-Any other has a buffer from its maker to its last reader, and is on chip between two uses where it fits.
+XLA's (`xla/service/memory_space_assignment`) assigns on-chip memory in order of seconds saved ÷ √size, so users bound
+by memory come first. A value that fits for its whole live range needs no buffer in device memory, unless two uses are
+too far apart: no value stays for longer than copying all of on-chip memory takes eight times
+(`CanAllocateInAlternateMemoryNoCopy`). Any other has a buffer there from its producer to its last user, and is
+prefetched for uses where it fits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One value.
+    """The live range of one value.
 
     Attributes:
         bytes: of its buffer.
-        uses: positions at which it is made and then read, ascending.
+        uses: positions of its producer and then its users, ascending.
         gain: seconds that it saves on chip.
-        far: what makes it writes to device memory.
-        half: from where on half of it is on chip before its first use, where a copy comes in slices.
-        argument: whether the first position is where it is fetched, not made.
+        far: whether its producer writes to device memory.
+        half: position from which half of it is on chip before its first use, for a copy in slices.
+        argument: whether the first position is that of its prefetch, not its producer.
     """
 
     bytes: int
@@ -38,20 +38,20 @@ class Life:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last position at which it is in memory."""
+        """First and last position of the live range."""
         return self.uses[0], self.uses[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """A value that has a buffer in device memory.
+    """A value with a buffer in device memory.
 
     Attributes:
-        near: its uses that find it on chip all the same.
-        copies: how often it is copied there, or from there.
-        until: the last position at which device memory must hold it: all that reads it later finds it on chip.
-        fetched: uses that it is copied there for; others find it there since.
-        evicted: whether what makes it writes it on chip, from where it is copied to the buffer.
+        near: its uses that read it on chip all the same.
+        copies: number of prefetches and evictions.
+        until: the last position at which device memory must hold it: all later users read it on chip.
+        fetched: uses that it is prefetched for; others reuse such a copy.
+        evicted: whether its producer writes it on chip, and a copy evicts it to the buffer.
     """
 
     near: frozenset[int]
@@ -68,16 +68,16 @@ def off_chip(
     longest: float = math.inf,
     bandwidth: float = math.inf,
 ) -> dict[int, Buffered]:
-    """Which of `lives` need a buffer in device memory when `capacity` bytes lie on chip.
+    """Which of `lives` need a buffer in device memory if `capacity` bytes are on chip.
 
     Args:
         clock: seconds at which each position begins; default no time passes.
-        longest: seconds that a value may wait on chip between two uses.
-        bandwidth: bytes per second of copies to on-chip memory, which take no longer than the kernels between two uses
+        longest: seconds that a value may stay on chip between two uses.
+        bandwidth: bytes per second of prefetches, which must fit between two uses
             (libtpu's `xla_msa_min_overlap_to_async_copy_ratio` is 1).
 
     Returns:
-        Place of the life -> its buffer there.
+        Index of the live range -> its buffer there.
     """
     if not lives:
         return {}
@@ -90,7 +90,7 @@ def off_chip(
         return True
 
     def beside(start: int, size: int) -> bool:
-        """Whether there is room for as long as what is made here is copied away."""
+        """Whether there is room until the eviction of a value produced here ends."""
         return bool(int(taken[start : start + 2].max()) + size <= capacity)
 
     def short(start: int, end: int) -> bool:
@@ -111,7 +111,7 @@ def off_chip(
 
 
 def _urgency(life: Life) -> tuple[float, int]:
-    """By what values are sorted: their gain to five digits, as sums of equal parts may differ; the larger first."""
+    """Sort key: gain to five digits, since sums of equal terms may differ; the larger value first."""
     return float(f"{-life.gain / math.sqrt(max(life.bytes, 1)):.5g}"), -life.bytes
 
 
@@ -122,12 +122,12 @@ def _buffered(
     evicted: bool,
     in_time: Callable[[int, int, int], bool],
 ) -> Buffered:
-    """What becomes of a value that is on chip between two uses where it fits.
+    """The buffer of a value that is on chip between two uses where it fits.
 
     Args:
-        gaps: from where on it would be on chip, and the use that finds it there.
-        evicted: whether it is made on chip.
-        in_time: whether a value of so many bytes is copied on chip between two positions.
+        gaps: (from where on it would be on chip, the use that reads it there).
+        evicted: whether it is produced on chip.
+        in_time: whether a value of so many bytes can be prefetched between two positions.
     """
     near: list[int] = []
     fetched: list[int] = []

@@ -1,7 +1,7 @@
-"""Which values of a TPU's program lie in on-chip memory, and what device memory holds beside them.
+"""Inputs and outputs of memory space assignment for a TPU's program.
 
-XLA's memory space assignment: `on_chip.py` gives room to one value after the other; here is what each of them
-gains, when it is copied, and what is then left to device memory.
+`on_chip.py` assigns on-chip memory to one value after the other; here are the gain of each, its prefetches, and the
+buffers left in device memory.
 """
 
 from __future__ import annotations
@@ -33,39 +33,37 @@ LONGEST_WAIT = figure("longest_wait")
 SHARE, SHARE_OF_CORES = table("counted_bandwidth")["other"], table("counted_bandwidth")["cores"]
 
 ROWS = 8
-"""Rows of a tile: what is gathered from a table by rows reads their tiles, a scatter also writes them."""
+"""Sublanes of a tile: a gather of a table's rows reads all tiles that hold them, a scatter also writes these."""
 
 BESIDE = whole("gather_beside")
 
 TILE_FLOPS = figure("convolved_tile") * 4 * 2 * 128 * 128
-"""What a core multiplies, in four units of 128 x 128, while it works on a tile between convolutions."""
+"""FLOP of a core, in four units of 128 x 128, while it works on a tile between convolutions."""
 
 STILL = COLLECTIVES | {BARRIER, ALLOCATED, COPIED}
-"""Kinds of kernels whose traffic of device memory is not reported: a link is slower than that, or nothing moves. The
-compiler's clock and gains count them, but for barriers and what is only allocated; with the ends of what sparse cores
-do DLRM's memory under FSDP on v5p is 7 % low, without them 11.
+"""Kinds whose device memory traffic is not reported: a link is slower, or nothing moves. The compiler's clock and gains
+count them, except barriers and allocations.
 """
 
 VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim"})
-"""Kinds whose results lie as their operands do, in other dims."""
+"""Kinds whose results have their operands' layout, in other dims."""
 
 LOOPS_OF_CORES = ELEMENTWISE | {"reduce", "broadcast_in_dim", "slice", "pad", "iota", SLICE}
-"""Kinds of kernels that two cores run half each, their results in on-chip memory."""
+"""Kinds that two cores split, with their results in on-chip memory."""
 
 
 def _in_heap(size: int) -> int:
-    """Bytes of the heap that a buffer takes."""
+    """Bytes of a buffer in the heap."""
     return -(-size // TUPLE_BYTES) * TUPLE_BYTES
 
 
 class Placing:
-    """Where the values of one program lie.
+    """Memory space assignment of one program's values.
 
-    What a value gains is XLA's count (`CostAnalysis::GetMemoryBoundedness`): seconds that its maker and its readers are
-    faster by. As libtpu logs it, nothing is taken off for copying: of equal ones arguments come first, so moments are
-    fetched for the updates before the sums of gradients find room. An all-reduce reads faster on chip; what it writes
-    counts only where it sums one value. As seen: two gradients of 16 MB are read on chip and their sums written to
-    device memory (an MLP), 45 gradients of 23 MB stay on chip (ELECTRA, 256 wide).
+    A gain is XLA's (`CostAnalysis::GetMemoryBoundedness`): seconds that producer and users save. As logged by libtpu,
+    prefetches cost nothing: arguments come before others of equal gain, so an optimizer's moments are prefetched before
+    all-reduced gradients get room. An all-reduce's operands gain on chip; its result does only if it reduces one value
+    (two combined gradients of 16 MB are read on chip and written to device memory; single ones of 23 MB stay on chip).
     """
 
     def __init__(
@@ -76,23 +74,23 @@ class Placing:
         program: Lowered,
         live: Liveness,
     ) -> None:
-        """`kernels` in the order in which they run; `live` what is in memory meanwhile."""
+        """`kernels` in schedule order; `live` their live memory."""
         self.device, self.buffer_bytes = device, buffer_bytes
         self.kernels, self.program, self.live = kernels, program, live
         self.slices = any(step.kind == SLICE for step in program.steps)
         self.touched = [self._touched(kernel) for kernel in kernels]
-        self.reads = [frozenset(kernel.reads) for kernel in kernels]  # of which there may be thousands
+        self.reads = [frozenset(kernel.reads) for kernel in kernels]  # there may be thousands
         self.rate = (SHARE if device.cores == 1 else SHARE_OF_CORES) * device.memory_bandwidth
         self.counted = [self._counted(kernel, sizes) for kernel, sizes in zip(kernels, self.touched, strict=True)]
         self.clock = self._clock()
         self.uses = {array: [start] for array, (start, _) in live.spans.items()}
-        self.read: dict[int, list[int]] = {}  # argument -> where it is read, and before that fetched
+        self.read: dict[int, list[int]] = {}  # argument -> position of its prefetch, then of its uses
         self.gains: dict[int, float] = {}
         self.written: list[Life] = []
         self._count()
 
     def _count(self) -> None:
-        """What each value gains on chip, and where it is used."""
+        """Collect each value's gain and uses."""
         for position, (kernel, sizes) in enumerate(zip(self.kernels, self.counted, strict=True)):
             saved = self._bound_by_memory(kernel, sum(sizes.values()))
             for array, size in sizes.items():
@@ -114,7 +112,7 @@ class Placing:
             self.gains.setdefault(array, 0.0)
 
     def placement(self) -> Placement:
-        """On chip what gains most from it, the rest as a heap; arguments stay on chip in what room is left."""
+        """On-chip memory by gain, the rest in a heap; arguments stay on chip where there is room."""
         live, read, uses = self.live, self.read, self.uses
         far = {
             live.buffers.get(array, array)
@@ -122,7 +120,7 @@ class Placing:
             if self._writes_far(kernel)
             for array in kernel.writes
         }
-        lives = [self._argument(array, at) for array, at in read.items()]  # of equal gain first: they are there before
+        lives = [self._argument(array, at) for array, at in read.items()]  # first of equal gain
         lives += [Life(live.sizes[array], tuple(at), self.gains[array], array in far) for array, at in uses.items()]
         off = off_chip([*lives, *self.written], self.device.on_chip_bytes, self.clock, self._longest(), self.rate)
         beside = {array: off[place] for place, array in enumerate((*read, *uses)) if place in off}
@@ -156,7 +154,7 @@ class Placing:
         return Life(size, tuple(dict.fromkeys(at)), self.gains[array], far=True, half=half, argument=True)
 
     def _fetched(self, position: int, size: int) -> int:
-        """Where the copy of an argument to on-chip memory must begin, to be there at `position`."""
+        """The position at which a prefetch of an argument must start to end by `position`."""
         copied = size / self.rate
         start = max(position - 1, 0)
         while start and self.clock[position] - self.clock[start] < copied and not self._moves(start):
@@ -167,39 +165,39 @@ class Placing:
         return self.kernels[position].kind in COLLECTIVES
 
     def _tables(self, life: Life, count: int) -> int:
-        """Tables of parts that `count` copies of a value to on-chip memory take."""
+        """Bookkeeping tables for `count` copies of a value between device and on-chip memory."""
         return count * (2 * SLICES if self._in_slices(life.bytes) else 1)
 
     def _in_slices(self, size: int) -> bool:
         return size >= SLICED and self.device.cores == 1
 
     def _writes_far(self, kernel: Kernel) -> bool:
-        """Whether a kernel writes its results to device memory, as on devices of two cores.
+        """Whether a kernel on a device of two cores writes its results to device memory.
 
-        These split loops and sums between their cores; what other kernels make must be where both reach it.
+        Loops and reductions are split between the cores; results of other kernels must be where both reach them.
         """
         return self.device.cores > 1 and not _split_between_cores(kernel, self.program)
 
     def _clock(self) -> list[float]:
-        """Seconds at which each kernel begins, and the end, as the compiler counts: all in device memory.
+        """Seconds at which each kernel begins, and the end, by the compiler's clock: everything in device memory.
 
-        A collective takes as long as its operands and results take there; links are left out.
+        A collective takes as long as its operands and results in memory; links do not count.
         """
         takes = [self._takes(kernel, sizes) for kernel, sizes in zip(self.kernels, self.counted, strict=True)]
-        for position in self._gathered_beside():
+        for position in self._overlapped_gathers():
             takes[position] *= BESIDE
         return list(itertools.accumulate(takes, initial=0.0))
 
     def _takes(self, kernel: Kernel, sizes: dict[int, int]) -> float:
-        """Seconds of a kernel, everything in device memory."""
+        """Seconds of a kernel with everything in device memory."""
         if kernel.kind in (BARRIER, ALLOCATED):
             return 0.0
         tiles = max((self.program.arrays[array].tiles for array in sizes), default=0)
         flops = max(kernel.flops, tiles * passes_of(kernel, self.program) * TILE_FLOPS) if tiles else kernel.flops
         return max(sum(sizes.values()) / self.rate, flops / self.device.peak_flops("bf16"))
 
-    def _gathered_beside(self) -> set[int]:
-        """Gathers that run beside a product, on one core: those with one between them and the gather before."""
+    def _overlapped_gathers(self) -> set[int]:
+        """On one core, all-gathers with a contraction since the previous all-gather, which they overlap."""
         found: set[int] = set()
         product = False
         for position, kernel in enumerate(self.kernels if self.device.cores == 1 else ()):
@@ -210,7 +208,7 @@ class Placing:
         return found
 
     def _counted(self, kernel: Kernel, sizes: dict[int, int]) -> dict[int, int]:
-        """Array -> bytes that the compiler counts for it: of rows of a table, the tiles that they lie in."""
+        """Array -> bytes that the compiler counts for it: for gathered rows of a table, their tiles."""
         moves = (self.program.steps[number] for number in kernel.steps)
         step = next((step for step in moves if step.kind == kernel.kind), None)
         if step is None or kernel.kind not in ("gather", "scatter") or not step.reads:
@@ -227,21 +225,21 @@ class Placing:
         return {array: rows if array in (table, *step.writes) else size for array, size in sizes.items()}
 
     def _zeros(self, array: int) -> bool:
-        """Whether an array is a constant that is written for a scatter: small ones are part of it."""
+        """Whether an array is a constant written for a scatter: small ones fuse into it."""
         maker = self.program.arrays[array].maker
         return maker >= 0 and self.program.steps[maker].kind == "broadcast_in_dim"
 
     def _longest(self) -> float:
-        """Seconds that a value may wait on chip."""
+        """Seconds that a value may stay on chip between two uses."""
         return LONGEST_WAIT * self.device.on_chip_bytes / self.rate
 
     def _touched(self, kernel: Kernel) -> dict[int, int]:
-        """Array -> bytes of it that a kernel reads or writes: of what it takes parts from, as much as it makes."""
+        """Array -> bytes of it that a kernel reads or writes; of partial reads, as much as it returns."""
         if kernel.kind == JOINED:
             return joined_bytes(kernel, self.program, self.buffer_bytes)
         sizes = {array: self.buffer_bytes(self.program.arrays[array]) for array in kernel.writes}
         most = sum(sizes.values()) if kernel.kind in INDEXED else None
-        sliced = self._sliced(kernel) if most is None and self.slices else {}
+        sliced = self._dynamic_slices(kernel) if most is None and self.slices else {}
         for array in kernel.reads:
             size = self.buffer_bytes(self.program.arrays[array])
             taken = sliced.get(array) if most is None else most
@@ -249,9 +247,9 @@ class Placing:
         return sizes
 
     def _moved(self, kernel: Kernel, sizes: Mapping[int, int]) -> Mapping[int, int]:
-        """What is reported of a kernel: of the array that a scatter adds to as much as it adds.
+        """Reported bytes of a kernel: for a scatter's operand as much as its updates.
 
-        Keys and values of attention are read again for each block of rows, unless they are one block.
+        An attention kernel reads keys and values again for each block of rows, unless they are one block.
         """
         if kernel.kind == ATTENTION:
             step = self.program.steps[kernel.steps[-1]]
@@ -263,8 +261,8 @@ class Placing:
         within = (scatter.reads[0], *scatter.writes)
         return {array: min(size, added) if array in within else size for array, size in sizes.items()}
 
-    def _sliced(self, kernel: Kernel) -> dict[int, int]:
-        """Array -> bytes of the parts that a device takes of it, where a kernel reads nothing else of it."""
+    def _dynamic_slices(self, kernel: Kernel) -> dict[int, int]:
+        """Array -> bytes of a device's dynamic-slice, if the kernel reads nothing else of the array."""
         found: dict[int, int] = {}
         whole: set[int] = set()
         for number in kernel.steps:
@@ -278,7 +276,7 @@ class Placing:
         return {array: size for array, size in found.items() if array not in whole}
 
     def _bound_by_memory(self, kernel: Kernel, size: int) -> float:
-        """Seconds that a kernel takes longer than its products do; negative where they take longer."""
+        """Seconds that a kernel's traffic takes longer than its contractions; negative if shorter."""
         if kernel.kind in (BARRIER, ALLOCATED):
             return 0.0
         return size / self.rate - kernel.flops / self.device.peak_flops("bf16")
@@ -291,12 +289,12 @@ def _take_over(
     kernels: Sequence[Kernel],
     program: Lowered,
 ) -> None:
-    """Results that take over the buffer of an operand in device memory, which ends there: one span for the two.
+    """Merge live ranges of results that take over an operand's buffer in device memory.
 
-    So do all-reduces, and kernels that read an array of the same size element by element (XLA's `HeapSimulator`), also
-    products that add it; not an array that is one of several results of its kernel, as what reads it is no user of
-    that kernel, nor where operand or result are buffers of scatters. Counted in 82 plans compiled with libtpu 0.0.51
-    (`aliasing_operands`), of 0.5 MB and more: 112 share such a buffer, 4 that should do not.
+    All-reduces do, and kernels that read an array of the same size elementwise (XLA's `HeapSimulator`), also
+    contractions that add it; not if it is a tuple element, since its user does not use the kernel itself, nor if
+    operand or result are buffers of scatters. In 82 plans compiled with libtpu 0.0.51 (`aliasing_operands`), of 0.5 MB
+    and more: 112 share such a buffer, 4 that should do not.
     """
     together = {held for array, held in live.buffers.items() if array != held}
     alone = {kernel.writes[0] for kernel in kernels if len(kernel.writes) == 1} - together
@@ -320,7 +318,7 @@ def _take_over(
 
 
 def _join(spans: dict[int, tuple[int, int]], before: int, after: int, live: Liveness) -> None:
-    """One span for two arrays, if both are in device memory, of one size, and one ends where the other is made."""
+    """Merge the live ranges of two arrays of one size in device memory, if one ends where the other is produced."""
     if before not in spans or after not in spans or live.sizes[before] != live.sizes[after]:
         return
     if spans[before][1] == spans[after][0]:
@@ -328,7 +326,7 @@ def _join(spans: dict[int, tuple[int, int]], before: int, after: int, live: Live
 
 
 def _by_element(before: int, kernel: Kernel, program: Lowered) -> Set[int]:
-    """Arrays of which a kernel makes each element from the same one of `before`; none where it multiplies that."""
+    """Arrays that a kernel computes elementwise from `before`; none if it contracts that."""
     found = {before}
     for number in kernel.steps:
         step = program.steps[number]
@@ -354,7 +352,7 @@ def _and_gain(before: float | None, gain: float) -> float:
 
 
 def multiplies_matrices(program: Lowered, step: Step) -> bool:
-    """Whether a product has dims of both operands: a TPU runs the others as loops, in f32, and sums them."""
+    """Whether both operands of a contraction have free dims: a TPU runs others as loops in f32, and reduces."""
     op = program.graph.ops[step.op]
     if op.kind != "dot_general":
         return True
@@ -368,7 +366,7 @@ def multiplies_matrices(program: Lowered, step: Step) -> bool:
 
 
 def product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
-    """The product that a kernel runs as a loop: an outer product, or that of a matrix and a vector."""
+    """The contraction that a kernel runs as a loop: an outer or a matrix-vector product."""
     for number in kernel.steps:
         step = program.steps[number]
         if step.kind in CONTRACTIONS:
@@ -377,11 +375,10 @@ def product_with_vectors(kernel: Kernel, program: Lowered) -> Step | None:
 
 
 def _split_between_cores(kernel: Kernel, program: Lowered) -> bool:
-    """Whether a kernel is a loop or a sum over what it reads, products of matrices left out (libtpu on a v5p).
+    """Whether two cores split a kernel: a loop or reduction without matrix products (libtpu on a v5p).
 
-    Of several ops: one alone is no fusion, and runs whole (35 programs for v5p: none of 1,260 results of single ops of
-    1 kB and more is on chip, adds, broadcasts, sums, slices and reshapes among them; of loops and sums that are fused
-    2,605 of 3,186 are).
+    Only of several ops: a single one is no fusion, and runs whole (35 programs for v5p: of single ops of 1 kB and more
+    none of 1,260 results is on chip; of fused loops and reductions 2,605 of 3,186).
     """
     if len(kernel.steps) == 1:
         return False

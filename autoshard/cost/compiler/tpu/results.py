@@ -1,10 +1,9 @@
-"""Kernels of several results on a TPU: products and loops with what reads their results, and sums over them.
+"""Multi-output fusion on TPU: contractions and loops with users of their results, and reductions of these.
 
-As compiled (libtpu 0.0.51, v5e and v5p; read off the kernels of four transformers under three plans, and single ops in
-tests): sums over what a product or a loop makes, over rows and over columns alike, are further results of that kernel,
-as is what is elementwise and reads it; sums that read one array are one kernel; not so what needs another sum first, as
-a variance needs the mean. Convolutions are products in this, and sums over the strips that they make no different
-(ResNet's batch norms; not where a convolution is a loop).
+As compiled (libtpu 0.0.51, v5e and v5p; transformers under three plans, and single ops in tests): row and column
+reductions of a contraction's or a loop's result are further results of its kernel, as are elementwise users; reductions
+of one array are one kernel; not so one that needs another reduction first, as a variance needs the mean. Convolutions
+count as contractions, and reductions over their strips do too (batch norms); not windowed einsums.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from autoshard.graph.groups import ELEMENTWISE
 
 
 def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-    """Merge kernels of products with what reads these; then loops with sums, and sums that read one array."""
+    """Merge contractions with their users; then loops with reductions, and reductions of one array."""
     arrays, steps = program.arrays, program.steps
     sums = {array for kernel in kernels if kernel.kind == "reduce" for array in kernel.writes}
     products = {array for kernel in kernels if kernel.flops for array in kernel.writes}
 
     def size(kernel: Kernel) -> Hashable:
-        """The elements that a kernel goes over, and the strips that these lie in; None where it runs alone."""
+        """(elements, strips) that a kernel iterates over; None for kernels that never merge."""
         if not kernel.steps:
             return None
         if kernel.flops and any(_alone(program, steps[number]) for number in kernel.steps):
@@ -61,12 +60,12 @@ def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
 
 
 def _alone(program: Lowered, step: Step) -> bool:
-    """Whether a product is a loop."""
+    """Whether a contraction is a windowed einsum."""
     return is_loop(program, step) or ring(program, step) is not None
 
 
 def _leave_out(kernels: list[Kernel], program: Lowered) -> None:
-    """What only the kernel reads that makes it is not written."""
+    """Drop results whose only user is their own kernel."""
     read = {array for kernel in kernels for array in kernel.reads}
     for kernel in kernels:
         arrays = ((array, program.arrays[array]) for array in kernel.writes)

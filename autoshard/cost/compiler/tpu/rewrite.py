@@ -1,4 +1,4 @@
-"""Rewrites of a device's program that XLA's TPU compiler does before it fuses."""
+"""Rewrites of a device's program by XLA's TPU compiler before fusion, most of them copies between layouts."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from autoshard.graph.ops import Value
 Dims = tuple[int, int]
 
 
-def _by_rows(rewriter: Rewriter, like: int) -> int:
-    """A new array like one that `like` names, its last dim the innermost."""
+def _row_major(rewriter: Rewriter, like: int) -> int:
+    """A new array like `like`, its last dim minor-most (row-major)."""
     shape = rewriter.arrays[like].shape or ()
     return rewriter.array(like, rewriter.arrays[like].bytes * row_major(shape) // max(1, math.prod(shape)))
 
 
 def gathered_results(program: Lowered) -> Lowered:
-    """No all-gather writes into an argument's buffer: its result is copied there, the argument read from a copy.
+    """No all-gather writes into a donated argument's buffer: copy its result there, and read a copy of the argument.
 
-    So where a parameter is whole and its optimizer's state is split. Found on single updates, and in ALBERT's.
+    Such as a replicated parameter with sharded optimizer state.
     """
     gathered = {
         result: argument
@@ -55,7 +55,7 @@ def gathered_results(program: Lowered) -> Lowered:
 
 
 def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
-    """The rewriter's source, of which some results are copies, made at the end."""
+    """The rewriter's source with copies of some results at its end."""
     program = rewriter.source
     for step in program.steps:
         rewriter.emit(step)
@@ -65,7 +65,7 @@ def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
 
 
 def gathered_as_sums(program: Lowered) -> Lowered:
-    """What is gathered by a sum over devices is written into zeros first: two kernels for each."""
+    """An all-gather that is an all-reduce first updates zeros with the shard: two more kernels."""
     parts = {number for number, step in enumerate(program.steps) if _sums_parts(program, step)}
     if not parts:
         return program
@@ -87,10 +87,10 @@ def _sums_parts(program: Lowered, step: Step) -> bool:
 
 
 def scattered_by_rows(program: Lowered) -> Lowered:
-    """Rows are scattered into an array whose last dim is the innermost, which is copied to the layout that pads less.
+    """Scatter rows into a row-major array, then copy it to the layout with less padding.
 
-    The rows of a narrow table take 128 numbers each while they are scattered, unless that is twice as much or more and
-    too much for so few rows: they are scattered to where they lie.
+    Rows of a narrow table take 128 lanes each while they are scattered. Scatters of few rows into tables where that
+    wastes too much keep the table's layout.
     """
     narrow = {number for number, step in enumerate(program.steps) if _narrow(program, step)}
     if not narrow:
@@ -98,25 +98,25 @@ def scattered_by_rows(program: Lowered) -> Lowered:
     fills = {program.arrays[program.steps[number].reads[0]].maker for number in narrow}
     fills = {fill for fill in fills if fill >= 0 and _fill(program, fill)}
     kept = [number for number in sorted(narrow) if program.arrays[program.steps[number].reads[0]].maker not in fills]
-    updates = _updates_by_rows(program, [number for number in kept if _little_padded(program, number)])
+    updates = _row_major_updates(program, [number for number in kept if _pads_little(program, number)])
     rewriter = Rewriter(program)
-    copies = {argument: _by_rows(rewriter, argument) for argument in updates.arguments}
+    copies = {argument: _row_major(rewriter, argument) for argument in updates.arguments}
     for argument, copy in copies.items():
         rewriter.copy(argument, program.steps[program.arrays[argument].readers[0]].op, copy)
     for number, step in enumerate(program.steps):
         if number in updates.steps or number in updates.lookups:
             step = replace(step, reads=tuple(copies.get(array, array) for array in step.reads))
         if number in updates.steps and program.arrays[step.writes[0]].returned:
-            made = copies[step.writes[0]] = _by_rows(rewriter, step.writes[0])
+            made = copies[step.writes[0]] = _row_major(rewriter, step.writes[0])
             rewriter.emit(replace(step, writes=(made,)))
             rewriter.emit(Step("copy", step.op, (made,), step.writes))
         elif number in fills:
-            rewriter.instead[step.writes[0]] = _by_rows(rewriter, step.writes[0])
+            rewriter.instead[step.writes[0]] = _row_major(rewriter, step.writes[0])
             rewriter.emit(replace(step, writes=(rewriter.instead[step.writes[0]],)))
         elif number in narrow:
-            onto, made = step.reads[0], _by_rows(rewriter, step.writes[0])
+            onto, made = step.reads[0], _row_major(rewriter, step.writes[0])
             if program.arrays[onto].maker not in fills:
-                onto = rewriter.copy(step.reads[0], step.op, _by_rows(rewriter, step.writes[0]))
+                onto = rewriter.copy(step.reads[0], step.op, _row_major(rewriter, step.writes[0]))
             rewriter.emit(replace(step, reads=(onto, *step.reads[1:]), writes=(made,)))
             if number in updates.scatters:
                 copies[step.writes[0]] = made
@@ -128,9 +128,9 @@ def scattered_by_rows(program: Lowered) -> Lowered:
 
 
 def looked_up_by_rows(program: Lowered) -> Lowered:
-    """Rows are gathered from an array whose last dim is the innermost: a table that pads less else is copied.
+    """Gather rows from a row-major copy of a table whose layout with least padding is another.
 
-    Once for all its lookups; the rows of a narrow table take 128 numbers each (DLRM: 64 MB for 125,000 rows of 64).
+    One copy for all its gathers; rows of a narrow table take 128 lanes each (64 MB for 125,000 f32 rows of 64).
     """
     narrow = {number for number, step in enumerate(program.steps) if _looks_up_narrow(program, step)}
     if not narrow:
@@ -141,14 +141,14 @@ def looked_up_by_rows(program: Lowered) -> Lowered:
         if number in narrow:
             table = step.reads[0]
             if table not in copies:
-                copies[table] = rewriter.copy(table, step.op, _by_rows(rewriter, table))
+                copies[table] = rewriter.copy(table, step.op, _row_major(rewriter, table))
             step = replace(step, reads=(copies[table], *step.reads[1:]))
         rewriter.emit(step)
     return rewriter.result()
 
 
 def _looks_up_narrow(program: Lowered, step: Step) -> bool:
-    """Whether a gather takes whole rows of an array that pads less with another dim innermost."""
+    """Whether a gather takes whole rows of an array whose least padded layout is not row-major."""
     if step.kind != "gather" or not step.reads:
         return False
     shape = program.arrays[step.reads[0]].shape
@@ -158,18 +158,18 @@ def _looks_up_narrow(program: Lowered, step: Step) -> bool:
     by_rows, least = row_major(shape), tiled(shape)
     item = program.arrays[step.reads[0]].bytes // max(1, math.prod(shape))
     if by_rows > MOST_PADDED * least and (by_rows - least) * item > MOST_WASTED:
-        return False  # rows are read from where they lie
+        return False  # rows are read in the table's layout
     return bool(attrs["start_index_map"]) and by_rows > least
 
 
 @dataclass(frozen=True)
 class _Updates:
-    """Elementwise work on what rows are scattered into, which lies as the scatter leaves it.
+    """Elementwise updates of a table in a scatter's row-major layout.
 
     Attributes:
         scatters: numbers of the scatters.
         steps: of the elementwise steps that follow.
-        arguments: what these read of the same shape: a table and its moments, which are copied to lie so too.
+        arguments: their operands of the same shape: a table and its moments, copied to row-major too.
         lookups: gathers from these.
     """
 
@@ -179,11 +179,11 @@ class _Updates:
     lookups: frozenset[int] = frozenset()
 
 
-def _updates_by_rows(program: Lowered, scatters: Sequence[int]) -> _Updates:
-    """Updates of tables from rows that are scattered onto another gradient of theirs (tied weights).
+def _row_major_updates(program: Lowered, scatters: Sequence[int]) -> _Updates:
+    """Updates of tables whose rows are scattered into another gradient of theirs (tied weights).
 
-    As seen: in GPT-2 and BERT under FSDP (96 columns to a device) and in small programs. In small programs also where
-    rows are scattered onto zeros, but not in DLRM: there what is scattered is copied instead.
+    As seen with 96 columns per device under FSDP, and in small programs; in the latter also for scatters into zeros,
+    which larger programs copy instead.
     """
     steps: dict[int, None] = {}
     arguments: dict[int, None] = {}
@@ -199,7 +199,7 @@ def _updates_by_rows(program: Lowered, scatters: Sequence[int]) -> _Updates:
                     todo.append(step.writes[0])
         read = {array for reader in mine for array in program.steps[reader].reads}
         todo = [array for array in read if program.arrays[array].shape == shape]
-        while todo:  # what goes into the update beside the gradient: a moment and its decay
+        while todo:  # other operands of the update: a moment and its decay
             maker = program.arrays[todo.pop()].maker
             step = program.steps[maker]
             if maker >= 0 and maker not in mine and maker != number and step.kind in ELEMENTWISE:
@@ -220,16 +220,16 @@ def _updates_by_rows(program: Lowered, scatters: Sequence[int]) -> _Updates:
     return _Updates(frozenset(found), frozenset(steps), tuple(arguments), frozenset(lookups))
 
 
-def _little_padded(program: Lowered, number: int) -> bool:
-    """Whether a table by rows takes less than twice as much: 96 columns of 128, not 64 or 8."""
+def _pads_little(program: Lowered, number: int) -> bool:
+    """Whether a row-major table takes less than twice as much: 96 columns of 128, not 64 or 8."""
     shape = program.arrays[program.steps[number].writes[0]].shape or ()
     return row_major(shape) < COPIED * tiled(shape)
 
 
 def moved_by_rows(program: Lowered) -> Lowered:
-    """Rows are gathered into, and scattered from, an array of one row per index: narrow ones take 128 numbers each.
+    """Gather into, and scatter from, an array with one row per index: narrow rows take 128 lanes each.
 
-    A copy before or after has the layout that pads less (T5's relative positions: 8 MB of 8 heads are 134).
+    A copy after or before has the layout with less padding (8 columns: 8 MB become 134).
     """
     widened = {number: sizes for number, step in enumerate(program.steps) if (sizes := _rows_moved(program, step))}
     if not widened:
@@ -247,7 +247,7 @@ def moved_by_rows(program: Lowered) -> Lowered:
             last = step
             for one in cut[number]:
                 last = program.steps[one]
-                part = rewriter.array(last.writes[0], _by_columns(program, last.writes[0], _window(program, step)))
+                part = rewriter.array(last.writes[0], _row_bytes(program, last.writes[0], _window(program, step)))
                 rewriter.emit(replace(last, reads=(made,), writes=(part,)))
                 made = part
             rewriter.emit(Step("copy", step.op, (made,), last.writes))
@@ -258,7 +258,7 @@ def moved_by_rows(program: Lowered) -> Lowered:
 
 
 def _cut(program: Lowered, number: int) -> list[int]:
-    """The steps that take a device's part of what a gather alone makes for them: they leave it lying as it does."""
+    """The chain of dynamic-slices that are a gather's only users: they keep its layout."""
     found: list[int] = []
     while True:
         made = program.arrays[program.steps[number].writes[0]]
@@ -271,12 +271,12 @@ def _cut(program: Lowered, number: int) -> list[int]:
 
 
 def _window(program: Lowered, step: Step) -> tuple[int, ...]:
-    """The dims of what a gather makes, or of a scatter's updates, that lie in one row."""
+    """The dims of a gather's result, or of a scatter's updates, that make up one row."""
     return tuple(program.graph.ops[step.op].attrs["offset_dims" if step.kind == "gather" else "window_dims"])
 
 
-def _by_columns(program: Lowered, number: int, window: tuple[int, ...]) -> int:
-    """Bytes of an array that lies as one row per index, the dims of `window` in the row."""
+def _row_bytes(program: Lowered, number: int, window: tuple[int, ...]) -> int:
+    """Bytes of an array laid out as one row per index, the dims of `window` in the row."""
     array = program.arrays[number]
     shape = array.shape or ()
     columns = math.prod(shape[dim] for dim in window)
@@ -284,7 +284,7 @@ def _by_columns(program: Lowered, number: int, window: tuple[int, ...]) -> int:
 
 
 def _rows_moved(program: Lowered, step: Step) -> tuple[int, int] | None:
-    """Of a gather or scatter of narrow rows: where among its operands they are read, and their bytes in rows."""
+    """(operand number, bytes with one row per index) of a gather or scatter of narrow rows; else None."""
     if step.kind not in ("gather", "scatter") or len(step.writes) != 1:
         return None
     place = len(step.reads) - 1
@@ -295,7 +295,7 @@ def _rows_moved(program: Lowered, step: Step) -> tuple[int, int] | None:
     columns = math.prod(array.shape[dim] for dim in window)
     if columns == 1 or row_major((math.prod(array.shape) // columns, columns)) < COPIED * tiled(array.shape):
         return None
-    return place, _by_columns(program, step.writes[0] if step.kind == "gather" else step.reads[place], window)
+    return place, _row_bytes(program, step.writes[0] if step.kind == "gather" else step.reads[place], window)
 
 
 def _narrow(program: Lowered, step: Step) -> bool:
@@ -311,15 +311,15 @@ def _narrow(program: Lowered, step: Step) -> bool:
 
 
 def _fill(program: Lowered, number: int) -> bool:
-    """Whether a step makes an array of one constant that one scatter alone reads."""
+    """Whether a step makes a splat constant that only one scatter uses."""
     array = program.arrays[program.steps[number].writes[0]]
     return len(array.readers) == 1 and writes_onto_constant(program, program.steps[array.readers[0]])
 
 
 def attentions_by_rows(program: Lowered) -> Lowered:
-    """What kernels of attention read is copied to lie by rows, and what they make from there (`ops/attention.py`).
+    """Row-major copies of an attention kernel's operands, and of its result back (`ops/attention.py`).
 
-    Not where that pads nothing (heads of 128): it lies so anyway. Logits are made so.
+    None where row-major needs no padding (heads of 128). Logits are produced row-major.
     """
     attentions = {number for number, step in enumerate(program.steps) if step.kind == ATTENTION}
     if not attentions:
@@ -330,12 +330,12 @@ def attentions_by_rows(program: Lowered) -> Lowered:
         reads = list(step.reads)
         for place in range(len(reads) == WITH_LOGITS, len(reads)):
             source = reads[place]
-            if source not in copies and not _lies_by_rows(program, source):
-                copies[source] = rewriter.copy(source, step.op, _by_rows(rewriter, source))
+            if source not in copies and not _is_row_major(program, source):
+                copies[source] = rewriter.copy(source, step.op, _row_major(rewriter, source))
             reads[place] = copies.get(source, source)
         made, written = step.writes[0], step.writes[0]
-        if not _lies_by_rows(program, made):
-            written = _by_rows(rewriter, made)
+        if not _is_row_major(program, made):
+            written = _row_major(rewriter, made)
         wide = written
         if len(reads) != WITH_LOGITS and program.arrays[made].dtype != "f32":
             wide = rewriter.array(written, 2 * rewriter.arrays[written].bytes)
@@ -348,8 +348,8 @@ def attentions_by_rows(program: Lowered) -> Lowered:
     return rewriter.result()
 
 
-def _lies_by_rows(program: Lowered, array: int) -> bool:
-    """Whether an array's last dim is the innermost as it lies, where it pads least."""
+def _is_row_major(program: Lowered, array: int) -> bool:
+    """Whether an array's least padded layout is row-major."""
     shape = program.arrays[array].shape
     return shape is not None and row_major(shape) <= tiled(shape)
 
@@ -359,18 +359,18 @@ MOST_PADDED, MOST_WASTED = whole("table_padding"), whole("table_waste")
 WASTED_A_ROW = whole("table_waste_a_row")
 
 COPIED = 2.0
-"""How much more an argument takes as a convolution reads it, where that is called a copy of its own."""
+"""An argument that takes so many times more in a convolution's layout is copied."""
 
 KEEPS_DIMS = ELEMENTWISE | {"reduce_window", "select_and_scatter", "pad", "reverse", SLICE, *COLLECTIVES}
-"""Kinds of steps whose operands and results of one rank lie alike."""
+"""Kinds whose operands and results of one rank have one layout."""
 
 
 def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lowered:
-    """Convolutions read and write batch and features as the two dims of a tile; what is elementwise around them too.
+    """Lay out convolutions' operands and results, and elementwise values around, with batch and features in tiles.
 
-    An argument that few of both make mostly padding, such as images of three channels, is copied. The copy is in bf16,
-    as products read it, and kept from the forward pass to the gradient of the kernel, which reads it too; where the
-    forward pass works on strips, the gradient has a copy of its own.
+    An argument with few of both, such as images of three channels, is mostly padding then and copied. The copy is in
+    bf16, as convolutions read it, and live from the forward pass to the kernel's gradient, which reads it too; if the
+    forward pass works on strips, the gradient has its own copy.
 
     Args:
         widths: arrays in strips -> positions in each.
@@ -403,33 +403,33 @@ def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lo
 
 
 def masks_of_operands(program: Lowered) -> Lowered:
-    """The mask of a ReLU between convolutions asks of what goes in whether it is positive (`AlgebraicSimplifier`)."""
+    """Let the mask of a ReLU between convolutions read the ReLU's operand (`AlgebraicSimplifier`)."""
     around = convolved(program)
     splat = fold(program.graph).splat if around else {}
     into = {
         step.writes[0]: step.reads[0]
         for step in program.steps
-        if step.kind == "maximum" and step.writes[0] in around and _beside(program, step, splat) == 0
+        if step.kind == "maximum" and step.writes[0] in around and _splat_operand(program, step, splat) == 0
     }
     if not into:
         return program
     rewriter = Rewriter(program)
     for step in program.steps:
         positive = step.kind == "compare" and program.graph.ops[step.op].attrs["direction"] == "GT"
-        if positive and step.reads and step.reads[0] in into and _beside(program, step, splat) == 0:
+        if positive and step.reads and step.reads[0] in into and _splat_operand(program, step, splat) == 0:
             step = replace(step, reads=(into[step.reads[0]], *step.reads[1:]))
         rewriter.emit(step)
     return rewriter.result()
 
 
-def _beside(program: Lowered, step: Step, splat: Mapping[Value, float]) -> float | None:
-    """The number that all elements of a step's second operand are; None if they differ."""
+def _splat_operand(program: Lowered, step: Step, splat: Mapping[Value, float]) -> float | None:
+    """The number of a step's second operand if it is a splat; else None."""
     operands = program.graph.ops[step.op].operands
     return splat.get(operands[1]) if len(operands) == 2 else None
 
 
 def _made(program: Lowered, array: Array) -> bool:
-    """Whether an array is more than a device's part of an argument, or a collective of one."""
+    """Whether an array is more than a shard of an argument, or a collective of one."""
     while array.maker >= 0:
         step = program.steps[array.maker]
         if step.kind not in (SLICE, ROUNDING) and step.kind not in COLLECTIVES:
@@ -439,7 +439,7 @@ def _made(program: Lowered, array: Array) -> bool:
 
 
 def convolved(program: Lowered) -> dict[int, Dims]:
-    """Arrays that lie as a convolution reads or writes them -> their two dims that make a tile; no arguments."""
+    """Arrays in a convolution's layout, without arguments -> their two dims in tiles."""
     found: dict[int, Dims] = {}
     for step in program.steps:
         if step.kind == "convolution":
@@ -461,7 +461,7 @@ def convolved(program: Lowered) -> dict[int, Dims]:
 
 
 def _tile_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:
-    """What a convolution reads and writes, and the dims of that which are not spatial."""
+    """A convolution's operands and result, and their batch and feature dims."""
     if step.kind != "convolution" or len(step.reads) < 2:
         return []
     found = []

@@ -1,21 +1,19 @@
-"""What a TPU's sparse cores do, beside the kernels that neither make nor read it: copies of tables, and lookups.
+"""Work of a TPU's sparse cores, which overlaps independent kernels: layout copies of tables, and lookups.
 
-libtpu hands to them copies between rows and columns of a table (pass `sparsecore-data-format-offloader`): of matrices
-of 32-bit numbers, at most 64 to a row, that are larger than `sparse_copy_bytes` of a device kind; and gathers of more
-than 1,024 rows (`offload-gather-to-sparsecore`), unless the table has at most half as many, or rows of less than 512
-bytes in tiles. The latency hiding scheduler then puts starts and ends where it sees fit, from the end of the program
-backwards; as seen in compiled programs (libtpu 0.0.51, v5p):
+libtpu offloads transposing copies of tables (pass `sparsecore-data-format-offloader`): matrices of 32-bit elements, at
+most 64 to a row, larger than `sparse_copy_bytes` of a device kind; and gathers of more than 1,024 rows
+(`offload-gather-to-sparsecore`), unless the table has at most half as many, or rows of less than 512 bytes in tiles.
+The latency hiding scheduler then places starts and dones, backwards; as seen in compiled programs (libtpu 0.0.51, v5p):
 
-1. one copy or lookup is under way at a time; its end is placed as soon as all that reads its result stands behind it;
-2. its start is placed once the kernels placed since take as long as it does, or where nothing else could run;
-3. the last reader of another's result comes first, as its end can be placed then; and a start that another end waits
-   for comes before all other kernels;
-4. else what stood last.
+1. one copy or lookup is in flight at a time; its done is placed as soon as all users of its result are;
+2. its start is placed once the kernels placed since take as long as it does, or if nothing else can run;
+3. first comes the last user of another's result, whose done can be placed then; a start that another done waits for
+   comes before all other kernels;
+4. else the latest kernel in the program.
 
-What is read is held until the end, what is made from the start on. So tables that are read by little work are copied
-at the start of the program one after the other, and all copies are there before the first is read; and a gradient
-is scattered while the one before it is copied back. The copy of a table that the other cores make is there until the
-lookup ends, beside that for the next lookup.
+Operands are live until the done, results from the start. So tables with little work to read them are copied one after
+the other at the start of the program, and all copies are live before the first use; and a gradient is scattered while
+the previous one is copied back. A copy by the other cores is live until its lookup is done, beside that for the next.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from autoshard.cost.machine.figures import figure, table, whole
 from autoshard.cost.machine.tiles import LANES
 
 COPIED = "copied"
-"""The kind of the end of such a copy or lookup."""
+"""The kind of the done of such a copy or lookup."""
 
 MOST_COLUMNS = whole("sparse_columns")
 
@@ -45,11 +43,11 @@ RATES = table("sparse_rates")
 UNIT = figure("sparse_unit")
 
 FREE = frozenset({"copy", "scatter", "broadcast_in_dim", "iota", "end"})
-"""Kinds of kernels that count as no time."""
+"""Kinds of kernels that take no time."""
 
 
 def by_sparse_cores(kernels: Sequence[Kernel], program: Lowered, device: Device) -> dict[int, float]:
-    """Kernels that sparse cores run -> the seconds that the scheduler takes them to last."""
+    """Kernels offloaded to sparse cores -> the seconds that the scheduler assumes."""
     if not device.sparse_copy_bytes:
         return {}
     found: dict[int, float] = {}
@@ -63,7 +61,7 @@ def by_sparse_cores(kernels: Sequence[Kernel], program: Lowered, device: Device)
 
 
 def _table(kernel: Kernel, program: Lowered) -> int:
-    """Bytes without padding of the table that a copy is of; 0 where it is of none of few columns."""
+    """Bytes without padding of the narrow table that a kernel copies; 0 for other kernels."""
     for number in (*kernel.reads, *kernel.writes):
         array = program.arrays[number]
         if array.shape is not None and len(array.shape) == 2 and array.shape[-1] <= MOST_COLUMNS:
@@ -72,26 +70,26 @@ def _table(kernel: Kernel, program: Lowered) -> int:
 
 
 def _looks_up(kernel: Kernel, program: Lowered) -> bool:
-    """Whether a gather takes many rows of a table that has at least half as many."""
+    """Whether a kernel is a gather of many rows of a table with at least half as many."""
     step = program.steps[kernel.steps[-1]]
-    if len(step.reads) < 2:  # what is constant is part of the kernel
+    if len(step.reads) < 2:  # constants are part of the kernel
         return False
     table, indices = program.arrays[step.reads[0]], program.arrays[step.reads[-1]]
-    if table.shape is None and table.maker >= 0:  # a copy that lies by rows
+    if table.shape is None and table.maker >= 0:  # a row-major copy
         table = program.arrays[program.steps[table.maker].reads[0]]
     attrs = program.graph.ops[step.op].attrs
     if table.shape is None or len(table.shape) != 2 or tuple(attrs["start_index_map"]) != (0,):
         return False
     item = table.bytes // max(1, math.prod(table.shape))
     row = -(-table.shape[1] // LANES) * LANES * item
-    count = indices.bytes // 4 if indices.shape is None else math.prod(indices.shape)  # gathered: of 32 bits
+    count = indices.bytes // 4 if indices.shape is None else math.prod(indices.shape)  # gathered: 32-bit indices
     return FEWEST < count < 2 * table.shape[0] and row >= LEAST_ROW
 
 
 def beside_sparse_cores(
     kernels: list[Kernel], order: Sequence[int], program: Lowered, device: Device
 ) -> tuple[list[Kernel], list[int]]:
-    """Kernels and order with the ends of what sparse cores run, each of which stands at its start."""
+    """Kernels and schedule with dones of offloaded kernels; these are at their start's position."""
     apart = by_sparse_cores(kernels, program, device)
     if not apart:
         return kernels, list(order)
@@ -109,7 +107,7 @@ def beside_sparse_cores(
 
 
 def _seconds(kernel: Kernel, program: Lowered, device: Device, joined: bool) -> float:
-    """What the scheduler takes a kernel to last; `joined`: what it makes is put together with other results."""
+    """A kernel's seconds as the scheduler assumes; `joined`: its result is concatenated with others."""
     least = UNIT * (joined + (kernel.kind == "gather"))
     if kernel.kind in FREE or kernel.kind == "gather":
         return least
@@ -124,27 +122,27 @@ def _seconds(kernel: Kernel, program: Lowered, device: Device, joined: bool) -> 
 
 
 class _Backwards:
-    """The state of the scheduler, which goes from the end of the program backwards."""
+    """The scheduler's state; it schedules from the end of the program."""
 
     def __init__(
         self, order: Sequence[int], deps: Dependencies, takes: Sequence[float], apart: Mapping[int, float]
     ) -> None:
-        """`takes`: seconds of kernels; `apart`: of those that run on sparse cores, one at a time."""
+        """`takes`: seconds of kernels; `apart`: of offloaded ones, one at a time."""
         self.deps, self.takes, self.apart = deps, takes, apart
         self.place = {number: position for position, number in enumerate(order)}
         self.waiting = [len(after) for after in deps.frees]
         self.is_placed = [False] * len(takes)
         self.now = 0.0
-        self.flying: tuple[int, float] | None = None  # what starts next, and when it may
-        self.ends: list[tuple[int, int]] = []  # a heap of those of which all readers are placed
-        self.ready: list[tuple[bool, int, int]] = []  # a heap of kernels that may come next
+        self.flying: tuple[int, float] | None = None  # in flight: the kernel, and when its start is due
+        self.ends: list[tuple[int, int]] = []  # heap of those with all users placed
+        self.ready: list[tuple[bool, int, int]] = []  # heap of ready kernels
         self.found: list[tuple[int, bool]] = []
         for number in order:
             if not self.waiting[number]:
                 self._release(number)
 
     def placed(self) -> list[tuple[int, bool]]:
-        """(kernel, whether it is the end of one that runs apart) of all, in order."""
+        """(kernel, whether it is the done of an offloaded one) of all, in order."""
         while True:
             if self.ends and self.flying is None:
                 number = heapq.heappop(self.ends)[1]
@@ -164,7 +162,7 @@ class _Backwards:
                 return self.found[::-1]
 
     def _starts(self, number: int, due: float) -> bool:
-        """Whether a start comes before all kernels that are ready."""
+        """Whether a start comes before all ready kernels."""
         if not self.ready:
             return True
         return due <= self.now and (bool(self.ends) or (True, -self.place[number]) < self.ready[0][:2])
@@ -182,7 +180,7 @@ class _Backwards:
                     self._release(last)
 
     def _release(self, number: int) -> None:
-        """All that reads a kernel is placed."""
+        """Make a kernel ready: all its users are placed."""
         if number in self.apart:
             heapq.heappush(self.ends, (-self.place[number], number))
             return

@@ -1,10 +1,10 @@
-"""How wide the strips are into which a TPU's compiler cuts activations of few images, and where it has none.
+"""Space-to-batch on TPU: which activations of few images are split into strips, and how wide the strips are.
 
-XLA's `SpaceToBatchConverter` (xla/service/space_to_batch_converter.cc) cuts the last dim of space into 8 strips. The
-first convolution of a chain pads that dim, so that 8 strips hold it with the padding of its window: 64 positions are 8
-strips of 9. What follows keeps strips as wide as they come, or makes them as wide as a convolution needs. Pooling with
-padding, a reshape, a concatenation of strips of two widths and what reads an activation that is whole find all of it
-whole again. So does a convolution that runs as a loop around its gathered kernel.
+XLA's `SpaceToBatchConverter` (xla/service/space_to_batch_converter.cc) splits the last spatial dim into 8 strips. The
+first convolution of a chain pads that dim so that 8 strips hold it with the padding of its window: 64 positions become
+8 strips of 9. Later ops keep the width, or change it to what a convolution needs. Batch-to-space ends the chain before
+padded pooling, a reshape, a concatenation of strips of two widths, a user of the whole activation, and a convolution
+that is a windowed einsum.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from autoshard.graph.groups import BARRIER, ELEMENTWISE
 from autoshard.graph.ops import Value
 
 SPLITS = 8
-"""Strips of an image."""
+"""Strips per image."""
 FEW = 8
-"""Images on a device from which on they are not cut into strips: the rows of a tile."""
+"""Images per device from which on there is no space-to-batch: the sublanes of a tile."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a convolution along the last dim of space, which it reads `size` positions of and makes `made`."""
+    """A convolution's window along the last spatial dim, with `size` input and `made` output positions."""
 
     size: int
     made: int
@@ -36,7 +36,7 @@ class Window:
     low: int
     high: int
     spread: int
-    """How far apart what it reads lies (`base_dilation`)."""
+    """Base dilation."""
 
     @property
     def padded(self) -> int:
@@ -45,13 +45,13 @@ class Window:
 
     @property
     def halo(self) -> int:
-        """Positions of a strip's neighbour that it needs."""
+        """Positions of a neighbouring strip that it needs."""
         overlap = self.taps if self.spread == self.low else self.taps - 1
         return self.taps - 1 if self.spread == 1 else overlap // self.spread
 
     @property
     def fits(self) -> bool:
-        """`IsConvSuitableForSpaceToBatch`: strides and padding that strips can follow, and strips wider than a halo."""
+        """`IsConvSuitableForSpaceToBatch`: strides and padding that strips allow, and strips wider than a halo."""
         if self.spread > 1:
             if self.stride != 1 or (self.low == 0 and self.taps != 1):
                 return False
@@ -63,11 +63,11 @@ class Window:
 
     @property
     def least(self) -> int:
-        """Positions of a strip that make the result's share."""
+        """Least positions of a strip for its part of the result."""
         return math.ceil(math.ceil(self.made / SPLITS) / self.spread) * self.stride
 
     def first(self, pooled: int) -> int:
-        """The width of strips that a chain begins with; 0: none. `pooled`: stride of a pooling that follows, or 1."""
+        """Strip width at the start of a chain; 0: none. `pooled`: stride of a pooling that follows, or 1."""
         if self.padded < 2 * SPLITS:
             return 0
         width = self.least
@@ -76,7 +76,7 @@ class Window:
         return width
 
     def following(self, width: int) -> int:
-        """The width that strips of `width` positions are changed to."""
+        """The width to which strips of `width` positions change before it."""
         needed = self.least
         while needed * SPLITS + self.halo < self.padded or needed < self.halo - self.low:
             needed += self.stride
@@ -85,21 +85,21 @@ class Window:
         return needed
 
     def result(self, width: int) -> int:
-        """The width of the strips that it makes of strips of `width` positions."""
+        """The strip width of its result, for strips of `width` positions."""
         return width // self.stride * self.spread
 
 
 def strip_widths(program: Lowered) -> dict[int, int]:
-    """Arrays that lie in strips -> positions in each strip."""
+    """Arrays in strips -> positions in each strip."""
     if not any(step.kind == "convolution" for step in program.steps):
         return {}
     return _Widths(program).found
 
 
 def as_images(program: Lowered) -> Lowered:
-    """Elementwise work on views of activations is done on what convolutions read and make (`ReshapeMover`).
+    """Run elementwise steps on reshaped activations in the shape that convolutions use (`ReshapeMover`).
 
-    A group norm has its features in groups: one dim more.
+    A group norm's activations have one more dim, for groups of features.
     """
     known: dict[int, tuple[int, ...]] = {}
     for step in program.steps:
@@ -129,7 +129,7 @@ def as_images(program: Lowered) -> Lowered:
 
 
 def _viewed(array: Array, whole: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape in which a convolution reads a device's part of a value of shape `whole`; None if it cannot be told."""
+    """The local shape, as convolutions read it, of a value of global shape `whole`; None if unknown."""
     if array.shape is None or len(array.shape) == len(whole):
         return array.shape
     ways, left = divmod(math.prod(whole), max(1, math.prod(array.shape)))
@@ -142,8 +142,8 @@ def _viewed(array: Array, whole: tuple[int, ...]) -> tuple[int, ...] | None:
 def annotated_view(program: Lowered, step: Step) -> bool:
     """Whether a step makes an annotated value of another rank than convolutions read.
 
-    It stays a view of the whole, whose dims lie in their order. What a convolution in one dim reads as images of height
-    one, and the updates of its kernel, are no views: dims of one lie anywhere.
+    It is a reshape of the whole activation, in row-major layout. Images of height one for a 1-D convolution, and
+    updates of its kernel, do not count: dims of size 1 may be anywhere.
     """
     if step.kind not in ELEMENTWISE or Value(step.op) not in program.pinned:
         return False
@@ -155,13 +155,13 @@ def annotated_view(program: Lowered, step: Step) -> bool:
 
 
 def as_annotated(program: Lowered, step: Step, shape: tuple[int, ...]) -> int:
-    """Elements, with padding, of a device's part of such a view: of `shape` as convolutions read it."""
+    """Elements, with padding, of the shard of such a reshape, of local `shape` as convolutions read it."""
     whole = program.graph.ops[step.op].results[0].shape
     return math.prod(shape) * row_major(whole) // max(1, math.prod(whole))
 
 
 def enlarges(program: Lowered, step: Step) -> bool:
-    """Whether a broadcast repeats positions of images that a convolution reads through a view of another rank."""
+    """Whether a broadcast repeats positions of images that a convolution reads through a reshape of another rank."""
     made = program.arrays[step.writes[0]].shape
     read = program.arrays[step.reads[0]].shape if step.reads else None
     if made is None or read is None or len(made) == len(program.graph.ops[step.op].results[0].shape):
@@ -170,7 +170,7 @@ def enlarges(program: Lowered, step: Step) -> bool:
 
 
 def taps_of(program: Lowered, step: Step) -> tuple[int, bool]:
-    """Of a convolution the taps along the last dim of space, and whether its result is the gradient of a kernel."""
+    """A convolution's taps along the last spatial dim, and whether it is the gradient of a kernel."""
     op = program.graph.ops[step.op]
     read = program.graph.type_of(op.operands[1]).shape[op.attrs["rhs"][-1]]
     written = op.results[0].shape[op.attrs["out"][-1]]
@@ -178,9 +178,9 @@ def taps_of(program: Lowered, step: Step) -> tuple[int, bool]:
 
 
 def convolved_whole(program: Lowered) -> set[int]:
-    """What a convolution by a kernel reads or makes whole: it lies as that needs it.
+    """Operands and results of convolutions outside of strips, which have the convolution's layout.
 
-    So does what is elementwise around it where the convolution is a loop.
+    Also elementwise values around windowed einsums.
     """
     arrays = program.arrays
     found: set[int] = set()
@@ -198,9 +198,9 @@ def convolved_whole(program: Lowered) -> set[int]:
 
 
 def with_images_apart(program: Lowered) -> set[int]:
-    """Strips that are combined elementwise with what differs between images: their layout is free.
+    """Strips combined elementwise with values that differ between images: their layout is free.
 
-    The broadcast of that is made in whatever layout pads least, and decides (group norms of 32 features).
+    The broadcast of these has the layout with least padding, and decides (group norms of 32 features).
     """
     arrays = program.arrays
     found = {
@@ -217,11 +217,11 @@ class _Widths:
     def __init__(self, program: Lowered) -> None:
         self.program, self.arrays, self.steps = program, program.arrays, program.steps
         self.found: dict[int, int] = {}
-        self.computed: set[int] = set()  # what follows from what a convolution makes
-        self.spreading: dict[int, bool] = {}  # array -> `_spread_out`
+        self.computed: set[int] = set()  # descendants of convolutions
+        self.spreading: dict[int, bool] = {}  # array -> `_is_broadcast_tree`
         for step in self.steps:
             for array in step.writes:
-                self._spread_out(array)
+                self._is_broadcast_tree(array)
         for step in program.steps:
             width = self._made(step)
             if width:
@@ -231,14 +231,14 @@ class _Widths:
                 self.computed.update(step.writes)
 
     def _made(self, step: Step) -> int:
-        """The width of the strips in which a step makes its result; 0: it lies whole."""
+        """The strip width of a step's result; 0: no strips."""
         if step.kind == "convolution":
             return self._convolved(step)
         if not any(array in self.found for array in step.reads) or len(step.writes) != 1:
             return 0
         width = self.found.get(step.reads[0], 0)
         if step.kind in ELEMENTWISE or step.kind in ("concatenate", BARRIER):
-            return self._together(step)
+            return self._common_width(step)
         if step.kind == "pad":
             attrs = self.program.graph.ops[step.op].attrs
             across = (0, len(attrs["low"]) - 1)
@@ -250,8 +250,8 @@ class _Widths:
             return width if made and width % self._stride(step) == 0 and self.found.get(step.reads[1]) == made else 0
         return 0
 
-    def _together(self, step: Step) -> int:
-        """The width of the operands of an elementwise step or a concatenation; strips of two widths are made whole."""
+    def _common_width(self, step: Step) -> int:
+        """The strip width of operands of an elementwise step or a concatenation; 0 if two widths meet."""
         made = math.prod(self.arrays[step.writes[0]].shape or ())
         found = {self.found[array] for array in step.reads if array in self.found}
         whole = [array for array in step.reads if array not in self.found]
@@ -259,18 +259,20 @@ class _Widths:
             return 0 if whole or len(found) > 1 else found.pop()
         if annotated_view(self.program, step) or len(found) > 1:
             return 0
-        if any(math.prod(self.arrays[array].shape or ()) == made and not self._spread_out(array) for array in whole):
+        if any(
+            math.prod(self.arrays[array].shape or ()) == made and not self._is_broadcast_tree(array) for array in whole
+        ):
             return 0
         return found.pop()
 
     def _spread_over_strips(self, step: Step, width: int) -> None:
-        """What differs between images is broadcast over them whole, and then cut (`PropagateOnBroadcast`)."""
+        """Broadcast values that differ between images first, then split into strips (`PropagateOnBroadcast`)."""
         for array in step.reads if step.kind in ELEMENTWISE else ():
             if array not in self.found and self._differs(array, 0):
                 self.found[array] = width
 
     def _differs(self, array: int, dim: int) -> bool:
-        """Whether an array is a broadcast of what differs along one of its dims."""
+        """Whether an array broadcasts values that differ along one of its dims."""
         maker = self.arrays[array].maker
         step = self.steps[maker] if maker >= 0 else None
         if step is None or step.kind != "broadcast_in_dim" or not step.reads:
@@ -283,14 +285,17 @@ class _Widths:
             return self._differs(step.reads[0], dims.index(dim))
         return True
 
-    def _spread_out(self, array: int) -> bool:
-        """Whether an array is made of broadcasts alone (`IsBroadcastTree`)."""
+    def _is_broadcast_tree(self, array: int) -> bool:
+        """Whether an array is made of broadcasts only (`IsBroadcastTree`)."""
         if array not in self.spreading:
             maker = self.arrays[array].maker
             step = self.steps[maker] if maker >= 0 else None
             self.spreading[array] = step is not None and (
                 step.kind in ("broadcast_in_dim", "iota")
-                or ((step.kind in ELEMENTWISE or step.kind == "transpose") and all(map(self._spread_out, step.reads)))
+                or (
+                    (step.kind in ELEMENTWISE or step.kind == "transpose")
+                    and all(map(self._is_broadcast_tree, step.reads))
+                )
             )
         return self.spreading[array]
 
@@ -304,7 +309,7 @@ class _Widths:
         return window.result(window.first(self._pool_behind(step.writes[0])))
 
     def _window(self, step: Step) -> Window | None:
-        """The window of a convolution of few images by a kernel; None of others, and where it runs as a loop."""
+        """The window of a convolution of few images; None for gradients of kernels and windowed einsums."""
         if len(step.reads) != 2 or step.reads[1] in self.computed or ring(self.program, step) is not None:
             return None
         attrs = self.program.graph.ops[step.op].attrs
@@ -322,7 +327,7 @@ class _Widths:
         return Window(size, after, taps, stride, low, high, spread)
 
     def _pooled(self, step: Step, width: int) -> int:
-        """The width of what pooling makes of strips; 0: it reads them whole."""
+        """The strip width after pooling; 0: pooling ends the strips."""
         attrs = self.program.graph.ops[step.op].attrs
         if any(attrs["padding"][-1]) or width < attrs["window"][-1]:
             return 0
@@ -337,7 +342,7 @@ class _Widths:
         return int(self.program.graph.ops[step.op].attrs["stride"][-1])
 
     def _pool_behind(self, array: int, depth: int = 10) -> int:
-        """The stride of a pooling that reads what is made elementwise of an array; 1: there is none."""
+        """The stride of a pooling after elementwise steps on an array; 1 without pooling."""
         if not depth:
             return 1
         for reader in self.arrays[array].readers:

@@ -1,16 +1,16 @@
-"""Convolutions of few images on a TPU: the compiler makes a larger batch of strips of space of them.
+"""Space-to-batch on TPU: convolutions of few images run on a larger batch of spatial strips.
 
-A tile has 8 rows, so fewer images than that are cut into strips (XLA's `SpaceToBatchConverter`: 4 images are 32). What
-is elementwise around a convolution stays in strips; what the backward pass makes of it does not always, and what leaves
-the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to a device):
+A tile has 8 sublanes, so fewer images are split into strips (XLA's `SpaceToBatchConverter`: 4 images become 32).
+Elementwise values around a convolution stay in strips; not all of those for the backward pass do, and no collective's.
+As seen in compiled steps of ResNet (libtpu 0.0.51, 4 images per device):
 
-- An activation that a collective moves is put together before it, or cut into strips after, by copies and reshapes that
-  read and write it whole, predicted as one; on the other side of an all-to-all its parts are put in order.
-- Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
-  has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
-  (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
-- Where a gather is in flight, copies for the backward pass run beside it and wait in device memory (one core). That is
-  not predicted, but a plan with gathers must be worth it (`early_seconds`).
+- Copies and reshapes, predicted as one, merge the strips of an activation before a collective, or split it afterwards;
+  on the other side of an all-to-all they reorder its shards.
+- Where strips end, or two widths meet, elementwise steps read merged copies: a convolution of stride 2 has copies of
+  all that the backward pass needs of its operand, such as a ReLU's mask and a norm's statistics (`_recut`). A
+  convolution of more than one tap reads halos that separate kernels cut out (`_with_edges`).
+- While an all-gather is in flight, copies for the backward pass overlap it and stay in device memory (one core). That
+  is not predicted, but a plan with all-gathers must be worth it (`early_seconds`).
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from autoshard.graph.groups import ELEMENTWISE
 IN_FLIGHT = whole("asynchronous_gather")
 
 MASK = "mask"
-"""The kind of a step that makes what sums over padded strips leave out."""
+"""The kind of a step that makes the mask of padded strips for a reduction."""
 
 EDGES = "edges"
-"""The kind of a step that cuts out, or pads, what a convolution needs of strips beside its own."""
+"""The kind of a step that cuts out, or pads, a strip's halo for a convolution."""
 
 READ_WHOLE = frozenset({"reduce_window", "select_and_scatter", "pad"})
-"""Kinds of steps that read strips put together, where they do not keep to them."""
+"""Kinds that read merged strips, if they end a chain."""
 
 MOVING = COLLECTIVES - {"all-reduce"}
 
 
 def early_seconds(compiled: Compiled, device: Device) -> float:
-    """Seconds of copies that run early, beside a gather: written and read once more in device memory.
+    """Seconds of copies that overlap an all-gather: one write and one read in device memory.
 
     They are those of activations in strips that the backward pass reads, on one core.
     """
@@ -68,7 +68,7 @@ def early_seconds(compiled: Compiled, device: Device) -> float:
 
 
 def few(program: Lowered) -> list[int]:
-    """Activations of fewer images on a device than a tile has rows."""
+    """Activations of fewer images per device than a tile has sublanes."""
     if not any(step.kind == "convolution" for step in program.steps):
         return []
     arrays = program.arrays
@@ -76,7 +76,7 @@ def few(program: Lowered) -> list[int]:
 
 
 def _batch_dims(program: Lowered) -> dict[int, int]:
-    """Activations that convolutions read or make, and what is elementwise between them -> their batch dim."""
+    """Operands and results of convolutions, and elementwise values between them -> their batch dim."""
     computed, found = _computed(program.steps), dict[int, int]()
     shapes = [array.shape or () for array in program.arrays]
     for step in program.steps:
@@ -98,7 +98,7 @@ def _batch_dims(program: Lowered) -> dict[int, int]:
 
 
 def _computed(steps: Iterable[Step]) -> set[int]:
-    """What follows from what a convolution makes."""
+    """Descendants of convolutions."""
     found: set[int] = set()
     for step in steps:
         if step.kind == "convolution" or not found.isdisjoint(step.reads):
@@ -107,12 +107,12 @@ def _computed(steps: Iterable[Step]) -> set[int]:
 
 
 def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
-    """Activations in strips are marked; they are put together before a collective moves them, and cut again after."""
+    """Mark activations in strips; merge strips before a collective, and split again after it."""
     strips = few(program)
     if any(step.kind in MOVING and _moves(step, strips) for step in program.steps):
-        program = _put_together(program, strips)
+        program = _merged_for_collectives(program, strips)
     widths = dict(widths)
-    program = _summed_apart(_recut(_whole_again(_masked(program, widths), widths), widths), widths)
+    program = _reduced_per_image(_recut(_merged_for_pooling(_masked(program, widths), widths), widths), widths)
     for array, width in widths.items():
         program.arrays[array].strips = width
     for number, step in enumerate(program.steps):
@@ -122,9 +122,9 @@ def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
 
 
 def _padded(program: Lowered, step: Step) -> float:
-    """Positions that a convolution works on, those that strips are padded with among them, over those of the images.
+    """Positions of a convolution with padding of strips, as a multiple of those of the images.
 
-    Of what it makes; the gradient of a kernel sums over those of the gradients that it reads.
+    Of its result; of a kernel's gradient, those that it contracts.
     """
     found = (program.arrays[array] for array in (step.writes[0], *step.reads[::-1]))
     strips = next((array for array in found if array.strips and array.shape is not None), None)
@@ -132,10 +132,10 @@ def _padded(program: Lowered, step: Step) -> float:
 
 
 def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
-    """Copies where strips begin and end, and where a convolution needs them in another width.
+    """Copies where strips begin and end, and where a convolution needs another width.
 
-    What strips are padded with is cut off behind the copy that puts them together, and added before the one that cuts
-    them; `widths` gets the new strips.
+    A slice drops the padding after the copy that merges strips, and a pad adds it before the copy that splits; `widths`
+    gets the new strips.
     """
     if not widths:
         return program
@@ -144,16 +144,16 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
     for array, width in widths.items():
         program.arrays[array].strips = width
     free = with_images_apart(program)
-    whole: dict[int, int] = {}  # strips -> their copy that lies whole
+    whole: dict[int, int] = {}  # strips -> their merged copy
     strips: dict[tuple[int, int], int] = {}  # array and width -> its copy in strips
 
     def padded(array: int, width: int) -> tuple[int, ...] | None:
         shape = program.arrays[array].shape or ()
         return (*shape[:-1], SPLITS * width) if SPLITS * width > shape[-1] else None
 
-    def put_together(step: Step, array: int) -> int:
+    def merge(step: Step, array: int) -> int:
         if array in free and widths[array] % ROWS == 0 and padded(array, widths[array]) is None:
-            return array  # whose tiles lie within a strip
+            return array  # its tiles do not cross strips
         if array not in whole:
             shape, size = padded(array, widths[array]), program.arrays[array].bytes
             if shape is not None:
@@ -167,7 +167,7 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
 
     def cut(step: Step, array: int, width: int) -> int:
         if (array, width) not in strips:
-            source = put_together(step, array) if array in widths else array
+            source = merge(step, array) if array in widths else array
             shape = padded(array, width)
             if shape is not None:
                 size = program.arrays[array].bytes * shape[-1] // (program.arrays[array].shape or shape)[-1]
@@ -185,7 +185,7 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
                 continue
             needed = _read_as(program, step, place, widths, computed)
             if needed == 0 and array in widths:
-                reads[place] = put_together(step, array)
+                reads[place] = merge(step, array)
             elif needed and widths.get(array, 0) != needed:
                 reads[place] = cut(step, array, needed)
         if reads != [*step.reads]:
@@ -195,10 +195,10 @@ def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:
 
 
 def _with_edges(rewriter: Rewriter, step: Step, widths: Mapping[int, int]) -> Step:
-    """A convolution of strips, which reads the edges of their neighbours beside them.
+    """Add halos from neighbouring strips to a convolution's operands.
 
-    These are cut out by one kernel and padded by one for each side. For the gradient of a kernel strips are shifted by
-    each of its taps, and put together.
+    One kernel cuts them out and one per side pads them. For the gradient of a kernel, one kernel per tap shifts the
+    strips, and one concatenates them.
     """
     program = rewriter.source
     array = step.reads[0] if step.reads else -1
@@ -226,16 +226,16 @@ def _with_edges(rewriter: Rewriter, step: Step, widths: Mapping[int, int]) -> St
 def _read_as(
     program: Lowered, step: Step, place: int, widths: Mapping[int, int], computed: Container[int]
 ) -> int | None:
-    """How wide the strips are in which a step reads an operand; 0: whole, None: however it lies."""
+    """The strip width in which a step reads an operand; 0: merged, None: any."""
     array, made = step.reads[place], widths.get(step.writes[0], 0) if step.writes else 0
     if step.kind == "convolution" and len(step.reads) == 2:
-        if step.reads[1] in computed:  # the gradient of a kernel
+        if step.reads[1] in computed:  # gradient of a kernel
             return None if all(one in widths for one in step.reads) else 0
         attrs = program.graph.ops[step.op].attrs
         needed = made * attrs["stride"][-1] // max(1, attrs["lhs_dilation"][-1])
         copied = program.arrays[array].maker
         if place or (copied >= 0 and program.steps[copied].kind == "copy" and array not in widths):
-            return None  # images are copied as they are needed
+            return None  # images are copied as needed
         return int(needed)
     if step.kind in ("reduce", "copy", *READ_WHOLE):
         return None
@@ -244,8 +244,8 @@ def _read_as(
     return 0
 
 
-def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
-    """What pools strips whole, or puts them beside others, reads a copy, one for both passes (`BatchToSpace`)."""
+def _merged_for_pooling(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Merge strips for pooling outside of a chain and for reshapes: one copy for both passes (`BatchToSpace`)."""
     copies: dict[int, int] = {}
     rewriter = Rewriter(program)
     for step in program.steps:
@@ -264,7 +264,7 @@ def _whole_again(program: Lowered, widths: Mapping[int, int]) -> Lowered:
 
 
 def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
-    """Sums over images leave out what strips are padded with: they read a mask, one for all strips of one shape."""
+    """Reductions over images mask the padding of strips; strips of one shape share a mask."""
     masks: dict[tuple[int, ...], int] = {}
     rewriter = Rewriter(program)
     for step in program.steps:
@@ -283,12 +283,12 @@ def _masked(program: Lowered, widths: Mapping[int, int]) -> Lowered:
     return rewriter.result() if masks else program
 
 
-def _summed_apart(program: Lowered, widths: Mapping[int, int]) -> Lowered:
-    """Sums for each image put its strips together: those that are padded in a copy, of others a sum each, summed again.
+def _reduced_per_image(program: Lowered, widths: Mapping[int, int]) -> Lowered:
+    """Reductions per image merge strips first: padded ones in a copy; others reduce each strip, then again.
 
-    As compiled (a convolution of 64 features and a group norm, 2 images to a device, v5e and v5p): of 64 positions, 8
-    strips of 9, both sums read a copy, without what strips are padded with; of 32 positions of stride 2, 8 strips of 4
-    from a convolution before, the convolution makes sums of its strips. What is negated is summed before.
+    As compiled (a convolution of 64 features and a group norm, 2 images per device, v5e and v5p): of 64 positions, 8
+    strips of 9, both sums read a copy without padding; of 32 positions of stride 2, 8 strips of 4, the convolution's
+    kernel sums its strips. A negation moves behind the sum.
     """
     rewriter = Rewriter(program)
     for step in program.steps:
@@ -316,20 +316,20 @@ def _summed_apart(program: Lowered, widths: Mapping[int, int]) -> Lowered:
 
 
 def _negated(program: Lowered, array: int) -> int:
-    """What an array is the negative of; -1 if it is none."""
+    """The operand of a negation; -1 for other arrays."""
     maker = program.arrays[array].maker
     return program.steps[maker].reads[0] if maker >= 0 and program.steps[maker].kind == "negate" else -1
 
 
 def _over_images(program: Lowered, step: Step) -> bool:
-    """Whether a sum leaves the features alone."""
+    """Whether a reduction keeps only the features."""
     made = program.arrays[step.writes[0]]
-    read = (program.arrays[step.reads[0]].shape or ()) if step.reads else ()  # none: of what costs nothing to make
+    read = (program.arrays[step.reads[0]].shape or ()) if step.reads else ()  # none: of a constant
     return 0 in program.graph.ops[step.op].attrs["dims"] and len(read) > 1 and _count(made) == read[1]
 
 
 def _over_space(program: Lowered, step: Step) -> bool:
-    """Whether a step is one sum, and of more than the features."""
+    """Whether a step is a single reduction, over more than the features."""
     read = program.arrays[step.reads[0]].shape or ()
     return len(step.writes) == 1 and _count(program.arrays[step.writes[0]]) * read[1] != math.prod(read)
 
@@ -338,7 +338,7 @@ def _count(array: Array) -> int:
     return math.prod(array.shape) if array.shape is not None else array.bytes // 4
 
 
-def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
+def _merged_for_collectives(program: Lowered, strips: Container[int]) -> Lowered:
     rewriter = Rewriter(program)
     moving = {n for n, step in enumerate(program.steps) if step.kind in MOVING and _moves(step, strips)}
     for _, step in rewriter.changing(moving):
@@ -357,10 +357,9 @@ def _moves(step: Step, strips: Container[int]) -> bool:
 
 
 def passes_of(kernel: Kernel, program: Lowered) -> int:
-    """How often a kernel between convolutions goes over its tiles, with the copies that it needs.
+    """How often a kernel between convolutions iterates over its tiles, with the copies that it needs.
 
-    What a sum for each image reads of strips is put together first; a sum over all images of what a convolution makes
-    runs with it.
+    A reduction per image merges strips first; one over all images fuses with the convolution before it.
     """
     steps = [program.steps[number] for number in kernel.steps]
     if kernel.kind == "reduce" and not any(step.kind == "convolution" for step in steps):
@@ -372,7 +371,7 @@ def passes_of(kernel: Kernel, program: Lowered) -> int:
 
 
 def _convolved(program: Lowered, array: int) -> bool:
-    """Whether an array is what a convolution makes, with a bias perhaps."""
+    """Whether an array is a convolution's result, perhaps with a bias."""
     maker = program.arrays[array].maker
     if maker < 0 or program.steps[maker].kind == "convolution":
         return maker >= 0
@@ -383,10 +382,10 @@ def _convolved(program: Lowered, array: int) -> bool:
 
 
 def halo_passes(program: Lowered, step: Step) -> int:
-    """How often a convolution of strips goes over its tiles: each strip is put together with the edge of the next.
+    """How often a convolution of strips iterates over its tiles: each strip is concatenated with its halo.
 
-    As seen in a denoiser's kernels of 3 x 3 taps on v5e, cycles a tile: 18 for the convolution and 25 before it; for
-    the gradient of an input 12 and 42, for that of a kernel 9 and 98; 48 before a convolution of what lies whole.
+    As seen in kernels of 3 x 3 taps on v5e, cycles per tile: 18 for the convolution and 25 before it; for an input
+    gradient 12 and 42, for a kernel gradient 9 and 98; 48 before a convolution without strips.
     """
     arrays = program.arrays
     strips = any(arrays[array].strips for array in (*step.reads, *step.writes))
@@ -401,10 +400,10 @@ def halo_passes(program: Lowered, step: Step) -> int:
 def arguments_beside_gathers(
     kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, early: bool
 ) -> list[int]:
-    """Copies of arguments to another layout are made early, however late they are read.
+    """Schedule layout copies of arguments early, however late they are used.
 
     Args:
-        early: whether all run beside the first gather; else each before the first that makes more than it.
+        early: whether all overlap the first all-gather; else each the first that is larger.
     """
     copies = {
         number: _made(kernels[number], program)
@@ -421,17 +420,17 @@ def arguments_beside_gathers(
 
 
 def _made(kernel: Kernel, program: Lowered) -> int:
-    """Bytes of what a kernel makes."""
+    """Bytes of a kernel's results."""
     return sum(program.arrays[array].bytes for array in kernel.writes)
 
 
 def _in_flight(kernel: Kernel, program: Lowered) -> bool:
-    """Whether other kernels run beside this one: a gather of some size."""
+    """Whether other kernels overlap this one: an all-gather of some size."""
     return kernel.kind == "all-gather" and _made(kernel, program) >= IN_FLIGHT
 
 
 def _backward(kernels: Sequence[Kernel], program: Lowered) -> int | None:
-    """The position of the first gradient of a kernel: a convolution of which both operands are computed."""
+    """The position of the first gradient of a kernel: a convolution with two computed operands."""
     computed = _computed(program.steps)
     gradients = {
         number
