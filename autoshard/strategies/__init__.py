@@ -1,1 +1,1 @@
-"""Graph to Problem, and a choice back to annotations: the strategies of each group of ops and their prices."""
+"""Graph to Problem, and a choice back to annotations: the strategies of each fusion group and their costs."""

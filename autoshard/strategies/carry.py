@@ -1,4 +1,4 @@
-"""A plan carried over to a mesh of which one axis is cut in two: the same shardings, as a first choice there."""
+"""Warm starts: a plan carried over to a mesh of which one axis is split in two, with the same shardings."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from autoshard.strategies.formulate import Formulation
 from autoshard.strategies.space import Assignment, Partial, Sharded, Specs, Strategies
 
 Axes = Mapping[str, tuple[str, ...]]
-"""Axis of the coarser mesh -> the axes that it is cut into, major to minor."""
+"""Axis of the coarser mesh -> the axes into which it is split, major to minor."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What was chosen on a mesh, without the problem: per argument, group and copy how it is split.
+    """A choice of strategies on a mesh, without its problem: shardings per argument, group and copy.
 
     Attributes:
         arguments: shardings.
-        groups: assignments of axes to factors, and how what goes in and comes out is split (several strategies have one
-            assignment: they differ in which sums are taken where).
-        copies: shardings handed on, and whether it is the value itself.
+        groups: assignments of axes to factors, and shardings at the boundary (strategies of one assignment differ in
+            where sums are all-reduced).
+        copies: (sharding that users see, whether it is the value itself).
     """
 
     mesh: Mesh
@@ -32,7 +32,7 @@ class Carried:
 
 
 def carried_from(formulation: Formulation, mesh: Mesh, choice: Sequence[int]) -> Carried:
-    """What a choice of one strategy per node says."""
+    """The shardings of a choice of one strategy per node."""
     first = len(formulation.argument_values)
     copies = choice[first + len(formulation.strategies) :]
     return Carried(
@@ -50,7 +50,7 @@ def carried_from(formulation: Formulation, mesh: Mesh, choice: Sequence[int]) ->
 
 
 def choices_from(carried: Carried, formulation: Formulation, mesh: Mesh) -> Iterator[list[int]]:
-    """The choices on `mesh` that split everything as `carried` does: one for every way to cut its axes into these."""
+    """The choices on `mesh` with the shardings of `carried`: one per way to split the coarser axes into its axes."""
     for axes in cuts(carried.mesh, mesh):
         found = _choice(carried, formulation, axes)
         if found is not None:
@@ -58,7 +58,7 @@ def choices_from(carried: Carried, formulation: Formulation, mesh: Mesh) -> Iter
 
 
 def cuts(coarse: Mesh, fine: Mesh) -> Iterator[Axes]:
-    """The ways in which neighbouring axes of `fine` are together the axes of `coarse`."""
+    """The ways to group neighbouring axes of `fine` into the axes of `coarse`."""
     if coarse.device != fine.device or len(coarse.shape) >= len(fine.shape):
         return
     for inner in combinations(range(1, len(fine.shape)), len(coarse.shape) - 1):
@@ -77,7 +77,7 @@ def _product(sizes: Iterator[int]) -> int:
 
 
 def _ends(ways: Strategies, number: int) -> tuple[Sharded, ...]:
-    """How a strategy's inputs, outputs and outputs as annotated are split."""
+    """Shardings of a strategy's inputs, outputs, and outputs as annotated."""
     return tuple(specs[number] for specs in (*ways.inputs, *ways.outputs, *ways.pinned))
 
 
@@ -102,7 +102,7 @@ def _choice(carried: Carried, formulation: Formulation, axes: Axes) -> list[int]
 
 
 def _nearest(ways: Strategies, assignment: Assignment, ends: Sequence[Sharded]) -> int | None:
-    """The strategy with that assignment that splits most of what goes in and comes out as wanted."""
+    """The strategy with that assignment and most of the wanted shardings at the boundary."""
 
     def equal(number: int) -> int:
         return sum(one == other for one, other in zip(_ends(ways, number), ends, strict=True))
@@ -111,7 +111,7 @@ def _nearest(ways: Strategies, assignment: Assignment, ends: Sequence[Sharded]) 
 
 
 def _place(specs: Specs, wanted: Sharded, fits: Sequence[bool] | None = None) -> int | None:
-    """The first strategy under which a value is split as wanted."""
+    """The first strategy with the wanted sharding of a value."""
     places = (
         number for number in range(len(specs.index)) if specs[number] == wanted and (fits is None or fits[number])
     )

@@ -1,9 +1,8 @@
 """Graph → Problem, and a choice of strategies → Annotations.
 
-Nodes of the problem are the arguments (one strategy per sharding), the fusion groups, and one *copy node* for each
-value that several groups read: the copies that lowering writes of one value are shared when they are equal, so a
-gathered weight is paid for once however many read it. A copy node either passes the value on as it is, or holds one
-other sharding, from which readers take it as it is or slice it.
+Nodes of the problem are the arguments (one strategy per sharding), the fusion groups, and one *copy node* per value
+that several groups use: lowering writes equal copies of a value once, so a gathered weight is paid for once however
+many use it. A copy node either is the value itself, or a copy under one other sharding, which users read or slice.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ from autoshard.strategies.space import (
 
 Matrix = npt.NDArray[np.float64]
 SUMMED = CONTRACTIONS | {"scatter"}
-"""Kinds that leave a partial result when what they sum over is split."""
+"""Kinds whose result is a partial sum if the contracted or reduced dim is split."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy node: per strategy the sharding it hands on, and whether it is the value itself."""
+    """A copy node: per strategy its sharding, and whether it is the value itself."""
 
     value: Value
     specs: Specs
@@ -65,9 +64,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Formulation:
-    """A problem and what its nodes mean.
+    """A problem and the meaning of its nodes.
 
-    Node i is argument `i` of `argument_values` first, then the groups, then the copies.
+    Nodes are the arguments in the order of `argument_values`, then the groups, then the copies.
     """
 
     problem: Problem = field(repr=False)
@@ -78,14 +77,13 @@ class Formulation:
     strategies: tuple[Strategies, ...] = field(repr=False)
     copies: tuple[Copy, ...] = field(repr=False)
     detour: Callable[[Value, Spec, Spec], tuple[Spec, ...]] = field(default=lambda *_: (), repr=False)
-    """The hops of a copy of a value from one spec to another."""
+    """The hops (intermediate specs) of a copy of a value from one spec to another."""
 
     def shardings_of(self, value: Value) -> tuple[int, list[Spec]]:
-        """The node that decides a value, and what the value is pinned to under each of its strategies.
+        """The node that decides a value's sharding, and the value's pinned spec under each of its strategies.
 
         Raises:
-            ValueError: the value is free in every sharding: it follows from constants alone, or a barrier passes it on
-                to nobody.
+            ValueError: the value has no node: it depends on constants only, or is a barrier's result without users.
         """
         if value in self.argument_values:
             node = self.argument_values.index(value)
@@ -101,7 +99,7 @@ class Formulation:
         return len(self.argument_values) + members.id, made
 
     def fixed(self, wanted: Mapping[Value, Spec]) -> Formulation:
-        """The problem in which these values can only be split as said; infeasible where no strategy makes it so."""
+        """The problem with these values' shardings fixed; infeasible if no strategy has them."""
         costs = list(self.problem.node_costs)
         for value, spec in wanted.items():
             node, specs = self.shardings_of(value)
@@ -109,7 +107,7 @@ class Formulation:
         return replace(self, problem=replace(self.problem, node_costs=costs)) if wanted else self
 
     def without(self, unwanted: Mapping[Value, frozenset[str]]) -> Formulation:
-        """The problem in which no value is split by exactly these axes; infeasible where there is no other way."""
+        """The problem with these axis sets forbidden for these values; infeasible if no strategy avoids them."""
         costs = list(self.problem.node_costs)
         for value, axes in unwanted.items():
             node, specs = self.shardings_of(value)
@@ -117,7 +115,7 @@ class Formulation:
         return replace(self, problem=replace(self.problem, node_costs=costs))
 
     def annotations(self, choice: Sequence[int]) -> Annotations:
-        """What lowering writes for a choice of one strategy per node."""
+        """The annotations of a choice of one strategy per node."""
         graph, first_group = self.graph, len(self.argument_values)
         pins: dict[Value, Spec] = {}
         for node, value in enumerate(self.argument_values):
@@ -145,7 +143,7 @@ class Formulation:
     def _hops(
         self, choice: Sequence[int], pins: Mapping[Value, Spec], copies: Mapping[tuple[Value, int], Spec]
     ) -> dict[tuple[Value, Spec], tuple[Spec, ...]]:
-        """On the way to every copy; several slices of what a copy node holds are made from one copy of that."""
+        """The hops to every copy; several slices of a copy node's sharding come from one copy."""
         held = {
             copy.value: plain(copy.specs.choices[choice[node]])
             for node, copy in enumerate(self.copies, len(self.argument_values) + len(self.strategies))
@@ -169,9 +167,9 @@ class Formulation:
 
 
 def one_copy(wants: Sequence[Spec]) -> Spec:
-    """What the HLO ops of one aten op read that want these shardings of one value: all read one copy.
+    """The copy that all HLO ops of one aten op read if they want these shardings of one value.
 
-    The one that all others are slices of, which the partitioner takes by itself; else what the last of them wants.
+    It is the one that the partitioner can slice to all others without communication; else what the last op wants.
     """
     return next((spec for spec in wants if all(_is_slice(spec, other) for other in wants)), wants[-1])
 
@@ -185,12 +183,12 @@ def formulate(
     hints: Mapping[str, Spec] | None = None,
     gathers: bool = True,
 ) -> Formulation:
-    """The strategy-selection problem of a program on a mesh.
+    """The strategy-selection problem (an integer linear program) of a program on a mesh.
 
     Args:
-        memory: bytes per device that no point of the step may exceed, or None.
-        hints: argument name -> the sharding it must have. Raises ValueError when a hint fits no argument.
-        gathers: whether anything may be gathered: an axis that splits a value be left out where it is read.
+        memory: limit of bytes per device at any point of the step, or None.
+        hints: argument name -> its required sharding. Raises ValueError for a hint that fits no argument.
+        gathers: whether all-gathers are allowed: a user drops an axis that splits a value.
     """
     return _Builder(simplified(graph, device.target), mesh, device, hints or {}, gathers).build(memory)
 
@@ -221,9 +219,9 @@ class _Builder:
         self.node_usages: list[Usage] = []
         self.edge_usages: list[Usage] = []
         self.names: list[str] = []
-        self.made: dict[Value, tuple[int, Specs]] = {}  # value -> node that makes it, shardings handed to consumers
-        self.sums: dict[int, Sum] = {}  # group -> its sum of values that may come partial
-        self.deferrable: set[Value] = set()  # values that may be left partial, for such a sum
+        self.made: dict[Value, tuple[int, Specs]] = {}  # value -> its producer's node, shardings that consumers see
+        self.sums: dict[int, Sum] = {}  # group -> its sum of possibly partial values
+        self.deferrable: set[Value] = set()  # values that may stay partial for such a sum
         self.prices = Prices(graph, self.groups, mesh, device)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
@@ -316,9 +314,9 @@ class _Builder:
         )
 
     def _scatterable(self) -> frozenset[Value]:
-        """Values of which a scattered copy can be written: somebody reads it, or takes it as an argument's update.
+        """Values of which a reduce-scattered copy can be written: they have users, or update an argument.
 
-        A result that the program returns as it is would stay whole.
+        A plain result of the program stays whole.
         """
         outputs = zip(self.graph.program.outputs, self.graph.outputs, strict=True)
         kept = {value: output.updates is not None for output, value in outputs}
@@ -348,7 +346,7 @@ class _Builder:
         return self._matrices[key]
 
     def _find_sums(self) -> None:
-        """Which groups sum values that may stay partial until then; CPU's partitioner reduces each term."""
+        """Find groups that sum values which may stay partial until then; CPU's partitioner all-reduces each term."""
         graph = self.graph
         if not self.device.compiler.sums_terms_once:
             return
@@ -366,9 +364,9 @@ class _Builder:
                 self.deferrable.update(group.inputs[leaf] for leaf in found.leaves)
 
     def _transposed_sum(self, group: Group, contracted: Container[Value]) -> Sum | None:
-        """A kernel's gradient: the convolution is transposed within its aten op, so that only the copy is annotated.
+        """A kernel's gradient: its aten op transposes the convolution's result, and only a copy of that is annotated.
 
-        Compilers find the slices of what is read of the copy, and scatter the convolution's sum.
+        Compilers see the slice of the copy, and reduce-scatter the convolution's partial sum.
         """
         (op, *more) = (self.graph.ops[number] for number in group.ops)
         if more or op.kind != "transpose" or group.inputs[:1] != op.operands:
@@ -396,13 +394,13 @@ class _Builder:
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
-        """The node of the one copy of `value` that its readers share."""
+        """The node of the one copy of `value` that its users share."""
         others = tuple(dict.fromkeys(spec for _, wanted in uses for spec in wanted.choices))
         same = np.array([True] * len(specs.choices) + [False] * len(others))
         held = Specs(specs.choices + others, np.arange(len(same), dtype=np.int32))
         copy = self._node(np.zeros(len(same)), f"copy of {self.names[node]}")
         readers = [reader for reader, _ in uses]
-        if self._needs_nothing(value):  # its update reads it as it is kept
+        if self._needs_nothing(value):  # its update reads it under its own sharding
             updates = [node for node in readers if self.prices.last[node - self.first_group]]
             readers = [node for node in readers if node not in updates] or readers
         item, sliced = self._moved_as(value, readers), self._cut_out(readers)
@@ -412,7 +410,7 @@ class _Builder:
             into = self._choice_matrix(value, specs.choices, held.choices, item, sliced).copy()
             kept = len(specs.choices)
             into[:, :kept] = np.where(np.eye(kept, dtype=bool), 0.0, np.inf)
-            for row, spec in enumerate(specs.choices):  # a copy that is the value itself is not a copy
+            for row, spec in enumerate(specs.choices):  # a copy under the value's own sharding is no copy
                 for column, other in enumerate(others):
                     if other == spec:
                         into[row, kept + column] = np.inf
@@ -433,7 +431,7 @@ class _Builder:
         return Copy(value, held, same)
 
     def _shared_reads(self, ways: Sequence[Strategies]) -> None:
-        """Groups that one aten op's HLO ops fall into read one copy of a value: see `one_copy`."""
+        """Groups with HLO ops of one aten op read one copy of a value: see `one_copy`."""
         wants: dict[tuple[Value, int], dict[int, Specs]] = {}
         for group, own in zip(self.groups.groups, ways, strict=True):
             for value, specs in zip(group.inputs, own.inputs, strict=True):
@@ -450,7 +448,7 @@ class _Builder:
                 self._edge(self.first_group + last, self.first_group + other, self._expand(key, matrix, read, wanted))
 
     def _differently(self, value: Value, reads: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int) -> Matrix:
-        """Seconds for an op that wants one of `wanted` (columns) where what is read was made as one of `reads`."""
+        """Seconds for an op that wants one of `wanted` (columns) but reads a value under one of `reads` (rows)."""
         kind = self.graph.type_of(value)
         key = ("differently", kind, item, reads, wanted)
         if key not in self._matrices:
@@ -467,9 +465,9 @@ class _Builder:
         return len(self.edges) - 1
 
     def _follows(self, value: Value) -> bool:
-        """Whether propagation makes a value as its reader wants it: a convolution's that no annotation can hold.
+        """Whether propagation gives a value its user's sharding: a convolution's that no annotation can pin.
 
-        The partitioner gathers more than a reshard would for results that do not follow from the operands.
+        The partitioner gathers more than a reshard for results whose sharding does not follow from the operands.
         """
         return self.graph.ops[value.op].kind == "convolution" and not self._copied(value)
 
@@ -478,11 +476,11 @@ class _Builder:
         return self.graph.ops[value.op].kind == "argument"
 
     def _cut_out(self, readers: Sequence[int]) -> bool:
-        """Whether a slice of a value is a kernel of its own: products of a library take none in, loops and TPUs do."""
+        """Whether a slice of a value is its own kernel: libraries' dots fuse none, loops and TPUs do."""
         return not self.device.compiler.fuses_slices and any(node in self.contractions for node in readers)
 
     def _moved_as(self, value: Value, readers: Sequence[int]) -> int:
-        """Bytes of an element while it is resharded for these nodes: a TPU rounds what contractions alone will read."""
+        """Bytes per element while a value is resharded for these nodes: bf16 on TPU if only contractions use it."""
         kind = self.graph.type_of(value)
         if not self.device.compiler.rounds_for_products or kind.dtype != "f32":
             return dtype_bytes(kind.dtype)
@@ -491,7 +489,7 @@ class _Builder:
         return 2 if uses and all(self._contracts(op) for op in uses) else dtype_bytes(kind.dtype)
 
     def _contracts(self, op: Op, depth: int = 8) -> bool:
-        """Whether an op is a contraction, or moves what contractions alone read."""
+        """Whether an op is a contraction, or data movement with contractions as only users."""
         if op.kind in CONTRACTIONS:
             return True
         made = Value(op.id)
@@ -533,11 +531,11 @@ class _Builder:
         return self._matrices[key]
 
     def _sort(self, value: Value) -> tuple[object, ...]:
-        """What of a value the price of a reshard depends on, beside its shardings."""
+        """The key of a value's reshard costs, beside its shardings."""
         return self.graph.type_of(value), value in self.inputs
 
     def _read_whole(self, value: Value, rows: list[Spec], columns: list[Spec], moved: Matrix) -> Matrix:
-        """Seconds to read an input of which a device takes a part: a TPU copies all that it holds of it on chip."""
+        """Seconds to read an argument that devices slice: a TPU copies the whole of its shard on chip."""
         if not self.device.compiler.copies_inputs_on_chip or value not in self.inputs:
             return np.zeros(moved.shape)
         differs = np.array([[float(row != column) for column in columns] for row in rows])
@@ -553,14 +551,14 @@ class _Builder:
         return self._expand(key, matrix, sources, wanted)
 
     def _expand(self, key: tuple[object, ...], matrix: Matrix, rows: Specs, columns: Specs) -> Matrix:
-        """From one entry per pair of shardings to one per pair of strategies; equal matrices are one object."""
+        """Expand entries per pair of shardings to pairs of strategies; equal matrices are one object."""
         full = ("expanded", key, rows.index.tobytes(), columns.index.tobytes())
         if full not in self._matrices:
             self._matrices[full] = np.ascontiguousarray(matrix[np.ix_(rows.index, columns.index)])
         return self._matrices[full]
 
     def _ties(self) -> None:
-        """An updated argument keeps its sharding, or the next step would be another program."""
+        """Tie an updated argument's sharding to its update's, or the next step would be another program."""
         for output, value in zip(self.graph.program.outputs, self.graph.outputs, strict=True):
             if output.updates is None or value not in self.made:
                 continue
@@ -577,12 +575,12 @@ class _Builder:
             self._edge(node, other, self._expand(key, self._matrices[key], specs, kept))
 
     def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy]) -> None:
-        """What each choice keeps in memory, over `_times`."""
+        """Memory of each choice, over `_times`."""
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
         times = self._times()
-        readers: dict[Value, list[int]] = {}  # when a value is read
-        passed: dict[int, list[int]] = {}  # group -> when what a barrier passes on is: it lies where it lay
+        readers: dict[Value, list[int]] = {}  # times of a value's uses
+        passed: dict[int, list[int]] = {}  # barrier's group -> times of its result's uses: it aliases
         for group in reversed(groups.groups):
             if group.operand_number is not None:
                 (made,) = group.outputs
@@ -627,9 +625,9 @@ class _Builder:
                 self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
 
     def _times(self) -> list[int]:
-        """When every group runs: at its place, or, if no product follows on it, as soon as there is what it reads.
+        """Time of every group: its position, or, if no contraction depends on it, as soon as its inputs are ready.
 
-        Gradients of parameters stand where the optimizer reads them, and would hold all activations until then.
+        Parameter gradients are late in the program, next to the optimizer, and would keep activations live until then.
         """
         found: list[int] = []
         for group in self.groups.groups:
@@ -639,7 +637,7 @@ class _Builder:
         return found
 
     def _gathered_first(self, value: Value) -> bool:
-        """Whether the target reshards it at the start of the step: XLA's CPU compiler does with every argument."""
+        """Whether the target reshards it at the start of the step: XLA's CPU compiler does so for every argument."""
         return self.device.compiler.gathers_arguments_first and self.graph.ops[value.op].kind == "argument"
 
     def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
@@ -655,10 +653,10 @@ def _annotatable(graph: Graph) -> frozenset[Value]:
 
 
 def _as_read(graph: Graph, pins: dict[Value, Spec], read: Mapping[tuple[Value, int], Spec]) -> None:
-    """Pin a scatter's result as the one part of it that all readers take.
+    """Pin a scatter's result to the one sharding that all users read.
 
-    What it scatters may be made within its aten op, where nothing can be annotated: of a result that is pinned whole
-    partitioners all-reduce what each device has scattered, and of a part they gather what is scattered.
+    Its aten op may compute the updates too, where no annotation is possible: for a result that is pinned replicated
+    partitioners all-reduce the scatters, and for a sharded one they gather the updates.
     """
     wanted: dict[Value, set[Spec]] = {}
     for (value, _), spec in read.items():
@@ -671,5 +669,5 @@ def _as_read(graph: Graph, pins: dict[Value, Spec], read: Mapping[tuple[Value, i
 
 @cache
 def _is_slice(spec: Spec, other: Spec) -> bool:
-    """Whether a device has its part of `other` in its part of `spec`: each dim split by more axes, minor ones."""
+    """Whether a device can slice its shard of `other` from its shard of `spec`: minor axes split each dim further."""
     return all(right[: len(left)] == left for left, right in zip(spec, other, strict=True))

@@ -1,14 +1,13 @@
-"""Plans that XLA would run with wrong numbers, or abort on, are annotated so that it does not.
+"""Annotations that keep XLA from wrong results or an abort.
 
-GSPMD sums the partial results of a convolution whose input and kernel are both split in space, or of the gradient of a
-depthwise kernel whose images are, over all devices, also where some of them hold the same part
-(`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`; measured with jaxlib 0.10.2 on CPU: results four times too
-large with an idle axis of four). Strategies never are such; propagation may split operands so.
+GSPMD all-reduces the partial sums of a convolution with spatially split input and kernel, or of the gradient of a
+depthwise kernel with spatially split images, over all devices, replicas included
+(`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`; jaxlib 0.10.2 on CPU: results four times too large with an
+idle axis of four). No strategy is like that, but propagation may split operands so.
 
-libtpu aborts where it would pad the indices of a scatter that are unsigned or of 64 bits, because propagation splits
-the dim along which they lie unevenly (0.0.51; `verify/compile.py` knows what it says). So does XLA's partitioner
-where such indices themselves are split unevenly over all devices (jaxlib 0.10.2 for CPU; assumed of all
-targets). Strategies never do.
+libtpu aborts where it would pad a scatter's unsigned or 64-bit indices, because propagation splits their dim unevenly
+(0.0.51; `verify/compile.py` knows the message). XLA's partitioner does so where all devices split such indices
+unevenly (jaxlib 0.10.2 for CPU; assumed of all targets). No strategy does.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _GUARD_ROUNDS = 4
 
 
 class WrongNumbersError(AutoshardError, ValueError):
-    """XLA would compute wrong numbers under these annotations, and no copy can be written that avoids it."""
+    """XLA would compute wrong results under these annotations, and no copy can be written that avoids it."""
 
 
 def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, tuple[Spec, Spec]]:
-    """Convolutions whose numbers would be wrong: op id -> the specs of input and kernel as they are found."""
+    """Convolutions with wrong results: op id -> the specs of input and kernel as they find them."""
     if not any(op.kind == "convolution" for op in graph.ops):
         return {}
-    graph = simplified(graph, load_device(mesh.device).target)  # where one without elements is none
+    graph = simplified(graph, load_device(mesh.device).target)  # drops zero-sized ones
     target = load_device(mesh.device).target
     shardings = propagate(graph, annotations, mesh, target)
     runs = partition(graph, shardings, "cpu").runs
@@ -52,7 +51,7 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
 
 
 def wrong_sums(graph: Graph, annotations: Annotations, mesh: Mesh) -> tuple[str, ...]:
-    """For a person: the convolutions whose numbers would be wrong, and how their input and kernel are split."""
+    """For a person: the convolutions with wrong results, and the shardings of their input and kernel."""
     return tuple(
         f"convolution op {number} in {graph.ops[number].module or 'the program'}: input {format_spec(lhs)}, "
         f"kernel {format_spec(rhs)}"
@@ -61,16 +60,16 @@ def wrong_sums(graph: Graph, annotations: Annotations, mesh: Mesh) -> tuple[str,
 
 
 class WrongSumsWarning(UserWarning):
-    """A plan, not made by the solver, under which XLA computes wrong numbers."""
+    """A plan, not the solver's, under which XLA computes wrong results."""
 
 
 def warn_of_wrong_sums(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
-    """Warn if numbers would be wrong; programs without convolutions cost nothing."""
+    """Warn of wrong results; programs without convolutions cost nothing."""
     warn_of(wrong_sums(graph, annotations, mesh), stacklevel=4)
 
 
 def warn_of(found: Sequence[str], stacklevel: int = 3) -> None:
-    """Warn of what `wrong_sums` found, by default where the function was called that calls this one."""
+    """Warn of the convolutions in `found` (of `wrong_sums`), by default at the caller's caller."""
     if found:
         warnings.warn(
             f"XLA computes wrong numbers under this plan: it sums {found[0]}"
@@ -86,9 +85,9 @@ class UncompilableError(AutoshardError, ValueError):
 
 
 def spread_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
-    """Scatters that XLA's partitioner aborts on: op id -> the spec under which their indices are found.
+    """Scatters that XLA's partitioner aborts on: op id -> the spec of their indices.
 
-    Measured for CPU on random shardings of 2x2x2: all with indices split unevenly over all devices, and no other.
+    Measured for CPU on random shardings of 2x2x2: all with indices that all devices split unevenly, and no others.
     """
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
     if not suspects:
@@ -123,7 +122,7 @@ def check_compiles(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
 
 
 def padded_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
-    """Scatters that libtpu aborts on: op id -> the spec under which their updates are found."""
+    """Scatters that libtpu aborts on: op id -> the spec of their updates."""
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
     device = load_device(mesh.device)
     if not suspects or not device.compiler.aborts_on_padded_scatters:
@@ -146,16 +145,16 @@ def _may_pad(graph: Graph, op: Op, mesh: Mesh) -> bool:
 
 
 def _along_indices(graph: Graph, scatter: Op) -> list[int]:
-    """Dims of a scatter's updates along which it has indices."""
+    """Dims of a scatter's updates that enumerate its indices."""
     rank = len(graph.type_of(scatter.operands[-1]).shape)
     return [dim for dim in range(rank) if dim not in scatter.attrs["window_dims"]]
 
 
 def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """`annotations`, with what is whole where XLA's numbers would be wrong or its compiler would abort.
+    """`annotations`, with replicated values where XLA's results would be wrong or its compiler would abort.
 
     Raises:
-        WrongNumbersError: numbers would still be wrong: their operands take no annotation.
+        WrongNumbersError: results would still be wrong: their operands take no annotation.
         UncompilableError: the compiler would still abort.
     """
     annotatable = {*graph.aten_outputs.values(), *map(Value, graph.arguments)}
@@ -171,10 +170,10 @@ def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
 
 
 def _indices_whole(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """With updates whole along indices that would be spread, then the arguments of whole numbers that they come from.
+    """Replicate updates along uneven indices, then the integer arguments that the indices come from.
 
     Raises:
-        UncompilableError: they would still be spread.
+        UncompilableError: indices would still be uneven.
     """
     for of_updates in (True, False):
         if not (found := spread_indices(graph, annotations, mesh)):
@@ -193,12 +192,12 @@ def _indices_whole(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annota
 
 
 def _whole_around(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """With whole values around scatters whose indices would be spread, in every round one op further from them.
+    """Replicate values around scatters with uneven indices, one op further from them in every round.
 
-    The gradient of a sort scatters by positions that take no annotation, and are split as whatever is sorted with them.
+    The gradient of a sort scatters by positions that take no annotation, and are split as the sorted values.
 
     Raises:
-        UncompilableError: they would be spread with everything whole.
+        UncompilableError: indices would be uneven with everything replicated.
     """
     near: set[Value] = set()
     while found := spread_indices(graph, annotations, mesh):
@@ -215,7 +214,7 @@ def _whole_around(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotat
 
 
 def _whole_numbers_behind(graph: Graph, value: Value) -> set[Value]:
-    """The arguments of whole numbers that a value follows from, through values of whole numbers."""
+    """The integer arguments that a value depends on through integer values."""
     arguments, seen, todo = set(map(Value, graph.arguments)), {value}, [value]
     while todo:
         for operand in graph.ops[todo.pop().op].operands:
@@ -226,10 +225,10 @@ def _whole_numbers_behind(graph: Graph, value: Value) -> set[Value]:
 
 
 def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """With copies whole in space, or where they are not split there, in their features, where numbers would be wrong.
+    """Where results would be wrong, annotate copies without spatial, or if there are none, feature splits.
 
     Raises:
-        WrongNumbersError: some would still be: their operands take no annotation.
+        WrongNumbersError: some would still be wrong: their operands take no annotation.
     """
     annotatable = {*graph.aten_outputs.values(), *map(Value, graph.arguments)}
     for _ in range(_GUARD_ROUNDS):
@@ -255,7 +254,7 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
 
 
 def _read_by_aten(graph: Graph, op: Op, value: Value, spec: Spec) -> tuple[Value, Spec]:
-    """What the aten op of `op` reads that is `value` after dims of size 1 came in (a 1-d convolution is a 2-d one)."""
+    """The aten op's operand that is `value` before a reshape adds dims of size 1 (a 1-d convolution is a 2-d one)."""
     while (made := graph.ops[value.op]).kind == "reshape" and made.aten == op.aten:
         source = made.operands[0]
         before, after = graph.type_of(source).shape, graph.type_of(value).shape
@@ -267,7 +266,7 @@ def _read_by_aten(graph: Graph, op: Op, value: Value, spec: Spec) -> tuple[Value
 
 
 def _whole_where_summed(op: Op, place: int, spec: Spec) -> Spec:
-    """The images of a kernel's gradient in groups lie where its input has features; what is split there is summed."""
+    """In a grouped kernel's gradient the images' batch is the feature dim of its input: a split of it is contracted."""
     _, features, *spatial = op.attrs["rhs" if place else "lhs"]
     summed = spatial if any(spec[dim] for dim in spatial) else [features]
     return tuple(() if dim in summed else axes for dim, axes in enumerate(spec))

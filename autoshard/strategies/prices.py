@@ -1,8 +1,7 @@
 """Seconds of a group under each of its strategies: its kernels (`cost/compiler/work.py`) and its collectives.
 
-Collectives that depend on none of each other are combined by every target's compiler: sums that no product is made from
-(gradients) start together, and each is charged its part of a start. A GPU copies what it combines into one array and
-out of it again.
+Every target's compiler combines independent collectives: all-reduces that no contraction depends on (gradients) share
+one alpha, of which each pays its share. A GPU copies combined operands into one array and out again.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Matrix = npt.NDArray[np.float64]
 
 
 _WORKS = Latest()
-"""The last program compiled whole: of all shapes of mesh of one size it is the same."""
+"""The last replicated program: all mesh shapes of one size have the same."""
 
 
 class Prices:
-    """What the groups of one graph cost on a mesh."""
+    """Costs of the groups of one graph on a mesh."""
 
     def __init__(self, graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> None:
-        """Compiles the whole program."""
+        """Compiles the replicated program."""
         self.graph, self.groups, self.mesh, self.device = graph, groups, mesh, device
         self.backend = backend_of(device)
         self.works = _WORKS.of(graph, (mesh.size, device), lambda: group_works(graph, groups, mesh, device))
@@ -49,7 +48,7 @@ class Prices:
         self.returned = {value for output, value in outputs if output.updates is None}
 
     def average(self, keys: Sequence[Hashable]) -> None:
-        """Let groups of one key have one work, the mean of theirs: what looks alike is decided alike."""
+        """Give groups of one key the mean of their work, so that equal groups get equal decisions."""
         members: dict[Hashable, list[int]] = {}
         for group, key in enumerate(keys):
             members.setdefault(key, []).append(group)
@@ -101,7 +100,7 @@ class Prices:
         return costs
 
     def _kernels(self, group: Group, ways: Strategies, works: Mapping[int, GroupWork]) -> Matrix:
-        """Seconds of a group's kernels; `works` by how many devices its program is split over."""
+        """Seconds of a group's kernels; `works` by the number of devices that split its program."""
         rate = self.device.reachable_bandwidth
         beside = self._traffic(group, ways, {many: work.with_products for many, work in works.items()}) / rate
         alone = self._traffic(group, ways, {many: work.alone for many, work in works.items()}) / rate
@@ -121,16 +120,16 @@ class Prices:
         return seconds
 
     def _bodies(self, op: Op) -> float:
-        """Seconds of all that a loop or branch runs, on one device."""
+        """Seconds of one device's run of a loop's or branch's bodies."""
         dtypes = [kind.dtype for kind in op.results if kind.shape] or ["f32"]
         return roofline_seconds(op_flops(op, self.graph), body_work(op)[0], dtypes[0], self.device, kernels=0)
 
     def _traffic(self, group: Group, ways: Strategies, weights: Mapping[int, Weights]) -> Matrix:
-        """Bytes of one device. What is split less finds less of itself on chip: in between, by the logarithm."""
+        """Bytes per device. With less sharding less is on chip: logarithmic interpolation between the two works."""
         total = np.zeros(len(ways))
         if not any(weights.values()):
             return total
-        alike: dict[Hashable, Matrix] = {}  # a group may read thousands of values
+        alike: dict[Hashable, Matrix] = {}  # a group may have thousands of inputs
         most = self.mesh.size
         for place, value in enumerate(self._locals(group)):
             split = weights[most].get(value, 0.0)
@@ -154,7 +153,7 @@ class Prices:
         split: float,
         size_of: Callable[[tuple[int, ...]], int],
     ) -> Matrix:
-        """Bytes of one device, per strategy, of a value of which so many parts are moved: whole, and all split."""
+        """Bytes per device and strategy of a value's traffic: `whole` x its bytes, `split` x a shard of all devices."""
         most, most_of_it = self.mesh.size, size_of(kind.shape)
         sizes: dict[Spec, float] = {}
         found = np.zeros(len(ways))
@@ -170,7 +169,7 @@ class Prices:
         return found
 
     def collective_seconds(self, each: Collective, group: Group) -> float:
-        """Seconds of a sum of a group's partial results, as it is combined with others."""
+        """Seconds of a group's all-reduce or reduce-scatter, combined with others."""
         start, per_byte = coefficients(each.kind, each.axes, self.mesh, self.device)
         seconds = start + per_byte * each.bytes
         limit = self.backend.combined_up_to.get(each.kind)
@@ -183,14 +182,14 @@ class Prices:
 
     @staticmethod
     def part_of_start(size: float, limit: float, count: int) -> float:
-        """Of a collective of `size` bytes that runs with the rest of `count`, combined up to `limit` bytes."""
+        """The share of one alpha for a collective of `size` bytes among `count`, combined up to `limit` bytes."""
         return min(1.0, max(1 / count, size / limit))
 
     def shared_starts(self, kind: TensorType, item: int, rows: Sequence[Spec], columns: Sequence[Spec]) -> Matrix:
-        """Seconds that gathers of a weight from `rows` to `columns` start sooner for being combined with others.
+        """Seconds that combining saves in all-gathers of a weight from `rows` to `columns`.
 
         Args:
-            item: bytes of an element.
+            item: bytes per element.
         """
         saved = np.zeros((len(rows), len(columns)))
         limit = self.backend.combined_up_to.get("all-gather")
@@ -207,13 +206,13 @@ class Prices:
         return saved
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
-        """Seconds of a kernel that writes and reads once a device's part of a tensor, under each of `specs`."""
+        """Seconds of a kernel that copies a device's shard of a tensor, under each of `specs`."""
         rate = self.device.reachable_bandwidth
         sizes = [math.prod(self.mesh.shard_shape(kind.shape, spec)) * dtype_bytes(kind.dtype) for spec in specs]
         return 2 * np.array(sizes, float) / rate + self.device.kernel_overhead
 
     def _return_costs(self, value: Value, specs: Specs) -> Matrix:
-        """Seconds to gather a result whose parts are uneven: a program does not return such parts."""
+        """Seconds to gather a result with uneven shards, which a program cannot return."""
         kind = self.graph.type_of(value)
         choices = [plain(spec) for spec in specs.choices]
         uneven = [

@@ -1,4 +1,4 @@
-"""Plans drawn at random: what a model of the partitioner must predict as well as it predicts good ones."""
+"""Random plans: a model of the partitioner must predict them as well as good ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.strategies.guard import guarded
 
 
 def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:
-    """Every group takes some strategy, every argument some sharding, ties are kept."""
+    """A random strategy for every group and sharding for every argument, with ties kept."""
     draw = np.random.default_rng(seed)
     formulation = formulate(graph, mesh, load_device(mesh.device))
     problem = formulation.problem
@@ -23,7 +23,7 @@ def random_annotations(graph: Graph, mesh: Mesh, seed: int) -> Annotations:
     for (tail, head), costs in zip(problem.edges, problem.edge_costs, strict=True):
         ties.setdefault(tail, []).append((head, costs))
         ties.setdefault(head, []).append((tail, costs.T))
-    for node in range(len(choice)):  # arguments come first: what they feed back into follows them
+    for node in range(len(choice)):  # arguments first: their updates follow them
         allowed = np.isfinite(problem.node_costs[node])
         for other, costs in ties.get(node, ()):
             if other < node:

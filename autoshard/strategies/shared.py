@@ -1,11 +1,10 @@
-"""Values that a compiler makes once for groups that the solver decides one by one.
+"""Values that a compiler computes once for groups that the solver decides one by one.
 
-A TPU's compiler merges equal ops before it propagates shardings: the updates of all parameters of one shape read one
-broadcast of a learning rate. Propagation gives it one sharding, the finest that a reader asks for, and what a reader
-computes from it inside an aten op, where no annotation can be written, is split with it; the reader that wants another
-sharding has that resharded. So the groups that make equal values are joined to one more node, the sharding of the
-value that is made for all of them. It is added only where a solution disagrees: most never do, and a node that joins
-far groups makes a problem harder.
+A TPU's compiler merges equal ops before sharding propagation: the updates of all parameters of one shape use one
+broadcast of a learning rate. Propagation gives it one sharding, the finest that a user asks for; what a user computes
+from it inside an aten op, where no annotation is possible, gets that too, and a user that wants another sharding
+reshards. So one more node, the sharding of the shared value, joins the groups that compute it. It is added only where
+a solution disagrees: most never do, and a node that joins distant groups makes a problem harder.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from autoshard.strategies.space import spec_of
 
 @dataclass(frozen=True)
 class Shared:
-    """What the compiler makes once, and groups read that were decided one by one.
+    """A value that the compiler computes once for groups that are decided one by one.
 
     Attributes:
-        values: per group what it makes of it, of the same shape and without an annotation of its own.
+        values: per group its value, of the same shape and without an annotation of its own.
         groups: their ids, ascending.
-        free: whether what is shared follows from constants and scalars alone: no device sends it to another.
+        free: whether it depends on constants and scalars only: every device computes it.
     """
 
     values: tuple[Value, ...]
@@ -48,15 +47,15 @@ class Shared:
 
 
 CONSENSUS_ROUNDS = 4
-"""Times that a problem is solved again with what its last solution disagrees on; each adds what was not there yet."""
+"""Times that a problem is solved again with the last solution's disagreements; each adds only new ones."""
 
 
 def solved_together(
     formulation: Formulation, solution: Solution, mesh: Mesh, device: Device, settings: Settings
 ) -> tuple[Formulation, Solution]:
-    """The problem in which what `solution` disagrees on has its price, and the solution of that.
+    """The problem with costs for the disagreements of `solution`, and its solution.
 
-    Every problem on the way leaves out prices only, so that its bound holds for the whole.
+    Every intermediate problem only lacks costs, so its bound holds for the complete one.
     """
     known: list[Shared] = []
     whole = formulation
@@ -72,7 +71,7 @@ def solved_together(
 
 
 def _better(problem: Problem, found: Solution, before: Solution, nodes: int) -> Solution:
-    """`found`, or the choice of `before` if it costs less with its disagreements; `nodes` are not shared values."""
+    """`found`, or the choice of `before` if that costs less, disagreements included; `nodes` without shared values."""
     choice = list(before.choice[:nodes])
     costs = [np.zeros_like(cost) for cost in problem.node_costs[nodes:]]
     for (tail, head), matrix in zip(problem.edges, problem.edge_costs, strict=True):
@@ -88,11 +87,11 @@ def _better(problem: Problem, found: Solution, before: Solution, nodes: int) -> 
 
 
 def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh) -> list[Shared]:
-    """What is made once for several groups; of all that the same groups, or fewer, share in one shape only one."""
+    """Values computed once for several groups; of those that the same groups, or fewer, share in one shape only one."""
     graph, groups = formulation.graph, formulation.groups
     equal = equal_values(graph, annotations, mesh)
     equal.update({first: first for first in equal.values()})
-    members: dict[Value, dict[int, Value]] = {}  # what is made once -> group -> what it makes of it
+    members: dict[Value, dict[int, Value]] = {}  # shared value -> group -> its equal value
     for op in graph.ops:
         made = Value(op.id)
         if op.id not in groups.of or made in annotations.pins or op.results[0].dtype not in FLOATS:
@@ -101,7 +100,7 @@ def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh
             if value in equal and graph.type_of(value).shape == op.results[0].shape != ():
                 members.setdefault(equal[value], {})[groups.of[op.id]] = made
     found: list[Shared] = []
-    within: dict[tuple[TensorType, int], list[set[int]]] = {}  # shape, group -> what was found with that group in it
+    within: dict[tuple[TensorType, int], list[set[int]]] = {}  # shape, group -> groups of what was found with it
     for value, own in sorted(members.items(), key=lambda item: -len(item[1])):
         ids, kind = tuple(sorted(own)), graph.type_of(value)
         if len(ids) > 1 and not any(more.issuperset(ids) for more in within.get((kind, ids[0]), ())):
@@ -113,7 +112,7 @@ def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh
 
 
 def disagreeing(formulation: Formulation, shared: Iterable[Shared], choice: Sequence[int]) -> list[Shared]:
-    """What is made once for groups that want it under several shardings."""
+    """Shared values whose groups want different shardings."""
     first = len(formulation.argument_values)
     return [
         one
@@ -129,7 +128,7 @@ def disagreeing(formulation: Formulation, shared: Iterable[Shared], choice: Sequ
 
 
 def joined(formulation: Formulation, shared: Iterable[Shared], mesh: Mesh, device: Device) -> Formulation:
-    """The problem with one more node for each of `shared`: how it is split, and what that costs its groups."""
+    """The problem with one more node for each of `shared`: its sharding, with its costs for its groups."""
     problem = formulation.problem
     node_costs, names = list(problem.node_costs), list(problem.names)
     edges, edge_costs = list(problem.edges), list(problem.edge_costs)
@@ -153,10 +152,10 @@ def joined(formulation: Formulation, shared: Iterable[Shared], mesh: Mesh, devic
 
 
 def _disagreement(kind: TensorType, choices: Sequence[Spec], free: bool, mesh: Mesh, device: Device) -> Array:
-    """Seconds for a reader under one of `choices` (columns) of what is made under another (rows).
+    """Seconds for a user under one of `choices` (columns) of a value produced under another (rows).
 
-    A reader's finer sharding, or one that goes with it, is taken on: other choices are infinite. A coarser reader is
-    split as finely, and its result resharded. One that splits otherwise stays as it is, and reshards what it reads.
+    The value takes a user's finer or compatible sharding: other choices are infinite. A coarser user runs under the
+    finer sharding, and its result is resharded. A user with an incompatible one reshards its operand.
     """
     found = reshard_matrix(kind.shape, dtype_bytes(kind.dtype), choices, choices, mesh, device)[0].copy()
     for row, made in enumerate(choices):

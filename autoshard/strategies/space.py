@@ -1,10 +1,10 @@
-"""The ways to run one fusion group: its factors, and every assignment of mesh axes to them.
+"""The strategies of one fusion group: its factors, and every assignment of mesh axes to them.
 
-A group's factors are those of its ops, unified along the values that flow inside it. A strategy gives each mesh axis
-to one factor or to none; the sharding of every value of the group follows by reading the rules. A factor that an op
-reduces over leaves that op's result partial: it is all-reduced there, or, when the group makes one value only,
-reduce-scattered onto dims of it, or left partial for a reader that sums several such values (the partitioners of TPU
-and GPU reduce a sum of partial values once).
+A group's factors are those of its ops, unified along the values inside it. A strategy assigns each mesh axis to one
+factor or none; the rules then give every value of the group its sharding. An axis on a factor that an op reduces makes
+the result a partial sum: the group all-reduces it there, or, if it has one output, reduce-scatters it onto a dim, or
+leaves it partial for a user that adds several partial sums (the partitioners of TPU and GPU all-reduce such a sum
+once).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import AxisGroup, Mesh, Spec, replicated, spec_axes
 
 MAX_PADDING = 1.02
-"""An uneven split is considered when padding adds at most this factor (a vocabulary of 50257); never in merged dims."""
+"""Largest padding of an uneven split, as a factor (a vocabulary of 50257); merged dims are only split evenly."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A sharding under which every device along `axes` holds a term of a sum that is still to be taken.
+    """A sharding of an unreduced value: every device along `axes` has a term of a sum that is still to be all-reduced.
 
-    `axes` in the order of the devices in the sum's groups.
+    `axes` in the order of the devices in the replica groups.
     """
 
     spec: Spec
@@ -72,11 +72,11 @@ class Specs:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What is common to all groups that look alike: ops and values are named by position.
+    """The common part of groups that look alike: ops and values are named by position.
 
     Attributes:
         sizes: extent of each factor.
-        splittable: whether an axis may go to it.
+        splittable: whether an axis may split it.
         value_dims: per local value (inputs first, then each op's results) the factors of each dim.
         reduces: per op the factors it reduces over.
         op_factors: per op the factors of its loop nest (over which its work divides).
@@ -102,9 +102,9 @@ class Strategies:
         assignments: axes of each factor.
         inputs, outputs: shardings at the boundary, in the group's order; outputs as consumers see them (after a
             reduce-scatter).
-        pinned: shardings of the outputs as they are annotated (before a reduce-scatter).
-        flop_ways: per op, strategies × ways its loop nest is divided.
-        collectives: per strategy what its partial results cost.
+        pinned: shardings of the outputs as annotated (before a reduce-scatter).
+        flop_ways: (ops, strategies): into how many parts each loop nest is split.
+        collectives: per strategy the collectives of its partial sums.
     """
 
     shape: GroupShape = field(repr=False)
@@ -116,13 +116,13 @@ class Strategies:
     collectives: tuple[tuple[Collective, ...], ...] = field(repr=False)
 
     def __len__(self) -> int:
-        """How many strategies there are."""
+        """Number of strategies."""
         return len(self.assignments)
 
     def read(self, position: int, strategy: int) -> Spec:
         """The sharding under which the group reads its input at `position`.
 
-        A partial term of a sum that is reduce-scattered is read scattered.
+        A partial term of a sum that is reduce-scattered is read under the sum's sharding.
         """
         return spec_of(self.shape.value_dims[position], self.assignments[strategy])
 
@@ -219,7 +219,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
         for known, shape in zip(dims, shapes, strict=True)
     )
     unsplittable = {number[union.find(ident)] for ident in whole}
-    for factors in value_dims:  # an axis may split only one dim of a value
+    for factors in value_dims:  # an axis splits one dim of a value at most
         flat = [f for dim in factors for f in dim]
         unsplittable |= {f for f in flat if flat.count(f) > 1}
     return GroupShape(
@@ -235,7 +235,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
 
 
 def _unsplit(op: Op, graph: Graph) -> Rule:
-    """The rule of an op that has none: nothing may be split."""
+    """The rule of an op that has none: no dim may be split."""
     none = tuple(((),) * len(graph.type_of(value).shape) for value in op.operands)
     return Rule((), none, tuple(((),) * len(result.shape) for result in op.results))
 
@@ -245,13 +245,13 @@ def _unify(seen: DimFactors, mine: DimFactors, union: _Union, whole: set[int]) -
         if len(left) == len(right):
             for a, b in zip(left, right, strict=True):
                 union.join(a, b)
-        else:  # one side never splits the dim, or factors it otherwise: keep it whole on both
+        else:  # one side never splits the dim, or factors it differently: split neither
             whole.update(left)
             whole.update(right)
 
 
 def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
-    """Every way to give each axis to a factor or to none, in both orders where two axes share one."""
+    """Every assignment of axes to factors or to none, in both orders where two axes share a factor."""
     axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
     even = shape.even | {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
     found: list[Assignment] = []
@@ -273,14 +273,14 @@ def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
 
 
 def fits(size: int, ways: int, *, even: bool = False) -> bool:
-    """Whether a dim of `size` is worth splitting so many ways."""
+    """Whether a dim of `size` is worth splitting into so many tiles."""
     if size % ways == 0:
         return True
     return not even and -(-size // ways) * ways <= MAX_PADDING * size
 
 
 def _nested(dim: tuple[int, ...], axes: Sequence[tuple[str, ...]], shape: GroupShape, mesh: Mesh) -> bool:
-    """In a merged dim a minor factor is split only when the major ones are wholly split."""
+    """Whether in a merged dim a minor factor is split only if the major ones are completely."""
     return not any(
         axes[minor] and mesh.ways(axes[major]) != shape.sizes[major]
         for position, minor in enumerate(dim)
@@ -289,18 +289,18 @@ def _nested(dim: tuple[int, ...], axes: Sequence[tuple[str, ...]], shape: GroupS
 
 
 def plain(sharded: Sharded) -> Spec:
-    """The sharding as it is annotated."""
+    """The sharding as annotated."""
     return sharded.spec if isinstance(sharded, Partial) else sharded
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Adds of a group that sum nothing but values which other groups may leave partial, or a transpose of one.
+    """Adds in a group whose terms other groups may leave partial, or a transpose of one such term.
 
     Attributes:
         leaves: positions of those values among the group's inputs; at least two of a sum.
         root: position, among the group's values (inputs first), of the sum.
-        moved: it is the one leaf with its dims in another order; it is only reduce-scattered.
+        moved: whether it is a transpose of the one leaf; it is only reduce-scattered.
     """
 
     leaves: tuple[int, ...]
@@ -309,10 +309,10 @@ class Sum:
 
 
 def sum_of_partials(group: Group, graph: Graph, deferrable: Container[Value]) -> Sum | None:
-    """The largest sum in the group whose terms are all in `deferrable`; None when no two of them meet.
+    """The largest sum in the group whose terms are all in `deferrable`; None if no two of them meet.
 
     Args:
-        deferrable: values that may stay partial until they are summed: made by one op that contracts, read once.
+        deferrable: values that may stay partial until they are summed: one contraction's result, with one user.
     """
     leaves: dict[Value, tuple[Value, ...]] = {value: (value,) for value in group.inputs if value in deferrable}
     best: Value | None = None
@@ -335,13 +335,13 @@ def sum_of_partials(group: Group, graph: Graph, deferrable: Container[Value]) ->
 
 
 class Variants(NamedTuple):
-    """What a group's strategies may be beside all-reducing a sum where it is made.
+    """Alternatives to an all-reduce of a group's partial sum in place.
 
     Attributes:
-        scatter: its one output may be reduce-scattered.
-        defer: its one output may be left partial, for its reader to sum.
-        sums: it may take partial values and all-reduce their sum once.
-        merged: what is summed along several dims is all-reduced once (TPU, GPU), not once per dim (CPU).
+        scatter: whether its one output may be reduce-scattered.
+        defer: whether its one output may stay partial, for its user to sum.
+        sums: partial values of which it may all-reduce the sum once.
+        merged: whether a sum along several dims is one all-reduce (TPU, GPU), not one per dim (CPU).
     """
 
     scatter: bool
@@ -362,8 +362,8 @@ def strategies(
     """All strategies of a group.
 
     Args:
-        priced: what the partitioner makes of an op under the shardings of its operands and results, None where that
-            has wrong numbers; asked for ops that are groups of their own, where it need not be what the factors say.
+        priced: the partitioner's collectives of an op under operand and result shardings, None if XLA computes wrong
+            results; called for single-op groups, where they may differ from what the factors say.
     """
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate((*group.inputs, *group.made(graph)))}
@@ -376,7 +376,7 @@ def strategies(
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
-        partial: tuple[str, ...] = ()  # in the order of the devices in the all-reduce's groups
+        partial: tuple[str, ...] = ()  # in the order of the devices in a replica group
         for value, position in enumerate(made_by, start=len(group.inputs)):
             mentioned = {f for dim in shape.value_dims[value] for f in dim}
             summed = shape.reduces[position] - mentioned  # batch_norm: the mean is partial, y is not
@@ -419,7 +419,7 @@ def strategies(
 
 
 def _unsummed(row: _Row, shape: Sequence[int], partial: tuple[str, ...], mesh: Mesh, variants: Variants) -> list[_Row]:
-    """The strategies whose one output, partial over `partial`, is reduce-scattered, or summed by its reader."""
+    """The strategies that reduce-scatter the one output, partial over `partial`, or leave it to its user."""
     pinned, (collective,) = row.pinned[0], row.collectives
     rows = []
     if variants.scatter:
@@ -435,7 +435,7 @@ def _unsummed(row: _Row, shape: Sequence[int], partial: tuple[str, ...], mesh: M
 def _summed_once(
     row: _Row, specs: Sequence[Spec], shape: GroupShape, sums: Sum, mesh: Mesh, *, scattered: bool, item: int
 ) -> list[_Row]:
-    """The strategies that take partial values and reduce their sum once, whose elements have `item` bytes."""
+    """The strategies that read partial values and reduce their sum once; `item` is bytes per element."""
     root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
     rows = []
     for axes, before, after in _reductions(root, shape_of_root, mesh):
@@ -492,7 +492,7 @@ def _reductions(root: Spec, shape: Sequence[int], mesh: Mesh) -> Iterable[tuple[
 
 
 def _scatter_kind(axes: Sequence[str], mesh: Mesh) -> CollectiveKind:
-    """What a sum becomes of which every device goes on with a slice."""
+    """The kind of a sum of which every device keeps a slice: reduce-scatter or all-reduce."""
     return "all-reduce" if _rules(mesh).sums_whole(mesh.in_order(axes), mesh) else "reduce-scatter"
 
 
@@ -503,7 +503,7 @@ def _rules(mesh: Mesh) -> CollectiveRules:
 def _scatter_kind_of(
     shape: Sequence[int], before: Spec, after: Spec, axes: Sequence[str], mesh: Mesh
 ) -> CollectiveKind:
-    """The same of a value of `shape` that is split as `before` says while it is summed, as `after` says then."""
+    """The same for a value of `shape`, with sharding `before` the sum and `after` it."""
     kind = _scatter_kind(axes, mesh)
     if kind == "all-reduce":
         return kind
@@ -513,10 +513,10 @@ def _scatter_kind_of(
 
 
 def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:
-    """Every spec that puts `axes` behind the axes of one dim, where it divides.
+    """Every spec that appends `axes` to the axes of one dim, if they divide it.
 
-    On one dim and in this order: an all-reduce becomes a reduce-scatter when a device's place in the group is the part
-    that it goes on with, which compilers see for a slice along one dim only (measured on GPU and TPU, 2x4).
+    One dim and this order: compilers make a reduce-scatter of an all-reduce if a device's index in the replica group is
+    the index of its slice, which they see for a slice along one dim only (measured on GPU and TPU, 2x4).
     """
     for dim, size in enumerate(shape):
         split = (*spec[dim], *axes)
@@ -527,7 +527,7 @@ def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh)
 def argument_specs(shape: Sequence[int], mesh: Mesh, *, even: bool = False) -> tuple[Spec, ...]:
     """Every sharding of an argument: each axis on one dim or none, in both orders where two share one.
 
-    `even`: where it divides only. Compilers abort on indices that they would have to pad (DLRM's pairs, all targets).
+    `even`: only where it divides. Compilers abort on indices that need padding (all targets).
     """
     axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
     found: list[Spec] = []
@@ -542,7 +542,7 @@ def argument_specs(shape: Sequence[int], mesh: Mesh, *, even: bool = False) -> t
 
 
 def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) -> dict[Value, Spec]:
-    """The sharding under which every op of the group makes its results."""
+    """The sharding under which every op of the group produces its results."""
     assignment = strategies.assignments[strategy]
     dims = strategies.shape.value_dims[len(group.inputs) :]
     return {value: spec_of(own, assignment) for value, own in zip(group.made(graph), dims, strict=True)}

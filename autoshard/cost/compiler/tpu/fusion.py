@@ -83,12 +83,10 @@ class TpuFusion(Fusion):
                 self.root[member] = last
             self.ends.add(last)
         self.met = self._met()
-        self.met = {
-            array for array in self.met if self._reads(self.steps[self.arrays[array].maker], self._threshold(array))
-        }
+        self.met = {array for array in self.met if self._reads(self.steps[self.arrays[array].maker], self._more(array))}
         self.again_of.clear()
 
-    def _threshold(self, array: int) -> float:
+    def _more(self, array: int) -> float:
         """Bytes of an array and some smaller ones: a step that reads more reads several arrays of its size."""
         return 1.25 * self.arrays[array].bytes
 
@@ -193,7 +191,7 @@ class TpuFusion(Fusion):
         return super()._kept(number, step, array, readers, kernels)
 
     def _extendable(self, step: Step) -> Iterator[int]:
-        """The steps whose kernels `step` could extend: producers of operands without other users, the last one first."""
+        """The steps whose kernels `step` could extend: producers of operands without other users, last one first."""
         if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")):
             return
         if self._converts_bf16(step) and len(self.arrays[step.writes[0]].readers) > 1:

@@ -218,10 +218,10 @@ class _Widths:
         self.program, self.arrays, self.steps = program, program.arrays, program.steps
         self.found: dict[int, int] = {}
         self.computed: set[int] = set()  # descendants of convolutions
-        self.spreading: dict[int, bool] = {}  # array -> `_is_broadcast_tree`
+        self.spreading: dict[int, bool] = {}  # array -> `_broadcasts`
         for step in self.steps:
             for array in step.writes:
-                self._is_broadcast_tree(array)
+                self._broadcasts(array)
         for step in program.steps:
             width = self._made(step)
             if width:
@@ -259,9 +259,7 @@ class _Widths:
             return 0 if whole or len(found) > 1 else found.pop()
         if annotated_view(self.program, step) or len(found) > 1:
             return 0
-        if any(
-            math.prod(self.arrays[array].shape or ()) == made and not self._is_broadcast_tree(array) for array in whole
-        ):
+        if any(math.prod(self.arrays[array].shape or ()) == made and not self._broadcasts(array) for array in whole):
             return 0
         return found.pop()
 
@@ -285,17 +283,14 @@ class _Widths:
             return self._differs(step.reads[0], dims.index(dim))
         return True
 
-    def _is_broadcast_tree(self, array: int) -> bool:
+    def _broadcasts(self, array: int) -> bool:
         """Whether an array is made of broadcasts only (`IsBroadcastTree`)."""
         if array not in self.spreading:
             maker = self.arrays[array].maker
             step = self.steps[maker] if maker >= 0 else None
             self.spreading[array] = step is not None and (
                 step.kind in ("broadcast_in_dim", "iota")
-                or (
-                    (step.kind in ELEMENTWISE or step.kind == "transpose")
-                    and all(map(self._is_broadcast_tree, step.reads))
-                )
+                or ((step.kind in ELEMENTWISE or step.kind == "transpose") and all(map(self._broadcasts, step.reads)))
             )
         return self.spreading[array]
 
