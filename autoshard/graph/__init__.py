@@ -1,1 +1,1 @@
-"""StableHLO as a graph of plain ops, and the rule by which each may be split."""
+"""StableHLO as a graph of plain ops, and the sharding rule of each."""

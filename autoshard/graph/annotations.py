@@ -1,6 +1,6 @@
 """Annotations as the partitioner sees them: pinned values and consumer-specific copies.
 
-This is the one description of "what lowering writes" that lowering, prediction and verification share.
+Lowering, prediction and verification share this one description of what lowering writes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Annotations:
             and every consumer reads the annotated value.
         copies: (value, consumer aten op) -> spec: all HLO ops of that aten op read a second annotated copy of the
             value (a clone after the pin). Equal copies of one value are written once and shared.
-        hops: (value, spec of a copy) -> the specs that the copy passes through on its way from the pin, each annotated
-            too: a detour that takes less than what the partitioner does at once. Equal beginnings are shared.
+        hops: (value, spec of a copy) -> intermediate specs between the pin and the copy, each annotated too, if that is
+            faster than the partitioner's direct reshard. Equal prefixes are shared.
     """
 
     pins: Mapping[Value, Spec] = field(default_factory=dict)
@@ -30,5 +30,5 @@ class Annotations:
     hops: Mapping[tuple[Value, Spec], tuple[Spec, ...]] = field(default_factory=dict)
 
     def chain(self, value: Value, spec: Spec) -> tuple[Spec, ...]:
-        """What a copy of `value` is annotated with, one after the other; `spec` last."""
+        """The annotations on the way to a copy of `value`, one after the other; `spec` last."""
         return (*self.hops.get((value, spec), ()), spec)

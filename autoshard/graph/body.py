@@ -1,4 +1,4 @@
-"""Bodies of loops and branches: graphs of their own, held by the op that runs them."""
+"""Bodies of loops and branches: subgraphs, held by the op that runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.graph.ops import Graph
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A region as a graph: its arguments are what the op hands it, its outputs what it hands back.
+    """A region as a graph: its arguments are the op's operands, its outputs the op's results.
 
     Output k of a loop's body is its argument k of the next iteration (`Output.updates`), in the same sharding. Bodies
     are equal when their ops are.
@@ -21,7 +21,7 @@ class Body:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """All of the body that a rule or a cost depends on."""
+        """The parts of the body that a rule or a cost depends on."""
         ops = tuple((op.kind, op.operands, op.results, tuple(op.attrs.items())) for op in self.graph.ops)
         ties = tuple(output.updates for output in self.graph.program.outputs)
         return (ops, self.graph.outputs, ties)
@@ -31,7 +31,7 @@ class Body:
         return hash(self.key)
 
     def __hash__(self) -> int:
-        """By the key, once."""
+        """By the key, cached."""
         return self._hash
 
     def __eq__(self, other: object) -> bool:
@@ -43,5 +43,5 @@ class Body:
         return hashlib.sha256(repr(self.key).encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:
-        """Its length, and what tells it from others."""
+        """Number of ops, and a digest."""
         return f"<body of {len(self.graph.ops)} ops, {self._digest}>"

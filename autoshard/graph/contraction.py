@@ -1,4 +1,4 @@
-"""Which dims of a contraction (a `dot_general`, or a convolution) are batch, contracted, free or slid over."""
+"""Dims of a contraction (a `dot_general`, or a convolution): batch, contracted, free or spatial."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """Dims of a contraction, as (lhs, rhs, out) or the sides that have it.
+    """Dims of a contraction, as (lhs, rhs, out) or those sides that have it.
 
     Attributes:
         batch: (lhs, rhs, out).
         contract: (lhs, rhs).
-        left, right: (operand, out) of dims that one operand has alone.
-        spatial: (lhs, rhs, out, number of the window dim) of dims that a kernel really slides over.
+        left, right: (operand, out) of free dims of lhs and of rhs.
+        spatial: (lhs, rhs, out, number of the window dim) of dims that a kernel slides over.
     """
 
     batch: tuple[tuple[int, int, int], ...]
@@ -45,7 +45,7 @@ def dot_dims(lhs_rank: int, rhs_rank: int, attrs: Mapping[str, Any]) -> Dims:
 
 
 class Matrices(NamedTuple):
-    """What a `dot_general` multiplies: `batch` times (m, k) x (k, n). Dims of each kind count as one."""
+    """The matrices of a `dot_general`: `batch` times (m, k) x (k, n). Dims of each kind are merged."""
 
     batch: int
     m: int
@@ -56,9 +56,8 @@ class Matrices(NamedTuple):
 def matrices(lhs: Shape, rhs: Shape, attrs: Mapping[str, Any]) -> Matrices:
     """The matrices of a `dot_general` of operands of these shapes.
 
-    These are the operands' own, or one device's parts of them. The buffer that an operand lies in may have another
-    shape: a reshape moves nothing. Where one operand is split along a shared dim and the other is not, as while parts
-    go round a ring, the smaller part is multiplied.
+    Shapes are global or local, as the dot reads them, not as a bitcast's buffer has them. If one operand is split along
+    a shared dim and the other is not, as in a windowed einsum, the smaller shard is multiplied.
     """
     dims = dot_dims(len(lhs), len(rhs), attrs)
     return Matrices(
@@ -70,10 +69,10 @@ def matrices(lhs: Shape, rhs: Shape, attrs: Mapping[str, Any]) -> Matrices:
 
 
 def convolution_dims(lhs: Shape, rhs: Shape, attrs: Mapping[str, Any]) -> Dims:
-    """The dims of a convolution, as XLA's `ParseConvolutionDimsInfo` sorts them.
+    """The dims of a convolution, classified as by XLA's `ParseConvolutionDimsInfo`.
 
     A spatial dim whose window is one element is free in the input, one whose window is the whole input is contracted
-    (the weight gradient of a 1 x 1 kernel), and so on; what remains is `spatial`.
+    (the weight gradient of a 1 x 1 kernel), and so on; all others are `spatial`.
     """
     return _convolution_dims(lhs, rhs, tuple((name, attrs[name]) for name in _READ))
 
@@ -107,7 +106,7 @@ def _convolution_dims(lhs: Shape, rhs: Shape, items: tuple[tuple[str, Any], ...]
 
 
 def _is_batch(size: int, taps: int, padding: Shape, stride: int, base: int, window: int, reversal: bool) -> bool:
-    """Whether a window picks element i of both sides for position i: a batch dim written as a spatial one."""
+    """Whether a window reads element i of both sides for position i: a batch dim written as a spatial one."""
     if size != taps:
         return False
     if reversal:
@@ -117,7 +116,7 @@ def _is_batch(size: int, taps: int, padding: Shape, stride: int, base: int, wind
 
 
 def kernel_is_small(rhs: Shape, out: Shape, attrs: Mapping[str, Any]) -> bool:
-    """Whether a convolution's kernel is smaller than its result, so that the result is what is worth splitting."""
+    """Whether a convolution's kernel is smaller than its result, so that the result is worth splitting."""
     taps, positions = 1, 1
     for i, (b, o) in enumerate(zip(attrs["rhs"][2:], attrs["out"][2:], strict=True)):
         taps, positions = taps * rhs[b], positions * out[o]

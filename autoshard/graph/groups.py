@@ -1,12 +1,12 @@
 """Fusion groups: the ops that XLA would run as one kernel, fixed before solving.
 
-A group is decided as one: inside it nothing is resharded, and only what crosses its boundary is read and written in
-memory. Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient).
+The solver decides a group as one: there is no reshard inside it, and only values at its boundary are materialised.
+Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient).
 
-An op joins the group of its first reader when no other reader could come between the two, which keeps the graph of
-groups acyclic: ids are in program order, and a reader whose id is beyond the group's last op cannot lead back to it.
+An op joins the group of its first user if no other user could come between the two, which keeps the graph of groups
+acyclic: ids are in program order, and a user whose id is beyond the group's last op cannot lead back to it.
 
-What an `optimization_barrier` passes on has nothing in common but the time: each operand is a group of its own.
+The operands of an `optimization_barrier` only share their time: each is a group of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ELEMENTWISE = frozenset(
     bitcast_convert count_leading_zeros bessel_i1e conj erfc is_inf is_neg_inf is_pos_inf next_after polygamma square
     zeta""".split()  # noqa: SIM905
 )
-"""Kinds that read and write one element at a time, chlo's among them."""
+"""Elementwise kinds, chlo's among them."""
 
 FUSABLE = ELEMENTWISE | {"broadcast_in_dim", "transpose", "reduce", "reverse"}
-"""Kinds that share a kernel with their neighbours."""
+"""Kinds that fuse with their neighbours."""
 
 BARRIER = "optimization_barrier"
 _FREE_SOURCES = frozenset({"constant", "iota", "partition_id", "replica_id"})
@@ -41,10 +41,10 @@ class Group:
     """Ops that run as one kernel.
 
     Attributes:
-        id: its place in `Groups.groups`, which is in an order that respects data flow.
+        id: its index in `Groups.groups`, which is in topological order.
         ops: op ids, in program order.
-        inputs: values read from outside, arguments included, free values left out; in order of first use.
-        outputs: values that something outside reads, or that the program returns; in program order.
+        inputs: values produced outside, arguments included, free values left out; in order of first use.
+        outputs: values with users outside, and results of the program; in program order.
         operand_number: of a barrier, the one operand and result that the group is about.
     """
 
@@ -55,16 +55,16 @@ class Group:
     operand_number: int | None = None
 
     def operands(self, op: Op) -> tuple[Value, ...]:
-        """What the group reads of the operands of an op of it."""
+        """The operands of one of its ops that belong to the group."""
         return op.operands if self.operand_number is None else (op.operands[self.operand_number],)
 
     def results(self, op: Op) -> tuple[Value, ...]:
-        """What the group makes of the results of an op of it."""
+        """The results of one of its ops that belong to the group."""
         made = range(len(op.results)) if self.operand_number is None else [self.operand_number]
         return tuple(Value(op.id, result) for result in made)
 
     def readers(self, graph: Graph, value: Value) -> list[Op]:
-        """The ops of it that read a value, in program order."""
+        """The users of a value inside it, in program order."""
         found: Sequence[Op] = graph.readers(value)
         if len(found) > len(self.ops):
             found = [graph.ops[number] for number in self.ops]
@@ -75,7 +75,7 @@ class Group:
         return frozenset(self.ops)
 
     def made(self, graph: Graph) -> list[Value]:
-        """All values that it makes, in program order."""
+        """All values that it produces, in program order."""
         return [value for op in self.ops for value in self.results(graph.ops[op])]
 
 
@@ -84,10 +84,10 @@ class Groups:
     """All groups of a graph.
 
     Attributes:
-        groups: in an order that respects data flow.
+        groups: in topological order.
         of: op id -> group id; arguments, free ops and barriers have none.
-        barrier_results: result of a barrier -> group id; one that nothing reads has none.
-        free: ops that depend on constants and scalars alone: every device makes the part it needs.
+        barrier_results: result of a barrier -> group id; one without users has none.
+        free: ops that depend on constants and scalars only: every device computes the shard it needs.
     """
 
     groups: tuple[Group, ...]
@@ -96,13 +96,13 @@ class Groups:
     free: frozenset[int]
 
     def maker(self, value: Value) -> int | None:
-        """The group that makes a value; None of an argument, a free one, or a barrier's that nothing reads."""
+        """The group that produces a value; None of an argument, a free one, or a barrier's result without users."""
         return self.barrier_results.get(value, self.of.get(value.op))
 
 
 @per_graph
 def free_ops(graph: Graph) -> frozenset[int]:
-    """Ops whose result follows from constants, iotas and scalar arguments alone, in any sharding, at no cost."""
+    """Ops that depend on constants, iotas and scalar arguments only, and so cost nothing in any sharding."""
     free: set[int] = set()
     for op in graph.ops:
         scalar_argument = op.kind == "argument" and not op.results[0].shape
@@ -117,7 +117,7 @@ def fusion_groups(graph: Graph) -> Groups:
     """Partition the ops of `graph` that are neither arguments nor free."""
     free = free_ops(graph)
     updates = [_updates(op, graph) for op in graph.ops]
-    root: dict[int, int] = {}  # op -> last op of its group
+    root: dict[int, int] = {}  # op -> the last op of its group
     for op in reversed(graph.ops):
         if op.kind == "argument" or op.id in free:
             continue
@@ -166,7 +166,7 @@ def fusion_groups(graph: Graph) -> Groups:
 
 
 INDEXED = frozenset({"gather", "dynamic_slice", "slice"})
-"""Kinds that read of their first operand only what they take."""
+"""Kinds that read of their first operand only as much as they return."""
 
 
 def is_one(graph: Graph, value: Value) -> bool:
@@ -178,7 +178,7 @@ def is_one(graph: Graph, value: Value) -> bool:
 
 
 def unscaled(graph: Graph, value: Value) -> list[Value]:
-    """`value`, and the values it is the same as: what it multiplies by 1 (`alpha` of torch's add), and so on.
+    """`value`, and the values it equals: operands of products with 1 (`alpha` of torch's add), and so on.
 
     Compilers drop such products before they look for sums.
     """
@@ -192,7 +192,7 @@ def unscaled(graph: Graph, value: Value) -> list[Value]:
 
 
 def _updates(op: Op, graph: Graph) -> bool:
-    """Whether an op is the optimizer's: gradients may be scattered before it reads them."""
+    """Whether an op is the optimizer's: gradients may be reduce-scattered before it."""
     return op.aten is not None and op.aten < len(graph.program.ops) and graph.program.ops[op.aten].phase == "optimizer"
 
 

@@ -1,7 +1,7 @@
-"""Which dims of a gather or scatter go together, as XLA sees them (`GetGatherScatterBatchParallelDims` and the like).
+"""Corresponding dims of a gather's or scatter's tensors, as in XLA (`GetGatherScatterBatchParallelDims` and others).
 
-Words of the specification: *batch dims* enumerate the index vectors, *offset (window) dims* run over the slice that
-each of them names. *Window* stands for a gather's result and for a scatter's updates here.
+In the specification's words *batch dims* enumerate the index vectors and *offset (window) dims* run over the slice of
+each. *Window* is a gather's result and a scatter's updates here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class IndexDims:
     """Dims of one gather or scatter.
 
     Attributes:
-        passthrough: (operand dim, window dim) where the slice covers the operand's dim whole.
-        trivial: indexed dims of the operand of which a slice takes one element.
+        passthrough: (operand dim, window dim) of dims that the slice covers completely.
+        trivial: indexed dims of the operand with slice size 1 (trivially sliced).
         batch: (operand dim, indices dim, window dim) of explicit batch dims, and of dims that an iota indexes: there
             element i of the indices reads (or writes) row i.
         index: (indices dim, window dim) of the other batch dims.
@@ -34,7 +34,7 @@ class IndexDims:
 
 
 def index_dims(kind: str, attrs: Mapping[str, Any], operand: Shape, indices: Shape, window: Shape) -> IndexDims:
-    """The dims of an op of this kind (`gather` or `scatter`) and attributes, with operands of these shapes."""
+    """The dims of a `gather` or `scatter` with these attributes and shapes."""
     batched = attrs["operand_batch_dims"]
     if kind == "gather":
         window_dims, hidden, indexed = attrs["offset_dims"], attrs["collapsed_dims"], attrs["start_index_map"]
@@ -59,7 +59,7 @@ def index_dims(kind: str, attrs: Mapping[str, Any], operand: Shape, indices: Sha
 def parallel_dims(
     ops: Sequence[Op], kind: str, attrs: Mapping[str, Any], operands: Sequence[Value]
 ) -> tuple[tuple[int, int], ...]:
-    """(operand dim, indices dim) pairs in which the indices count up: each index reads or writes a row of its own."""
+    """(operand dim, indices dim) pairs in which the indices are an iota: each reads or writes a row of its own."""
     count = 1 if kind == "gather" else (len(operands) - 1) // 2
 
     def shape(value: Value) -> Shape:
@@ -93,7 +93,7 @@ def parallel_dims(
 
 
 def _counted(ops: Sequence[Op], indices: Value, vector: int, shape: Callable[[Value], Shape]) -> list[int | None]:
-    """Per element of an index vector the dim of the indices along which it counts up, if there is one."""
+    """Per element of an index vector the indices' dim along which it is an iota, if any."""
     op = ops[indices.op]
     parts = op.operands if op.kind == "concatenate" and op.attrs["dim"] == vector else (indices,)
     found: list[int | None] = []
@@ -105,9 +105,9 @@ def _counted(ops: Sequence[Op], indices: Value, vector: int, shape: Callable[[Va
 
 
 def _iota_dim(ops: Sequence[Op], value: Value) -> int | None:
-    """The dim along which a value is 0, 1, 2…: of an iota, or a broadcast of an i32 one (`GetDimensionForIota`).
+    """The dim along which a value is an iota, or a broadcast of an i32 one (`GetDimensionForIota`).
 
-    On the way to HLO an iota of several dims becomes a broadcast of one of one dim, so that it must be i32 too.
+    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be i32 too.
     """
     op = ops[value.op]
     if op.kind == "iota":

@@ -1,4 +1,4 @@
-"""What follows from a graph alone is worked out once for it, however many meshes it is planned for."""
+"""Caches per graph, for results that depend on no mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Found = TypeVar("Found")
 
 
 def per_graph(make: Callable[[Graph], Found]) -> Callable[[Graph], Found]:
-    """`make`, of whose results each is kept as long as its graph lives; they must not hold the graph themselves."""
+    """`make`, with each result cached as long as its graph lives; results must not refer to the graph."""
     known: dict[int, tuple[weakref.ref[Graph], Found]] = {}
 
     @wraps(make)
@@ -29,16 +29,16 @@ def per_graph(make: Callable[[Graph], Found]) -> Callable[[Graph], Found]:
 
 
 class Latest:
-    """The last result for one graph: what several steps of one plan ask for with the same arguments."""
+    """A cache of one result for one graph: several steps of one plan ask with the same arguments."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """An empty cache."""
         self.graph: Callable[[], Graph | None] = lambda: None
         self.key: object = None
         self.result: object = None
 
     def of(self, graph: Graph, key: object, make: Callable[[], Found]) -> Found:
-        """`make()`, or what it returned when it was last asked for with the same graph and an equal `key`."""
+        """`make()`, or the cached result if the last call had the same graph and an equal `key`."""
         if self.graph() is not graph or self.key != key:
             self.result = make()
             self.graph, self.key = weakref.ref(graph, lambda _: self._forget()), key

@@ -1,4 +1,4 @@
-"""The op graph: what `graph/` makes of a captured program, and what every later stage reads."""
+"""The op graph that `graph/` builds from a captured program and that all later stages read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Op:
         kind: StableHLO name without dialect (`dot_general`, `add`, `reduce`…), or `argument`.
             `dot` arrives as `dot_general`; `custom_call` as `custom_call` with `attrs["target"]`.
         operands: the values it reads.
-        results: types of the values it makes.
+        results: types of its results.
         attrs: the attributes that its rule needs, as plain Python values (see `stablehlo/reader.py` for each kind's).
         aten: index of the aten op that it came from, or None.
         module: module path of that aten op, `""` where unknown.
@@ -45,13 +45,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """The ops of a program, and what flows between them.
+    """The ops of a program, and the values between them.
 
     Attributes:
         ops: op id -> Op, in program order (ids are 0..n-1).
         arguments: op ids of the arguments, in the program's order.
         outputs: the program's results, in its order.
-        aten_outputs: (aten index, output index) -> the value that is that output: the points lowering can annotate.
+        aten_outputs: (aten index, output index) -> its value: the points that lowering can annotate.
     """
 
     program: Program
@@ -66,7 +66,7 @@ class Graph:
 
     @cached_property
     def nx(self) -> DiGraph[int]:
-        """Over op ids: node attribute `op` is the Op, edge attribute `values` the results that flow along it."""
+        """Over op ids: node attribute `op` is the Op, edge attribute `values` the values along it."""
         found: DiGraph[int] = DiGraph()
         found.add_nodes_from((op.id, {"op": op}) for op in self.ops)
         for op in self.ops:
@@ -90,19 +90,19 @@ class Graph:
         return frozenset(self.outputs)
 
     def readers(self, value: Value) -> tuple[Op, ...]:
-        """The ops that read a value, each once, in program order."""
+        """The users of a value, each once, in program order."""
         return self._readers.get(value, ())
 
     def uses(self, value: Value) -> int:
-        """How many operands of ops a value is."""
+        """Number of operands, over all ops, that are this value."""
         return sum(op.operands.count(value) for op in self.readers(value))
 
     def is_read(self, value: Value) -> bool:
-        """Whether an op reads a value, or it is a result of the program."""
+        """Whether a value has users, or is a result of the program."""
         return value in self._readers or value in self.returned
 
     def leading_to(self, ops: Collection[int]) -> set[int]:
-        """These ops, and all from which something flows to them."""
+        """These ops and their ancestors."""
         return {*ops, *(before for before, _, _ in edge_bfs(self.nx, ops, orientation="reverse"))}
 
 
@@ -115,10 +115,10 @@ class Factor:
 
     Attributes:
         size: its extent.
-        kind: what splitting it does: `parallel` the result is split; `reduce` every result is a partial term;
-            `replicated` it may not be split; `halo` it may, neighbours exchange edges.
-        reducer: for `reduce`: `add`, `max`, `min`, `mul`, `and`, `or`; or `gather` when partials are gathered (argmax).
-        even: only an even split computes the right numbers: compilers do not mask what pads an uneven one.
+        kind: the effect of a split: `parallel` the result is split; `reduce` every result is a partial sum (or other
+            reduction); `replicated` no split is possible; `halo` neighbours exchange halos.
+        reducer: for `reduce`: `add`, `max`, `min`, `mul`, `and`, `or`; or `gather` if partials are gathered (argmax).
+        even: whether only an even split computes correct results: compilers do not mask the padding of an uneven one.
     """
 
     size: int
@@ -132,14 +132,14 @@ DimFactors = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """How an op may be split: per dim of each operand and result, its factors, major to minor.
+    """The sharding rule of an op: per dim of each operand and result, its factors, major to minor.
 
-    A dim with factors `(f, g)` (a merged `B*S`) is split by the axes of f, then, once f is wholly split, by those of
-    g. A dim with no factors is never split. A factor that a result does not mention is reduced over if its kind is
-    `reduce`, else it makes no difference to that result.
+    A dim with factors `(f, g)` (a merged `B*S`) is split by the axes of f, then, once f is completely split, by those
+    of g. A dim with no factors is never split. A factor that a result does not mention is reduced over if its kind is
+    `reduce`, else it does not affect that result.
 
     Attributes:
-        reason: why nothing of an op may be split that could be: the plan names it, and what it costs.
+        reason: why dims that could be independent cannot be split: the plan shows it, and its cost.
     """
 
     factors: tuple[Factor, ...]

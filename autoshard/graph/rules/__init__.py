@@ -1,1 +1,1 @@
-"""How each op kind may be split: one factor rule per kind."""
+"""Sharding rules: one rule over factors per op kind."""

@@ -1,4 +1,4 @@
-"""What rules are written with: the registry, and a builder of factors. `table.py` fills the registry."""
+"""The registry of rules, and a builder of factors. `table.py` fills the registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Dim: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """All of an op that its rule may depend on; equal signatures have one rule.
+    """The parts of an op that its rule may depend on; equal signatures have one rule.
 
     Attributes:
         operands, results: shapes.
@@ -32,7 +32,7 @@ RuleFunction: TypeAlias = Callable[[Signature], "Rule | None"]
 RULES: dict[str, RuleFunction] = {}
 CUSTOM_CALL_RULES: dict[str, RuleFunction] = {}
 GATHERED = "XLA's partitioners gather what it reads"
-"""Why an op is computed whole by every device though its dims are independent."""
+"""Why every device computes all of an op though its dims are independent."""
 
 
 def rule(*kinds: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -68,7 +68,7 @@ def find_rule(
 
 
 def rule_for(op: Op, graph: Graph) -> Rule | None:
-    """How `op` may be split, or None when there is no rule (the caller replicates it, and says so).
+    """The sharding rule of `op`, or None without one (the caller replicates the op, and says so).
 
     Equal ops (kind, shapes and attributes) get the same object.
     """
@@ -105,7 +105,7 @@ class Factors:
 
 
 def gathered(op: Signature) -> Rule:
-    """Whole, because partitioners gather it."""
+    """A rule without splits, since partitioners gather the operands."""
     factors = Factors()
     operands, results = ([factors.dims(shape, "replicated") for shape in side] for side in (op.operands, op.results))
     return factors.rule(operands, results, GATHERED)

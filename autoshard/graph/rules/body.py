@@ -1,9 +1,8 @@
-"""Rules of loops and branches: what their bodies let be split.
+"""Rules of loops and branches, from the ops of their bodies.
 
-The factors of all ops of a body are unified along its values, as those of a fusion group are, and what a loop hands to
-its next iteration with what it was handed. So a loop has one sharding for each value that it carries, from first to
-last iteration, and every op inside runs as that says; what is summed inside is the price
-(`cost/partitioner/ops/body.py`).
+The factors of all ops of a body are unified along its values, as in a fusion group, and a loop's outputs with its
+arguments. So each carried value has one sharding in all iterations, and every op inside runs accordingly; all-reduces
+inside are the cost (`cost/partitioner/ops/body.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ STUCK = "its body lets nothing be split that it is handed"
 
 @rule("while")
 def loop(op: Signature) -> Rule:
-    """Every carried value has one sharding in all iterations; a dim is parallel where all of the body can follow"""
+    """Every carried value has one sharding in all iterations; a dim is parallel if the whole body can follow."""
     body: Body = op.attrs["bodies"][-1]
     union = _Bodies([body])
     arguments = union.arguments[0]
@@ -32,7 +31,7 @@ def loop(op: Signature) -> Rule:
 
 @rule("case")
 def branches(op: Signature) -> Rule:
-    """As both branches allow: they read the same values, and their results have one sharding"""
+    """As both branches allow: they read the same values, and their results have one sharding."""
     bodies: Sequence[Body] = op.attrs["bodies"]
     union = _Bodies(bodies)
     for other in union.outputs[1:]:
@@ -95,7 +94,7 @@ class _Bodies:
         return self.parent[-1]
 
     def _anew(self, shape: Shape) -> DimFactors:
-        """Factors of a value that is free in any sharding."""
+        """New factors for a value that is free in any sharding."""
         made = tuple((self._make(size),) if size > 1 else () for size in shape)
         self.dims.append(made)
         return made
@@ -107,9 +106,9 @@ class _Bodies:
         return item
 
     def tie(self, left: DimFactors, right: DimFactors) -> None:
-        """Two names of one value."""
+        """Unify the factors of one value under two names."""
         for one, other in zip(left, right, strict=True):
-            if len(one) != len(other):  # factored otherwise, or never split on one side
+            if len(one) != len(other):  # factored differently, or never split on one side
                 self.whole.update(one)
                 self.whole.update(other)
                 continue
@@ -118,7 +117,7 @@ class _Bodies:
                 self.parent[second] = first
 
     def rule(self, op: Signature, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
-        """The factors of what the op reads and makes."""
+        """The factors of the op's operands and results."""
         whole = {self._find(ident) for ident in self.whole}
         for value in self.dims:  # an axis splits one dim of a value only
             flat = [self._find(ident) for dim in value for ident in dim]

@@ -1,4 +1,4 @@
-"""Rules of custom calls, by target: those that XLA's frontends make, and those that users register."""
+"""Rules of custom calls, by target: those that XLA's frontends emit, and those that users register."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ _WHOLE, _REST = "*", "..."
 def register_rule(
     target: str, dims: str | None = None, *, whole: str = "", sums: str = "", partitioned: bool = True
 ) -> Any:
-    """Say how `stablehlo.custom_call @target` may be split.
+    """Define the sharding rule of `stablehlo.custom_call @target`.
 
         autoshard.register_rule("my_attention", "b h q d, b h k d, b h k d -> b h q d", whole="q k d")
         autoshard.register_rule("my_norm", "... d, d -> ... d", whole="d")
 
-    Operands before the arrow, results behind it; per tensor the names of its dims. A name is one loop of the op: dims
-    of one name are split together. `...` are any leading dims, `*` is a tensor of any rank that is read or made whole.
+    Operands before the arrow, results after it; per tensor the names of its dims. A name is one loop of the op: dims
+    of one name are split together. `...` are any leading dims, `*` is a replicated tensor of any rank.
 
     Without `dims` this is a decorator of a function from `Signature` to `Rule`, or to None for a form of the op that it
     cannot describe (see `autoshard/graph/rules/base.py`).
 
     Args:
-        target: the call's target; a rule that it had is replaced.
+        target: the call's target; an existing rule is replaced.
         dims: the names of the dims.
-        whole: names, by spaces, along which the op may not be split.
-        sums: names that the op adds up over: splitting them leaves every result a term of a sum.
+        whole: names, separated by spaces, of dims that may not be split.
+        sums: names that the op sums over: splitting them leaves every result a partial sum.
         partitioned: whether the runtime's XLA has a partitioner for the call (jax's `custom_partitioning`, a
-            `CustomCallPartitioner`). Without one it gathers what the call reads: then say False, and the plan names the
-            call with what that costs.
+            `CustomCallPartitioner`). If False, XLA gathers the operands, and the plan names the call with the cost.
 
     Raises:
-        ValueError: the names do not fit each other; says which.
+        ValueError: the names do not match; says which.
     """
     if dims is None:
 
@@ -130,7 +129,7 @@ class _Named:
 
 
 def _keys(shape: Shape, names: Sequence[str]) -> list[tuple[str, int]] | None:
-    """What tells each dim of a tensor apart: its name, and for `...` its place from the right; None if ranks differ."""
+    """The key of each dim of a tensor: its name, and for `...` its position from the right; None if ranks differ."""
     if names == (_WHOLE,):
         return [(f"{_WHOLE}{shape}", place) for place in range(len(shape))]
     if names[:1] == (_REST,):
@@ -147,7 +146,7 @@ def _keys(shape: Shape, names: Sequence[str]) -> list[tuple[str, int]] | None:
     *("TopK", "ApproxTopK", "LayoutConstraint"),
 )
 def whole(op: Signature) -> Rule:
-    """Whole, as everything that XLA's partitioners have no way to split."""
+    """Replicated: XLA's partitioners cannot split it."""
     return gathered(op)
 
 
@@ -155,8 +154,8 @@ def whole(op: Signature) -> Rule:
 def flash_attention(op: Signature) -> Rule | None:
     """A Mosaic kernel over `(batch, heads, sequence, features)`, as torch_xla's flash and splash attention.
 
-    The kernel is independent in batch and heads; but it is compiled for the shapes that it was traced with, and XLA
-    gathers what it reads. To run it on parts, the model gives torch_xla's function a mesh and a partition spec.
+    The kernel is independent in batch and heads; but it is compiled for fixed shapes, so XLA gathers its operands. To
+    run it on shards, the model passes a mesh and a partition spec to torch_xla's function.
     """
     attention = [shape for shape in op.operands if len(shape) == 4]
     same = len({shape[:2] for shape in attention}) == 1
@@ -165,7 +164,7 @@ def flash_attention(op: Signature) -> Rule | None:
 
 @custom_call_rule("MoveToHost", "MoveToDevice", "annotate_device_placement")
 def passes(op: Signature) -> Rule | None:
-    """Hands on what it reads."""
+    """The identity."""
     if op.operands[: len(op.results)] != op.results:
         return None
     factors = Factors()

@@ -1,7 +1,7 @@
 """Rules of ops that index: gather, scatter, sort, top-k.
 
-Words of the gather specification: *batch dims* enumerate the index vectors, *offset (window) dims* run over the slice
-that each of them names. A dim is *trivially sliced* when the slice has extent one there.
+In the gather specification's words *batch dims* enumerate the index vectors and *offset (window) dims* run over the
+slice of each. A dim is *trivially sliced* if the slice has extent one there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from autoshard.graph.ops import FactorKind, Rule
 from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, rule
 
 REDUCERS = ("add", "mul", "min", "max", "and", "or")
-"""Regions of a scatter whose partial results can be combined."""
+"""Reducers of a scatter whose partial results can be combined."""
 
 
 @rule("gather")
 def gather(op: Signature) -> Rule:
-    """Embedding: rows are indexed, so that splitting them leaves partial sums (a masked gather, then an all-reduce);
-    index batch dims and whole slices are parallel; a slice that covers part of a dim keeps that dim whole.
+    """Embedding: a split of the indexed rows leaves partial sums (a masked gather, then an all-reduce); index batch
+    dims and completely covered dims are parallel; a dim that a slice covers in part is replicated.
     """
     operand, indices = op.operands
     (result,) = op.results
@@ -46,13 +46,13 @@ def gather(op: Signature) -> Rule:
 
 @rule("scatter")
 def scatter(op: Signature) -> Rule:
-    """Embedding gradient: the indexed rows are parallel (a device drops the updates outside its part: measured, no
-    collective); update batch dims are reduced over by the region's reducer; whole windows are parallel.
+    """Embedding gradient: the indexed rows are parallel (a device drops the updates outside its shard: measured, no
+    collective); the region's reducer reduces update batch dims; completely covered dims are parallel.
 
-    Update batch dims are split evenly only: XLA pads indices with 0, so that what pads the updates lands in row 0
-    (found by running it).
+    Update batch dims are only split evenly: XLA pads indices with 0, so padding of the updates would land in row 0
+    (seen in a run).
 
-    Regions without an identity (assignment and the like) apply updates in order: their batch dims are replicated.
+    Reducers without an identity (assignment and the like) apply updates in order: their batch dims are replicated.
     """
     count = (len(op.operands) - 1) // 2
     operand, indices, update = op.operands[0], op.operands[count], op.operands[count + 1]
@@ -87,7 +87,7 @@ def scatter(op: Signature) -> Rule:
 
 
 def _paired(op: Signature) -> dict[int, int]:
-    """Operand dim -> the indices' dim that runs along it: explicit batch dims, and dims that an iota indexes."""
+    """Operand dim -> its indices' dim: explicit batch dims, and dims that an iota indexes."""
     explicit = zip(op.attrs["operand_batch_dims"], op.attrs["indices_batch_dims"], strict=True)
     return dict(explicit) | dict(op.attrs["parallel"])
 
@@ -100,7 +100,7 @@ def _index_dims(
     otherwise: FactorKind = "parallel",
     reducer: str | None = None,
 ) -> list[Dim]:
-    """Factors of the indices' dims; the dim that holds index vectors stays whole."""
+    """Factors of the indices' dims; the dim of the index vectors has none."""
     dims: list[Dim] = []
     for dim, size in enumerate(shape):
         kind: FactorKind = "replicated" if dim == vector_dim else "parallel" if dim in parallel else otherwise
@@ -118,7 +118,7 @@ def _interleave(rank: int, places: Iterable[int], offsets: list[Dim], batch: lis
 
 @rule("sort")
 def sort(op: Signature) -> Rule:
-    """The sorted dim is whole, all others parallel, in every operand."""
+    """The sorted dim is replicated, all others are parallel, in every operand."""
     factors = Factors()
     dims = [
         factors.new(size, "replicated" if dim == op.attrs["dim"] else "parallel")

@@ -1,8 +1,8 @@
-"""Rules of ops that move elements and compute nothing: reshape, broadcast, transpose, slice, pad, concatenate…
+"""Rules of ops that only move elements: reshape, broadcast, transpose, slice, pad, concatenate…
 
-Along a dim whose extent changes (or whose elements change place), the op needs elements of other devices. GSPMD does
-not have a cheap way that can be relied on (measured: a slice `[:, :-1]` along a split dim gathers it, a split of fused
-QKV is seven permutes), so such dims are `replicated`: operand and result each with a factor of their own.
+Along a dim whose extent changes (or whose elements move), the op needs elements of other devices. GSPMD has no cheap
+and reliable method there (measured: a slice `[:, :-1]` along a split dim gathers it, a split of fused QKV is seven
+permutes), so such dims are `replicated`: operand and result each with a factor of their own.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def reshape(op: Signature) -> Rule:
 def refine(first: Shape, second: Shape, factors: Factors) -> tuple[list[Dim], list[Dim]]:
     """Factors of two shapes with equally many elements in row-major order, each dim major to minor.
 
-    From the outermost dim inwards: what divides both sides' next dim is a shared factor. `(8, 512) -> (4096,)` has
-    the factors 8 and 512, `(6, 4) -> (8, 3)` a shared 2 and then nothing: the rest is replicated up to the next place
-    where both shapes have a boundary.
+    From the major-most dim: a common divisor of both sides' next dims is a shared factor. `(8, 512) -> (4096,)` has the
+    factors 8 and 512, `(6, 4) -> (8, 3)` a shared 2 and no more: the rest is replicated up to the next boundary that
+    both shapes have.
     """
     sides: tuple[list[list[int]], list[list[int]]] = ([[] for _ in first], [[] for _ in second])
     if math.prod(first) == 0:
         return [()] * len(first), [()] * len(second)
     i = j = 0
-    left, right = 1, 1  # what remains of the current dims
+    left, right = 1, 1  # the rest of the current dims
     while True:
         while left == 1 and i < len(first):
             left, i = first[i], i + 1
@@ -83,7 +83,7 @@ def refine(first: Shape, second: Shape, factors: Factors) -> tuple[list[Dim], li
 
 
 def _moved(factors: Factors, operand: Shape, result: Shape, untouched: list[bool]) -> tuple[list[Dim], list[Dim]]:
-    """Dims that stay as they are share a parallel factor; the others are replicated on each side."""
+    """Untouched dims share a parallel factor; the others are replicated on each side."""
     before: list[Dim] = []
     after: list[Dim] = []
     for size, new_size, same in zip(operand, result, untouched, strict=True):
@@ -98,7 +98,7 @@ def _moved(factors: Factors, operand: Shape, result: Shape, untouched: list[bool
 
 @rule("slice")
 def slice_(op: Signature) -> Rule:
-    """Dims that are kept whole are parallel."""
+    """Completely covered dims are parallel."""
     (operand,), (result,) = op.operands, op.results
     factors = Factors()
     before, after = _moved(factors, operand, result, [True] * len(operand))
@@ -144,7 +144,7 @@ def reverse(op: Signature) -> Rule:
 
 @rule("dynamic_slice")
 def dynamic_slice(op: Signature) -> Rule:
-    """Dims that are kept whole are parallel (their start index is clamped to 0)."""
+    """Completely covered dims are parallel (their start index is clamped to 0)."""
     operand, *starts = op.operands
     factors = Factors()
     before, after = _moved(factors, operand, op.results[0], [True] * len(operand))
@@ -153,7 +153,7 @@ def dynamic_slice(op: Signature) -> Rule:
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(op: Signature) -> Rule:
-    """Dims that the update covers whole are parallel."""
+    """Dims that the update covers completely are parallel."""
     operand, update, *starts = op.operands
     factors = Factors()
     before: list[Dim] = []

@@ -1,7 +1,7 @@
 """One sharding rule per op kind (see `Rule`), and `rule_for`, which finds an op's.
 
-A rule says what the op computes when its operands are split; whether the partitioner does it that way, and at what
-price, is the business of `cost/`. A new op is one function under `@rule`, in the file of its family:
+A rule says what the op computes when its operands are split; whether the partitioner does so, and at what cost, is for
+`cost/`. A new op is one function under `@rule`, in the file of its family:
 
 - here: elementwise, matrix products, reductions, normalisations, random numbers, linear algebra;
 - `shape.py`: ops that only move elements (reshape, broadcast, slice, concatenate…);
@@ -10,7 +10,7 @@ price, is the business of `cost/`. A new op is one function under `@rule`, in th
 - `body.py`: loops and branches, from the ops inside;
 - `custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
 
-The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) where it has a way to run the op split.
+The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) if it can run the op on shards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["has_rule", "rule", "rule_for", "rules_body", "rules_custom", "rules_
     *("square", "zeta", "copy"),
 )
 def elementwise(op: Signature) -> Rule | None:
-    """One parallel factor per dim. Scalar operands (of clamp and select) are whole everywhere."""
+    """One parallel factor per dim. Scalar operands (of clamp and select) have no dims to split."""
     (shape,) = op.results
     factors = Factors()
     dims = factors.dims(shape)
@@ -69,7 +69,7 @@ def optimization_barrier(op: Signature) -> Rule:
 
 @rule("argument", "constant", "iota", "partition_id", "replica_id", "create_token")
 def source(op: Signature) -> Rule:
-    """Free in every sharding: each device makes (or holds) its part."""
+    """Free in every sharding: each device produces (or holds) its shard."""
     factors = Factors()
     return factors.rule([], [factors.dims(shape) for shape in op.results])
 
@@ -79,7 +79,7 @@ def source(op: Signature) -> Rule:
 
 @rule("dot_general")
 def dot_general(op: Signature) -> Rule:
-    """Batch, m and n are parallel; k is summed over."""
+    """Batch, m and n are parallel; k is reduced."""
     lhs_shape, rhs_shape = op.operands
     factors = Factors()
     lhs: dict[int, Dim] = {}
@@ -106,7 +106,7 @@ def _in_order(dims: dict[int, Dim]) -> list[Dim]:
 def reduce(op: Signature) -> Rule:
     """Reduced dims are reduced by the region's reducer.
 
-    Other regions (argmax and variadic ones) have each device's candidates gathered (reducer `gather`).
+    For other regions (argmax and variadic ones) each device's candidates are gathered (reducer `gather`).
     """
     count = len(op.operands) // 2
     reducer = op.attrs["reducer"]
@@ -127,7 +127,7 @@ def reduce(op: Signature) -> Rule:
 
 @rule("batch_norm_training", "batch_norm_inference", "batch_norm_grad")
 def batch_norm(op: Signature) -> Rule:
-    """Whole: GSPMD has no way to run these split, and gathers everything that they read (measured).
+    """Replicated: GSPMD cannot run these on shards, and gathers all operands (measured).
 
     The capture switch `norm` writes batch norms as means and `rsqrt` instead.
     """
@@ -139,7 +139,7 @@ def batch_norm(op: Signature) -> Rule:
 
 @rule("rng_bit_generator")
 def rng_bit_generator(op: Signature) -> Rule:
-    """Computed whole on every device and then sliced for free (measured), so any result sharding will do."""
+    """Every device computes the whole and slices it for free (measured), so any result sharding will do."""
     (state,) = op.operands
     new_state, bits = op.results
     factors = Factors()
@@ -160,5 +160,5 @@ def rng(op: Signature) -> Rule:
 
 @rule("cholesky", "triangular_solve", "fft")
 def linear_algebra(op: Signature) -> Rule:
-    """Whole: no partitioner splits these, not even along batch dims."""
+    """Replicated: no partitioner splits these, not even along batch dims."""
     return gathered(op)

@@ -1,7 +1,7 @@
 """Rules of sliding windows: convolution, pooling and its gradient.
 
-Along a windowed dim a device needs the edges of its neighbours' parts: a `halo` factor. A window that spans most of the
-dim (a cumulative sum, the weight gradient of a convolution) needs all of them: `replicated`. The solver splits neither;
+Along a windowed dim a device needs its neighbours' halos: a `halo` factor. A window that covers most of the dim (a
+cumulative sum, the weight gradient of a convolution) needs all of it: `replicated`. The solver splits neither;
 `strategies/guard.py` has a reason.
 """
 
@@ -12,13 +12,13 @@ from autoshard.graph.rules.base import Dim, Factors, Shape, Signature, gathered,
 
 
 def window_kind(extent: int, window: int, dilation: int, plain: bool) -> FactorKind:
-    """What splitting a dim of `extent` does under a window of `window` elements, `dilation` apart.
+    """The effect of a split of a dim of `extent` under a window of `window` elements, `dilation` apart.
 
     Args:
         extent: of the operand's dim.
         window: elements of the window.
         dilation: distance between them.
-        plain: no stride, padding or dilation moves the elements.
+        plain: whether no stride, padding or base dilation moves elements.
     """
     reach = (window - 1) * dilation + 1
     if reach == 1 and plain:
@@ -69,9 +69,9 @@ def select_and_scatter(op: Signature) -> Rule:
 @rule("convolution")
 def convolution(op: Signature) -> Rule:
     """Batch and out features are parallel, in features reduce, feature (or batch) groups are parallel, spatial dims
-    exchange halos; the kernel is whole in its spatial dims.
+    exchange halos; the kernel is replicated along its spatial dims.
 
-    With feature groups of several features each, GSPMD gathers everything (measured), so that nothing may be split.
+    With feature groups of several features each, GSPMD gathers everything (measured), so nothing may be split.
     """
     lhs_shape, rhs_shape = op.operands
     (out_shape,) = op.results
@@ -87,7 +87,7 @@ def convolution(op: Signature) -> Rule:
     rhs: dict[int, Dim] = {}
     out: dict[int, Dim] = {}
 
-    # Dims that are merged with a group index are (group, rest), the group major. One of the two counts is 1.
+    # Dims merged with a group index are (group, rest), the group major. One of the two counts is 1.
     group = factors.new(groups)
     batch_group = factors.new(batch_groups)
     batch = factors.new(out_shape[out_batch])
