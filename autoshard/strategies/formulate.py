@@ -293,7 +293,7 @@ class _Builder:
                     self.mesh,
                     rule_for,
                     Variants(key.scatter, key.defer, key.sums, merged=self.device.compiler.sums_dims_at_once),
-                    self.partitioner.alone,
+                    self.partitioner.op_collectives,
                 )
                 self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
             ways, costs = self._by_shape[key]

@@ -79,8 +79,8 @@ class Prices:
 
         launches = sum(works[group].launches for group in alike) / len(alike)
         within = mean([works[group].with_products for group in alike])
-        alone = mean([works[group].alone for group in alike])
-        return [GroupWork(*parts, launches) for parts in zip(within, alone, strict=True)]
+        other = mean([works[group].other for group in alike])
+        return [GroupWork(*parts, launches) for parts in zip(within, other, strict=True)]
 
     def _locals(self, group: Group) -> list[Value]:
         return [*group.inputs, *group.made(self.graph)]
@@ -103,9 +103,9 @@ class Prices:
         """Seconds of a group's kernels; `works` by the number of devices that split its program."""
         rate = self.device.reachable_bandwidth
         beside = self._traffic(group, ways, {many: work.with_products for many, work in works.items()}) / rate
-        alone = self._traffic(group, ways, {many: work.alone for many, work in works.items()}) / rate
+        other = self._traffic(group, ways, {many: work.other for many, work in works.items()}) / rate
         launched = works[self.mesh.size].launches * self.device.kernel_overhead
-        return np.asarray(np.maximum(self._products(group, ways), beside) + alone + launched)
+        return np.asarray(np.maximum(self._products(group, ways), beside) + other + launched)
 
     def _products(self, group: Group, ways: Strategies) -> Matrix:
         seconds = np.zeros(len(ways))

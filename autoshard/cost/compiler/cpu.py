@@ -109,8 +109,8 @@ class CpuFusion(Fusion):
         array = step.writes[0]
         keeping = [reader for reader in self.arrays[array].readers if not self.takes(reader, number)]
         cheap = len(step.writes) == 1 and self.inlined(step) and not self.expensive(step)
-        alone = self.root[number] == number and not self.arrays[array].returned
-        return cheap and alone and all(_reads_reshaped(self.program, reader, array) for reader in keeping)
+        own_kernel = self.root[number] == number and not self.arrays[array].returned
+        return cheap and own_kernel and all(_reads_reshaped(self.program, reader, array) for reader in keeping)
 
     def _only_user(self, root: int, seed: int) -> int | None:
         """The only user of a kernel's result, if it may join: not if it scales a sum to a mean.

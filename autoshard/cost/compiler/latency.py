@@ -113,10 +113,10 @@ class _Backwards:
         self.edge, self.elements = rules.edge, rules.elements
         self.place = {number: position for position, number in enumerate(order)}
         self.before = [0.0] * len(takes)  # seconds of collectives before a kernel, in sequence
-        self.behind = [0.0] * len(takes)  # the same with its own
+        self.through = [0.0] * len(takes)  # the same with its own
         for number in order:
-            self.before[number] = max((self.behind[maker] for maker in deps.waits[number]), default=0.0)
-            self.behind[number] = self.before[number] + (takes[number] if moves[number] else 0.0)
+            self.before[number] = max((self.through[maker] for maker in deps.waits[number]), default=0.0)
+            self.through[number] = self.before[number] + (takes[number] if moves[number] else 0.0)
         self.waiting = [len(after) for after in deps.frees]
         self.placed_at = [0.0] * len(takes)
         self.is_placed = [False] * len(takes)
@@ -213,7 +213,7 @@ class _Backwards:
         return min(deep, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
 
     def _end(self, ends: Mapping[int, float]) -> None:
-        number = min(ends, key=lambda one: (max(ends[one] - self.now, 0.0), -self.behind[one], -self.place[one]))
+        number = min(ends, key=lambda one: (max(ends[one] - self.now, 0.0), -self.through[one], -self.place[one]))
         self.now = max(self.now, self.ends[self.kinds[number]].pop(number))
         self.found.append((number, True))
         self.flying[number] = self.now + self.takes[number]

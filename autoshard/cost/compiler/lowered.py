@@ -175,7 +175,7 @@ class _Lowering:
     def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
         self.graph, self.shardings, self.partitioned, self.barriers = graph, shardings, partitioned, barriers
         self.updates: dict[int, int] = {}  # result -> the argument that it aliases
-        self.behind: dict[Value, int] = {}  # value -> the last barrier before it
+        self.last_barrier: dict[Value, int] = {}  # value -> the last barrier before it
         self.numbers: dict[Hashable, tuple[int, ...]] = {}  # key of a step -> its results
         self.names: dict[Value, Hashable] = {}  # constant expressions -> their keys
         self.known: dict[Hashable, int] = {}
@@ -261,25 +261,25 @@ class _Lowering:
             for i, value in enumerate(results):
                 source = i if place is None else place
                 self.of[value] = self._view(value, reads[source], number)
-                if op.operands[source] in self.behind:
-                    self.behind[value] = self.behind[op.operands[source]]
+                if op.operands[source] in self.last_barrier:
+                    self.last_barrier[value] = self.last_barrier[op.operands[source]]
             return
-        beside: list[int | None] = []
+        extra: list[int | None] = []
         later = self.partitioned.joined.get(number)
         if later is not None:
             self.absorbed.setdefault(later, []).extend((*self.absorbed.pop(number, ()), *reads[1:]))
             self.of[results[0]] = None
             return
         if number in self.absorbed:  # operands concatenated with another scatter's
-            beside = self.absorbed.pop(number)
+            extra = self.absorbed.pop(number)
             count = next((i for i, each in enumerate(own) if each.kind in SUMS), len(own))
             for collective in own[:count]:
-                beside.append(self._concatenation_collective(beside[-1], collective, number))
+                extra.append(self._concatenation_collective(extra[-1], collective, number))
             own = own[count:]
         if op.kind in UPDATES and reads[0] is None:
             reads[0] = self._filled(op.operands[0], results[0], number, own)
         whole = self._gathered_whole(op, run, results[0]) if op.kind == "gather" and not own else None
-        made = self._made(op, reads, results, own, beside, whole)
+        made = self._made(op, reads, results, own, extra, whole)
         if whole is not None:
             parts = [self._array(value, -1) for value in results]
             self._step(SLICE, number, made, parts)
@@ -296,7 +296,7 @@ class _Lowering:
         values = (*((logits,) if product is None else self.graph.ops[product].operands), op.operands[1])
         arrays = [array for array in (*before, reads[1]) if array is not None]
         result = Value(op.id)
-        named = tuple((array, self.behind.get(value)) for array, value in zip(arrays, values, strict=True))
+        named = tuple((array, self.last_barrier.get(value)) for array, value in zip(arrays, values, strict=True))
         key = (ATTENTION, named, self.shardings.made[result])
         if key not in self.numbers:
             made = self._array(result, -1)
@@ -334,7 +334,7 @@ class _Lowering:
             self._step(BARRIER, op, order, tuple(held.values()), values=tuple(values[source] for source in order))
         for value, source in zip(results, reads, strict=True):
             self.of[value] = None if source is None else held.get(source, source)
-            self.behind[value] = op
+            self.last_barrier[value] = op
 
     def _made(
         self,
@@ -342,20 +342,20 @@ class _Lowering:
         reads: Sequence[int | None],
         results: Sequence[Value],
         own: Sequence[Collective],
-        beside: Sequence[int | None] = (),
+        extra: Sequence[int | None] = (),
         tiling: Tiling | None = None,
     ) -> tuple[int, ...]:
         """The arrays of an op's results, before its own collectives; equal steps are one.
 
         Args:
-            beside: further arrays that it reads.
+            extra: further arrays that it reads.
             tiling: of its results at first, if a slice follows.
         """
         tilings = tuple(tiling or self.shardings.made[value] for value in results)
         key: Hashable = None
         if op.kind in REPEATABLE:
             named = tuple(
-                self.names.get(value) if array is None else (array, self.behind.get(value))
+                self.names.get(value) if array is None else (array, self.last_barrier.get(value))
                 for value, array in zip(op.operands, reads, strict=True)
             )
             key = (op.kind, tuple(op.attrs.items()), named, op.results, tilings, own[:1] and own[0].bytes)
@@ -372,7 +372,7 @@ class _Lowering:
         share = self.partitioned.runs[op.id].share
         flops = op_flops(op, self.graph) * share if op.kind in CONTRACTIONS | BODIES else 0.0
         held = tuple(value for value, array in zip(op.operands, reads, strict=True) if array is not None)
-        arrays = [array for array in (*reads, *beside) if array is not None]
+        arrays = [array for array in (*reads, *extra) if array is not None]
         inner = (0.0, 0.0)
         if op.kind in BODIES:
             size, kernels = body_work(op)

@@ -86,8 +86,8 @@ class _Merger:
                     if alike(self.kernels[one], self.kernels[other]) and self._makes_no_cycle(one, other):
                         self._join(one, other)
                         break
-                alone = not self.siblings and array not in self.kernels[later].writes
-                if not alone and all(self.into[earlier] != self.into[later] for earlier in before):
+                sibling = not self.siblings and array not in self.kernels[later].writes
+                if not sibling and all(self.into[earlier] != self.into[later] for earlier in before):
                     before.append(later)
         result = [self._merged(sorted(parts)) for parts in self.members if parts]
         return in_order(sorted(result, key=lambda kernel: kernel.place))

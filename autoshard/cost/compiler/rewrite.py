@@ -27,7 +27,7 @@ class Rewriter:
         ]
         self.steps: list[Step] = []
         self.instead: dict[int, int] = {}  # array -> its replacement
-        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}  # array and permutation -> its transposed copy
+        self.transposes: dict[tuple[int, tuple[int, ...]], int] = {}  # array and permutation -> its transposed copy
         self.positions: dict[tuple[tuple[int, ...], int], int] = {}  # shape and dim -> its iota along the dim
 
     def array(self, like: int, bytes: int | None = None, shape: tuple[int, ...] | None = None) -> int:
@@ -103,13 +103,13 @@ def transposed(rewriter: Rewriter, step: Step, place: int, dims: tuple[int, ...]
     """Operand `place` with its dims permuted; emitted once."""
     source = rewriter.instead.get(step.reads[place], step.reads[place])
     key = (source, dims)
-    if key not in rewriter.turned:
+    if key not in rewriter.transposes:
         shape = rewriter.arrays[source].shape
-        turned = None if shape is None or len(shape) != len(dims) else tuple(shape[dim] for dim in dims)
-        rewriter.turned[key] = rewriter.array(source, shape=turned)
+        permuted = None if shape is None or len(shape) != len(dims) else tuple(shape[dim] for dim in dims)
+        rewriter.transposes[key] = rewriter.array(source, shape=permuted)
         values = step.values[place : place + 1]
-        rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[key],), values=values))
-    return rewriter.turned[key]
+        rewriter.emit(Step("transpose", step.op, (source,), (rewriter.transposes[key],), values=values))
+    return rewriter.transposes[key]
 
 
 def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
@@ -170,12 +170,12 @@ def folded_transposes(program: Lowered) -> Lowered:
 def _swaps_matrix(program: Lowered, transpose: Step, reader: int, place: int) -> bool:
     """Whether a step is a dot of matrices, and the transpose swaps rows and columns of its operand."""
     step = program.steps[reader]
-    turned, product = program.graph.ops[transpose.op], program.graph.ops[step.op]
-    if step.kind != "dot_general" or product.kind != "dot_general" or turned.kind != "transpose":
+    swap, product = program.graph.ops[transpose.op], program.graph.ops[step.op]
+    if step.kind != "dot_general" or product.kind != "dot_general" or swap.kind != "transpose":
         return False
-    if len(step.reads) != len(product.operands) or product.operands[place].op != turned.id:
+    if len(step.reads) != len(product.operands) or product.operands[place].op != swap.id:
         return False
-    order = turned.attrs["permutation"]
+    order = swap.attrs["permutation"]
     side = "lhs" if place == 0 else "rhs"
     leading = tuple(range(len(order) - 2))
     return (

@@ -46,14 +46,14 @@ class Kernel:
         source: the operand before reversals and transposes, but after an all-gather.
         shape: of that, as laid out in memory.
         dims: per dim of the kernel its dim in `shape`.
-        turned: whether it is reversed: the convolution computes an input gradient.
+        reversal: whether it is reversed: the convolution computes an input gradient.
         folded: numbers of the steps that reverse and transpose it.
     """
 
     source: int
     shape: tuple[int, ...]
     dims: tuple[int, ...]
-    turned: bool
+    reversal: bool
     folded: tuple[int, ...]
 
 
@@ -62,7 +62,7 @@ def kernel_of(program: Lowered, step: Step) -> Kernel | None:
     shape = program.arrays[step.reads[1]].shape if len(step.reads) == 2 else None
     if shape is None or len(shape) != len(program.graph.ops[step.op].attrs["rhs"]):
         return None
-    array, source, dims, turned = step.reads[1], step.reads[1], tuple(range(len(shape))), False
+    array, source, dims, reversal = step.reads[1], step.reads[1], tuple(range(len(shape))), False
     folded = []
     while (number := program.arrays[array].maker) >= 0:
         maker = program.steps[number]
@@ -72,7 +72,7 @@ def kernel_of(program: Lowered, step: Step) -> Kernel | None:
         if maker.kind == "transpose" and len(order) == len(dims):
             dims = tuple(order[dim] for dim in dims)
         elif maker.kind == "reverse":
-            turned = not turned
+            reversal = not reversal
         elif maker.kind != "all-gather":
             break
         if maker.kind != "all-gather":
@@ -82,7 +82,7 @@ def kernel_of(program: Lowered, step: Step) -> Kernel | None:
     whole = [0] * len(dims)
     for dim, size in zip(dims, shape, strict=True):
         whole[dim] = size
-    return Kernel(source, tuple(whole), dims, turned, tuple(folded))
+    return Kernel(source, tuple(whole), dims, reversal, tuple(folded))
 
 
 def folded_kernels(program: Lowered) -> set[int]:
@@ -110,13 +110,13 @@ def cudnn_convolution(rewriter: Rewriter, step: Step, op: Op) -> None:
         rewriter.emit(step)
         return
     out, within, *spatial = (kernel.dims[dim] for dim in op.attrs["rhs"])
-    order = (within, *spatial, out) if kernel.turned else (out, *spatial, within)
+    order = (within, *spatial, out) if kernel.reversal else (out, *spatial, within)
     source = rewriter.instead.get(kernel.source, kernel.source)
     if _moves(kernel.shape, order) and _has_layout(rewriter.source, kernel.source):
-        if (source, order) not in rewriter.turned:
-            rewriter.turned[source, order] = rewriter.array(source)
-            rewriter.emit(Step("transpose", step.op, (source,), (rewriter.turned[source, order],)))
-        source = rewriter.turned[source, order]
+        if (source, order) not in rewriter.transposes:
+            rewriter.transposes[source, order] = rewriter.array(source)
+            rewriter.emit(Step("transpose", step.op, (source,), (rewriter.transposes[source, order],)))
+        source = rewriter.transposes[source, order]
     rewriter.emit(replace(step, reads=(step.reads[0], source)))
 
 
@@ -129,10 +129,10 @@ def _features_last(rewriter: Rewriter, step: Step) -> int:
     order = (0, *range(2, len(shape)), 1)
     if not _moves(shape, order):
         return array
-    if (array, order) not in rewriter.turned:
-        rewriter.turned[array, order] = rewriter.array(array)
-        rewriter.emit(Step("transpose", step.op, (array,), (rewriter.turned[array, order],)))
-    return rewriter.turned[array, order]
+    if (array, order) not in rewriter.transposes:
+        rewriter.transposes[array, order] = rewriter.array(array)
+        rewriter.emit(Step("transpose", step.op, (array,), (rewriter.transposes[array, order],)))
+    return rewriter.transposes[array, order]
 
 
 def _has_layout(program: Lowered, number: int) -> bool:

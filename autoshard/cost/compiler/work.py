@@ -42,12 +42,12 @@ class GroupWork:
 
     Attributes:
         with_products: traffic of kernels with contractions of this group, which take the longer of FLOP and traffic.
-        alone: all other traffic.
+        other: all other traffic.
         launches: kernels whose root is in this group.
     """
 
     with_products: Weights = field(default_factory=dict)
-    alone: Weights = field(default_factory=dict)
+    other: Weights = field(default_factory=dict)
     launches: float = 0.0
 
 
@@ -166,12 +166,12 @@ class _Attribution:
     def works(self, compiled: Compiled) -> tuple[GroupWork, ...]:
         """The work under the memory space assignment of `compiled`."""
         self.products: list[dict[Value, float]] = [{} for _ in self.groups.groups]
-        self.alone: list[dict[Value, float]] = [{} for _ in self.groups.groups]
+        self.other: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.launches = [0.0] * len(self.groups.groups)
         for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
             if kernel.steps:
                 self._kernel(kernel, touched)
-        parts = zip(self.products, self.alone, self.launches, strict=True)
+        parts = zip(self.products, self.other, self.launches, strict=True)
         return tuple(GroupWork(*each) for each in parts)
 
     def _kernel(self, kernel: Kernel, touched: Mapping[int, int]) -> None:
@@ -216,7 +216,7 @@ class _Attribution:
             if beside:
                 scale = (max(work, own + beside) - max(work, own)) / beside
         for group, each in found.items():
-            into = self.products[group] if group == owner else self.alone[group]
+            into = self.products[group] if group == owner else self.other[group]
             for value, size in each.items():
                 kind = self.graph.type_of(value)
                 total = math.prod(kind.shape) * dtype_bytes(kind.dtype)

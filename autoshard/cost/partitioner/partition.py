@@ -23,7 +23,7 @@ from autoshard.cost.partitioner.ops.chained import chained_scatters
 from autoshard.cost.partitioner.ops.contraction import contraction, is_transposed
 from autoshard.cost.partitioner.ops.gather import KeptGathers, in_whole_mesh
 from autoshard.cost.partitioner.ops.index import indexed
-from autoshard.cost.partitioner.ops.kernel import Gathering, source_of, turned
+from autoshard.cost.partitioner.ops.kernel import Gathering, source_of, unfolded
 from autoshard.cost.partitioner.ops.scatter import is_summed, scatter_later
 from autoshard.cost.partitioner.ops.summed import sum_once
 from autoshard.cost.partitioner.partitioned import Emission, Move, OpRun, Partitioned, Ring, Tilings
@@ -216,7 +216,7 @@ class Partitioner(Context):
             end, reader = move[2], op.id
             if move[1] is not None:
                 value, dims, reader = source_of(self, op, place)
-                move = (move[0], turned(move[1], dims), turned(end, dims))
+                move = (move[0], unfolded(move[1], dims), unfolded(end, dims))
             copy = self.shardings.copy_read(reader, value)
             node: Hashable = ("value", value) if copy is None else ("copy", copy)
             if (
@@ -250,7 +250,9 @@ class Partitioner(Context):
         """The emission of an op that reads its operands as they are and produces its one result under `made`."""
         return self._emit(op, tuple(self.shardings.read(op.id, value) for value in op.operands), (made,))
 
-    def alone(self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]) -> tuple[Collective, ...] | None:
+    def op_collectives(
+        self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]
+    ) -> tuple[Collective, ...] | None:
         """The collectives of one op between these shardings; None where XLA would compute wrong results.
 
         Args:
@@ -279,7 +281,7 @@ class Partitioner(Context):
 
     def may_loop(self, op: Op) -> tuple[bool, ...]:
         """Whether no other contraction needs an operand gathered."""
-        return (False,) * len(op.operands) if self.gathering is None else self.gathering.alone(op)
+        return (False,) * len(op.operands) if self.gathering is None else self.gathering.may_loop(op)
 
     def _emit(self, op: Op, reads: Tilings, results: Tilings) -> Emission:
         if not results:

@@ -1,6 +1,6 @@
 """Sorts for a top-k, which XLA's GPU compiler turns into custom calls before it partitions.
 
-`TopkRewriter` (xla/hlo/transforms/): a descending sort of values, alone or with their indices, each result of which has
+`TopkRewriter` (xla/hlo/transforms/): a descending sort of values, perhaps with their indices, each result of which has
 one user, a slice of the first k. Shardings do not propagate through the call; the partitioner runs it on each device's
 rows if all devices split them.
 """

@@ -297,7 +297,7 @@ def _take_over(
     and more: 112 share such a buffer, 4 that should do not.
     """
     together = {held for array, held in live.buffers.items() if array != held}
-    alone = {kernel.writes[0] for kernel in kernels if len(kernel.writes) == 1} - together
+    single = {kernel.writes[0] for kernel in kernels if len(kernel.writes) == 1} - together
     for position, kernel in enumerate(kernels):
         if kernel.kind == "all-reduce":
             for number in kernel.steps:
@@ -306,7 +306,7 @@ def _take_over(
                 if before is not None and after is not None:
                     _join(spans, before, after, live)
             continue
-        ends = [one for one in kernel.reads if one in alone and spans.get(one, (0, -1))[1] == position]
+        ends = [one for one in kernel.reads if one in single and spans.get(one, (0, -1))[1] == position]
         made_of = cache(partial(_by_element, kernel=kernel, program=program))
         for after in kernel.writes if ends else ():
             if after not in spans or after in together or after in evicted:

@@ -97,12 +97,12 @@ def _attention(context: Context, op: Op, chain: Sequence[int], unit: int | None)
     sizes = _sizes(context, op, chain)
     if logits.op in context.free or sizes is None:
         return None
-    way = _chain(graph, logits)
-    queries = graph.ops[way[-1].op]
+    path = _chain(graph, logits)
+    queries = graph.ops[path[-1].op]
     dtypes = {graph.type_of(value).dtype for value in (*queries.operands, op.operands[1])}
-    opaque = len(dtypes) > 1 and graph.type_of(way[-1]).dtype == graph.type_of(logits).dtype
-    alone = _is_queries_times_keys(context, queries) and _not_resharded(context, way) and _is_local(context, queries)
-    if opaque or not alone:
+    opaque = len(dtypes) > 1 and graph.type_of(path[-1]).dtype == graph.type_of(logits).dtype
+    local = _is_queries_times_keys(context, queries) and _not_resharded(context, path) and _is_local(context, queries)
+    if opaque or not local:
         if unit is None or any(size % unit for size in sizes):
             return None
         return Attention(logits, _times_read(*sizes, _block_of_logits(*sizes)))
@@ -208,9 +208,9 @@ def _number(graph: Graph, value: Value) -> float | bool | None:
     return equal.get(op.attrs["direction"])
 
 
-def _not_resharded(context: Context, way: Sequence[Value]) -> bool:
+def _not_resharded(context: Context, chain: Sequence[Value]) -> bool:
     """Whether no value of this chain is resharded."""
-    for after, before in pairwise(way):
+    for after, before in pairwise(chain):
         op = context.graph.ops[after.op]
         emission = context.emission(op, context.shardings.made[after])
         if emission.own or any(op.operands[place] == before for place, _, _ in emission.moves):

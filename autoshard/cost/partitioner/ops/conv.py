@@ -32,10 +32,10 @@ class ConvolutionPartitioner(DotPartitioner):
         attrs: Mapping[str, Any],
         out: Shape,
         hides: Hides | None = None,
-        alone: tuple[bool, ...] = (False, False),
+        may_loop: tuple[bool, ...] = (False, False),
     ) -> None:
         """For a convolution with these attributes (see `stablehlo/attributes.py`) and the global result shape `out`."""
-        super().__init__(dims, subaxes, hides, alone)
+        super().__init__(dims, subaxes, hides, may_loop)
         self.whole = dims
         self.attrs = attrs
         self.out = out

@@ -127,17 +127,17 @@ class Contraction:
     """One contraction over the mesh of `subaxes`, and the steps planned so far."""
 
     def __init__(
-        self, dims: Dims, subaxes: Subaxes, hides: Hides | None = None, alone: tuple[bool, ...] = (False, False)
+        self, dims: Dims, subaxes: Subaxes, hides: Hides | None = None, may_loop: tuple[bool, ...] = (False, False)
     ) -> None:
         """For one contraction over the mesh of `subaxes`.
 
         Args:
             hides: when the compiler emits windowed einsums; None where it never does.
-            alone: per operand whether no other op needs it gathered.
+            may_loop: per operand whether a windowed einsum may permute it: no other op needs it gathered.
         """
         self.dims = dims
         self.hides = hides
-        self.alone = alone
+        self.may_loop = may_loop
         self.subaxes = subaxes
         self.result = DotPlan()
 

@@ -91,7 +91,7 @@ class _Outcome:
     def cost(self, mesh: Mesh) -> tuple[int, int]:
         """XLA's criterion: (bytes that the largest op touches, bytes that all collectives send), both per device.
 
-        `EvaluatePartitionCost` of spmd_partitioner_util.h: operands and result, for an all-reduce its operand alone; an
+        `EvaluatePartitionCost` of spmd_partitioner_util.h: operands and result, for an all-reduce only its operand; an
         all-reduce sends its operand twice, an all-gather or all-to-all everything but one device's shard.
         """
         memory, sent = self.memory, 0

@@ -50,7 +50,7 @@ def source_of(context: Context, op: Op, place: int) -> tuple[Value, Dim, int]:
     return value, dims, reader
 
 
-def turned(tiling: Tiling, dims: Dim) -> Tiling:
+def unfolded(tiling: Tiling, dims: Dim) -> Tiling:
     """A tiling of a convolution's operand as one of the value that `source_of` returns, with its `dims`."""
     return tuple(tiling[dims.index(dim)] for dim in range(len(dims)))
 
@@ -72,7 +72,7 @@ class Gathering:
         """Whether a kernel of more than one tap slides over an input."""
         return op.kind == "convolution" and bool(self.context.transfers.contraction(op).spatial)
 
-    def alone(self, op: Op) -> tuple[bool, ...]:
+    def may_loop(self, op: Op) -> tuple[bool, ...]:
         """Per operand whether a windowed einsum may permute it: no other contraction needs it gathered."""
         if self.slides(op):
             return (True,) * len(op.operands)
@@ -106,4 +106,4 @@ class Gathering:
             return None
         reads = [shardings.read(op.id, value) for value in op.operands]
         asked = self.context.transfers.backward(op, place, made, reads, AGGRESSIVE)
-        return None if asked is None else turned(asked, source_of(self.context, op, place)[1])
+        return None if asked is None else unfolded(asked, source_of(self.context, op, place)[1])

@@ -25,7 +25,7 @@ def looped(owner: Contraction, lhs: Side, rhs: Side, goal: Goal) -> Shape | None
     d = owner.dims
     free = owner.ways(goal.out, (m[1] for m in d.left)), owner.ways(goal.out, (n[1] for n in d.right))
     for side, other, kept in ((lhs, rhs, free[0]), (rhs, lhs, free[1])):
-        if not (kept == owner.subaxes.tiles(other.tiling) == count and owner.alone[other.place]):
+        if not (kept == owner.subaxes.tiles(other.tiling) == count and owner.may_loop[other.place]):
             continue
         if owner.as_out(side, len(goal.out)) != goal.out:
             continue

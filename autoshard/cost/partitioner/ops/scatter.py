@@ -67,8 +67,8 @@ def _slice_after_reshape(context: Context, op: Op, read: Tiling) -> Cut | None:
         return cut
     if not context.compiler.scatters_behind_reshapes:
         return None
-    turned = {tuple(reader.attrs.get("permutation", ())) for reader in context.graph.readers(Value(op.id))}
-    if len(turned) != 1 or not (order := turned.pop()) or Value(op.id) in context.graph.returned:
+    orders = {tuple(reader.attrs.get("permutation", ())) for reader in context.graph.readers(Value(op.id))}
+    if len(orders) != 1 or not (order := orders.pop()) or Value(op.id) in context.graph.returned:
         return None
     seen = replace(
         cut,

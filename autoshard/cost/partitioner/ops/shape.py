@@ -239,8 +239,8 @@ def reverse(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emiss
     """Shards trade devices along reversed dims that are split, by a collective permute."""
     kind, (result,) = op.results[0], results
     own: list[Step] = []
-    turned = tuple(axis for dim in op.attrs["dims"] for axis in result[dim])
-    if turned:
+    reversed_axes = tuple(axis for dim in op.attrs["dims"] for axis in result[dim])
+    if reversed_axes:
         size = math.prod(context.subaxes.shard(kind.shape, result)) * dtype_bytes(kind.dtype)
-        own.append(("collective-permute", context.subaxes.axes(turned), size))
+        own.append(("collective-permute", context.subaxes.axes(reversed_axes), size))
     return context.moved(op, reads, results, context.share(op, result), own)

@@ -216,7 +216,7 @@ class _Rewriting:
 
         Elementwise ops move before the others (`ReshapeMover`), which then cancel.
         """
-        way: list[tuple[Value, Shape | None]] = []  # values, and the shape that each reshapes or transposes
+        chain: list[tuple[Value, Shape | None]] = []  # values, and the shape that each reshapes or transposes
         while value not in self.moved:
             op = self.graph.ops[value.op]
             before: Value | None = None
@@ -229,12 +229,12 @@ class _Rewriting:
             if before is None:
                 self.moved[value] = frozenset()
                 break
-            way.append((value, self._type(before).shape if moves else None))
+            chain.append((value, self._type(before).shape if moves else None))
             value = before
         found = self.moved[value]
-        for behind, shape in reversed(way):
+        for after, shape in reversed(chain):
             found = found if shape is None else found | {shape}
-            self.moved[behind] = found
+            self.moved[after] = found
         return found
 
     def _type(self, value: Value) -> TensorType:
