@@ -25,7 +25,7 @@ from autoshard.cost.compiler.latency import overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
-from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
+from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels
 from autoshard.cost.compiler.schedule import Dependencies, combined
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
@@ -116,7 +116,7 @@ class GpuBackend(Backend):
     @property
     def rewrites(self) -> Passes[Lowered]:
         """Pools, scatters and products as libraries and Triton take them."""
-        return Passes((expanded_pools, scattered_onto, shared_zeros, partial(_for_libraries, device=self.device)))
+        return Passes((expanded_pools, scattered_onto, partial(_for_libraries, device=self.device)))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
@@ -137,7 +137,6 @@ class GpuBackend(Backend):
 
         arrays = program.arrays
         sums = Sums(program)
-        kernels = _cleared_together(kernels, arrays)
         kernels = merged_outputs(
             kernels,
             partial(_elements, arrays),
@@ -150,14 +149,12 @@ class GpuBackend(Backend):
         for kernel in kernels:
             if kernel.kind == "all-reduce" or _makes_sums_of_rows(kernel, sums):
                 kernel.shares = True
-        merged = combined(kernels, key, size, COMBINE_BYTES)
         found = []
-        for kernel in merged:
+        for kernel in combined(kernels, key, size, COMBINE_BYTES):
             if kernel.kind == "all-reduce" and len(kernel.writes) > 1:
                 found += self._contiguous(kernel, program)
             else:
                 found.append(kernel)
-        _keep_viewed(found, program, sums)
         return found
 
     @staticmethod
@@ -272,30 +269,6 @@ def _gathers_inside(program: Lowered, step: Step) -> bool:
     return any(program.steps[reader].kind == "dot_general" for reader in found.readers)
 
 
-def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> None:
-    """Mark what no kernel takes over the buffer of, but scatters, which write into their operand.
-
-    Only what the very instruction makes that is read is taken over (`HeapSimulator`): no element of a tuple (one of
-    several results, a convolution's, a collective's when it ends), nothing that lies there in another shape (a part of
-    a combined all-reduce). Nor do normalisations along the last dim write over what they normalise: each is one Triton
-    kernel. Counted in 99 compiled plans: no loop or sum shares such a buffer of 1,640, and 720 do of 1,426 others.
-    """
-    maker = {array: kernel for kernel in kernels for array in kernel.writes}
-    for kernel in kernels:
-        if kernel.kind == "scatter":
-            continue
-        made = {array: maker[array] for array in kernel.reads if array in maker}
-        kernel.viewed = frozenset(array for array, one in made.items() if _is_viewed(one, program))
-        if sums.normalises(kernel):
-            kernel.displaced |= {*kernel.reads}
-
-
-def _is_viewed(kernel: Kernel, program: Lowered) -> bool:
-    """Whether what a kernel makes is read through a tuple, or in another shape."""
-    parts = not kernel.steps and kernel.kind == "slice"
-    return parts or len(kernel.writes) > 1 or kernel.kind in COLLECTIVES or _is(kernel, "convolution", program)
-
-
 def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
     return any(program.steps[number].kind == kind for number in kernel.steps)
 
@@ -318,24 +291,6 @@ def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
 
 def _reads_few(one: Kernel, other: Kernel) -> bool:
     return len({*one.reads, *other.reads}) <= MOST_OPERANDS
-
-
-def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Kernel]:
-    """Equal arrays of one constant are one instruction, of which each update in place gets a copy (`CopyFusion`)."""
-    alike: dict[Hashable, list[Kernel]] = {}
-    for kernel in kernels:
-        if kernel.kind == "broadcast_in_dim" and not kernel.reads and len(kernel.writes) == 1:
-            made = arrays[kernel.writes[0]]
-            alike.setdefault((made.shape, made.dtype, made.bytes), []).append(kernel)
-    merged = {id(kernel): parts for parts in alike.values() if len(parts) > 1 for kernel in parts}
-    found = []
-    for kernel in kernels:
-        parts = merged.get(id(kernel), [kernel])
-        if kernel is parts[0]:
-            steps = tuple(step for part in parts for step in part.steps)
-            writes = tuple(array for part in parts for array in part.writes)
-            found.append(kernel if len(parts) == 1 else Kernel(steps, (), writes, kernel.kind, kernel.place))
-    return found
 
 
 def _product(program: Lowered, step: Step) -> Product | None:
