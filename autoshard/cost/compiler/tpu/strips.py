@@ -5,7 +5,7 @@ is elementwise around a convolution stays in strips; what the backward pass make
 the device never. As seen in ResNet's compiled steps (libtpu 0.0.51, 4 images to a device):
 
 - An activation that a collective moves is put together before it, or cut into strips after, by copies and reshapes that
-  read and write it whole, predicted as one; on the other side of an all-to-all its parts are put in order.
+  read and write it whole (`AROUND`); on the other side of an all-to-all its parts are put in order.
 - Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
   has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
   (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
@@ -35,11 +35,12 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     with_images_apart,
 )
 from autoshard.cost.machine.device import Device
-from autoshard.cost.machine.figures import whole
+from autoshard.cost.machine.figures import table, whole
 from autoshard.cost.machine.tiles import ROWS
 from autoshard.graph.groups import ELEMENTWISE
 
 IN_FLIGHT = whole("asynchronous_gather")
+AROUND = table("copies_around")
 
 MASK = "mask"
 """The kind of a step that makes what sums over padded strips leave out."""
@@ -343,12 +344,14 @@ def _put_together(program: Lowered, strips: Container[int]) -> Lowered:
     moving = {n for n, step in enumerate(program.steps) if step.kind in MOVING and _moves(step, strips)}
     for _, step in rewriter.changing(moving):
         read, made = step.reads[0], step.writes[0]
-        before, after = (array in strips or step.kind == "all-to-all" for array in (read, made))
+        parts = AROUND["parts"] if step.kind == "all-to-all" else 0
+        before, after = (int(AROUND["strips"] if array in strips else parts) for array in (read, made))
+        for _ in range(before):
+            read = rewriter.copy(read, step.op)
         moved = rewriter.array(made) if after else made
-        reads = (rewriter.copy(read, step.op) if before else read, *step.reads[1:])
-        rewriter.emit(replace(step, reads=reads, writes=(moved,)))
-        if after:
-            rewriter.copy(moved, step.op, into=made)
+        rewriter.emit(replace(step, reads=(read, *step.reads[1:]), writes=(moved,)))
+        for left in reversed(range(after)):
+            moved = rewriter.copy(moved, step.op, into=None if left else made)
     return rewriter.result()
 
 
