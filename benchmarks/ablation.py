@@ -75,6 +75,7 @@ COARSE: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "gpu": [
         (gpu, "merged_outputs", first),
+        (gpu, "_keep_viewed", lambda kernels, program, sums: None),
         (gpu.GpuBackend, "_contiguous", staticmethod(lambda kernel, program: [kernel])),
         (gpu, "split_k", lambda product, *device: (1, product.k)),
     ],

@@ -44,6 +44,7 @@ class Kernel:
         place: the largest number of a step in it: where it stands in the program.
         shares: an operand's buffer may be taken over by a result of the same size.
         displaced: operands of which that is not so: elements are read in another order than results are written.
+        viewed: operands of which it is so only in buffers of results: read through a tuple, or in another shape.
         workspace: bytes that it needs while it runs.
     """
 
@@ -56,6 +57,7 @@ class Kernel:
     workspace: int = 0
     flops: float = field(default=0.0)
     displaced: frozenset[int] = frozenset()
+    viewed: frozenset[int] = frozenset()
 
 
 class Fusion:

@@ -365,6 +365,7 @@ def liveness(
             if last[array] == position
             and array in buffer
             and array not in kernel.displaced
+            and array not in kernel.viewed
             and spans[buffer[array]][1] <= position
         ]
         for array in kernel.writes:

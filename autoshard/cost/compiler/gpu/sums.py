@@ -65,6 +65,14 @@ class Sums:
         made = [self.over(step) for step in self._steps(kernel) if not set(step.writes).isdisjoint(kernel.writes)]
         return bool(made) and all(over and over[-1][0] for over in made)
 
+    def normalises(self, kernel: Kernel) -> bool:
+        """Whether a kernel sums over the last dims alone, and goes on with the sums."""
+        read = {array for number in kernel.steps for array in self.program.steps[number].reads}
+        return any(
+            not read.isdisjoint(step.writes) and (over := self.over(step)) is not None and len(over) == 2 and over[1][0]
+            for step in self._steps(kernel)
+        )
+
     def _steps(self, kernel: Kernel) -> list[Step]:
         steps = (self.program.steps[number] for number in kernel.steps)
         return [step for step in steps if step.kind == "reduce"]

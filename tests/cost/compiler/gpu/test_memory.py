@@ -99,6 +99,31 @@ def test_a_result_of_uneven_parts_is_whole() -> None:
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.06)
 
 
+def joined(x: object, w: object) -> object:
+    """Of two convolutions a product, that a third reads."""
+    z = jnp.tanh(convolved(x, w)) * jnp.sin(convolved(x, 2 * w))
+    return convolved(z, jnp.ones((8, 64, 1, 1)))
+
+
+def attended(x: object, w: object, v: object) -> object:
+    return jax.nn.softmax(x @ w, -1) @ v
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "specs"),
+    [
+        (joined, IMAGES[:2], OVER_BATCH[:2]),
+        (attended, [f32(4096, 256), f32(256, 4096), f32(4096, 128)], [(ALL, ()), ((), ()), ((), ())]),
+    ],
+)
+def test_results_of_convolutions_and_softmaxes_are_not_written_over(
+    function: object, arguments: list[object], specs: list[Spec]
+) -> None:
+    """ResNet forward only on 8 H100: -17 %, now 0.0."""
+    report = compiled(function, arguments, specs)
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize("split", [((), ALL, ()), ((), (), ALL)])
 def test_what_is_gathered_along_an_inner_dim_is_copied_for_a_batch_of_products(split: Spec) -> None:
     """Four transformer blocks under FSDP, forward only: -11 %, now +3."""
