@@ -9,13 +9,16 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from autoshard.errors import SourceError
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+"""Names of `dtype` -> torch's."""
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
@@ -49,47 +52,117 @@ class Source:
     origin: Mapping[str, Any] | None = None
 
 
-def load_source(
-    source: str,
-    *,
-    batch: int | None = None,
-    seq: int | None = None,
-    settings: Mapping[str, str] | None = None,
-    train: str | None = None,
-) -> Source:
-    """Build the model that `source` names, and inputs for it.
+@dataclass(frozen=True)
+class SourceOptions:
+    """What of a source is meant.
 
-    Args:
-        source: `hf:TYPE`, a transformers model type in its default configuration, on meta, with eager attention and
-            batched experts (`batched_mm`), and in training with dropout 0, where `settings` say nothing else; or
-            `FILE.py:FUNCTION`, where the function returns a model, `(model, sample_inputs)`, or a dict with `model`,
-            `inputs` and optionally `loss_fn` and `optimizer`, and is called with those of `batch`, `seq` and the
-            settings that it has parameters for.
+    Attributes:
         batch: sequences (or images) per step, 8 if not given.
         seq: tokens per sequence; 512, or as many as the model has positions for, if not given.
         settings: configuration fields -> values as text (`n_layer` -> `"2"`).
         train: `"adamw"` or `"sgd"` (momentum 0.9): a training step with this optimizer; None: forward only.
+        layers: layers of the model (`hf:`); of a function, its parameter `layers`.
+        dtype: `f32`, `bf16` or `f16`: of the parameters, and of inputs that are not whole numbers.
+        autocast: whether the forward pass runs under `torch.autocast` to bf16.
+        checkpoint: whether layers are computed again in the backward pass (`gradient_checkpointing_enable`).
 
     Raises:
-        SourceError: an unknown model type, configuration field, file, function or optimizer.
+        SourceError: an unknown optimizer or dtype, or a size below 1.
     """
-    settings = settings or {}
-    if train not in (None, "adamw", "sgd"):
-        raise SourceError(f"unknown optimizer {train!r}; a step can be captured with adamw or sgd")
-    for name, value in (("batch", batch), ("seq", seq)):
-        if value is not None and value < 1:
-            raise SourceError(f"{name} must be at least 1, not {value}")
-    origin = {"source": source, "batch": batch, "seq": seq, "settings": dict(settings), "train": train}
+
+    batch: int | None = None
+    seq: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    train: str | None = None
+    layers: int | None = None
+    dtype: str | None = None
+    autocast: bool = False
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        if self.train not in (None, "adamw", "sgd"):
+            raise SourceError(f"unknown optimizer {self.train!r}; a step can be captured with adamw or sgd")
+        for name in ("batch", "seq", "layers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SourceError(f"{name} must be at least 1, not {value}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise SourceError(f"dtype is {', '.join(DTYPES)}, not {self.dtype!r}{_of_8_bits(self.dtype)}")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that say something, by name."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name))}
+
+
+def load_source(source: str, **given: Any) -> Source:
+    """Build the model that `source` names, and inputs for it.
+
+    Args:
+        source: `hf:TYPE`, a transformers model type in its default configuration, or `hf:PATH/config.json`, on meta,
+            with eager attention and batched experts (`batched_mm`), and in training with dropout 0, where settings say
+            nothing else; or `FILE.py:FUNCTION`, where the function returns a model, `(model, sample_inputs)`, or a dict
+            with `model`, `inputs` and optionally `loss_fn` and `optimizer`, and is called with those of `batch`, `seq`,
+            `layers` and the settings that it has parameters for.
+        given: the fields of `SourceOptions`.
+
+    Raises:
+        SourceError: an unknown model type, configuration field, file or function.
+    """
+    options = SourceOptions(**given)
+    origin = {"source": source, **options.given}
     kind, _, rest = source.partition(":")
-    if kind == "hf" and rest:
-        return replace(_transformers(rest, batch, seq, settings, train), origin=origin)
     path, _, function = source.rpartition(":")
-    if path.endswith(".py") and function:
-        return replace(_file(Path(path), function, batch, seq, settings, train), origin=origin)
+    if kind == "hf" and rest:
+        found = _transformers(rest, options)
+    elif path.endswith(".py") and function:
+        found = _file(Path(path), function, options)
+    else:
+        found = None
+    if found is not None:
+        return replace(_as_run(found, source, options), origin=origin)
     raise SourceError(
         f"{source!r} names no program; write hf:MODEL_TYPE (such as hf:gpt2), FILE.py:FUNCTION, "
         f"or a StableHLO file ({', '.join(STABLEHLO_SUFFIXES)}){_meant(source)}"
     )
+
+
+def _of_8_bits(dtype: str) -> str:
+    """Why there is no plan in floats of 8 bits, if `dtype` is one."""
+    if not any(part in dtype.lower() for part in ("fp8", "f8", "float8")):
+        return ""
+    return ": training in fp8 goes through kernels and scales of its own, which are not captured; plan in bf16"
+
+
+def _as_run(found: Source, source: str, options: SourceOptions) -> Source:
+    """The program in another precision, or with its layers recomputed."""
+    import torch
+
+    model, inputs = found.model, found.inputs
+    if options.dtype is not None:
+        wanted = getattr(torch, DTYPES[options.dtype])
+        inputs = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda each: each.to(wanted) if each.is_floating_point() else each, inputs
+        )
+        if not source.startswith("hf:"):
+            model = model.to(wanted)
+    if options.autocast:  # in a class, so that a model built anew from its configuration has it too
+        kind = type(model)
+        forward = torch.autocast("xla", dtype=torch.bfloat16)(kind.forward)
+        model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    if options.checkpoint and not turn_checkpoints_on(model):
+        raise SourceError(f"{source} has no checkpoints to turn on: write torch.utils.checkpoint around its layers")
+    return replace(found, inputs=inputs)
+
+
+def turn_checkpoints_on(model: Any) -> bool:
+    """Have a transformers model compute its layers again in the backward pass; False where it cannot."""
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        return False
+    enable({"use_reentrant": False})
+    return True
 
 
 def _meant(source: str) -> str:
@@ -126,34 +199,61 @@ def _close(name: str, names: Iterable[str]) -> str:
 # transformers
 
 
-def _transformers(
-    model_type: str, batch: int | None, seq: int | None, settings: Mapping[str, str], train: str | None
-) -> Source:
+LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""Fields of a configuration that count layers; encoders and decoders may have one each."""
+
+
+def _transformers(name: str, options: SourceOptions) -> Source:
     try:
         import torch
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     except ImportError as error:
         raise SourceError(
-            f"hf:{model_type} needs transformers, which could not be imported ({error}): "
+            f"hf:{name} needs transformers, which could not be imported ({error}): "
             "pip install 'autoshard[hf]' brings it"
         ) from error
+    model_type, written = _config_file(Path(name)) if name.endswith(".json") else (name, {})
     if model_type not in CONFIG_MAPPING_NAMES:
         raise SourceError(f"transformers has no model type {model_type!r}{_close(model_type, CONFIG_MAPPING_NAMES)}")
-    settings = dict(settings)
+    settings, train = dict(options.settings), options.train
     attention = settings.pop("attn_implementation", "eager")
     experts = settings.pop("experts_implementation", "batched_mm")
-    config = _configured(CONFIG_MAPPING[model_type], model_type, settings)
+    kind = CONFIG_MAPPING[model_type]
+    if options.layers is not None:
+        counted = [field for field in LAYERS if isinstance(getattr(kind(), field, None), int)]
+        if not counted:
+            raise SourceError(f"hf:{model_type} does not count its layers by one number; --set its own fields")
+        settings = dict.fromkeys(counted, str(options.layers)) | settings
+    config = _configured(kind, model_type, settings, written)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's checkpoints have it
     auto = _auto_class(model_type, config)
-    inputs = _inputs(model_type, auto.__name__, config, batch or DEFAULT_BATCH, seq, train is not None)
+    inputs = _inputs(model_type, auto.__name__, config, options.batch or DEFAULT_BATCH, options.seq, train is not None)
     try:
         with torch.device("meta"):
-            model = auto.from_config(config, attn_implementation=attention, experts_implementation=experts)
+            model = auto.from_config(
+                config,
+                attn_implementation=attention,
+                experts_implementation=experts,
+                **({"dtype": getattr(torch, DTYPES[options.dtype])} if options.dtype else {}),
+            )
     except Exception as error:
         raise SourceError(f"transformers cannot build {model_type} from this configuration: {_said(error)}") from error
     model.train(train is not None)
     return Source(model, inputs, None, _optimizer(train) if train else None, train is not None)
+
+
+def _config_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """Model type and fields of a `config.json`."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise SourceError(f"{path} has no field model_type: a transformers config.json is needed")
+    return fields.pop("model_type"), fields
 
 
 def _auto_class(model_type: str, config: Any) -> Any:
@@ -201,14 +301,18 @@ def _inputs(model_type: str, task: str, config: Any, batch: int, seq: int | None
     return inputs | ({"labels": tokens(batch, seq)} if train else {})
 
 
-def _configured(kind: Any, model_type: str, settings: Mapping[str, str]) -> Any:
-    """The default configuration with these fields; what a type derives from a field follows it (Llama's head_dim)."""
-    config = kind()
+def _configured(kind: Any, model_type: str, settings: Mapping[str, str], written: Mapping[str, Any]) -> Any:
+    """The configuration that is `written`, else the default, with these settings; what a type derives from a field
+    follows it (Llama's head_dim)."""
+    try:
+        config = kind(**written)
+    except Exception as error:
+        raise SourceError(f"transformers cannot read this configuration of {model_type}: {_said(error)}") from error
     for name, text in settings.items():
         _set(config, model_type, name, text)
     direct = {name: getattr(config, name) for name in settings if "." not in name}
     try:
-        config = kind(**direct)
+        config = kind(**{**written, **direct})
     except Exception as error:
         raise SourceError(f"{model_type}'s configuration refuses these fields: {_first_line(error)}") from error
     _no_dropout(config)
@@ -289,9 +393,7 @@ class _AsWritten(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
-def _file(
-    path: Path, function: str, batch: int | None, seq: int | None, settings: Mapping[str, str], train: str | None
-) -> Source:
+def _file(path: Path, function: str, options: SourceOptions) -> Source:
     if not path.is_file():
         raise SourceError(f"there is no file {path}")
     loader = _AsWritten(path.stem, str(path))
@@ -309,12 +411,11 @@ def _file(
     if not callable(build):
         names = [n for n, value in vars(module).items() if inspect.isfunction(value)]
         raise SourceError(f"{path} has no function {function!r}{_close(function, names)}")
-    arguments: dict[str, Any] = {name: _literal(text) for name, text in settings.items()}
+    arguments: dict[str, Any] = {name: _literal(text) for name, text in options.settings.items()}
     parameters = inspect.signature(build).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name, value in (("batch", batch), ("seq", seq)):
-        if value is not None:
-            arguments[name] = value
+    sizes = {"batch": options.batch, "seq": options.seq, "layers": options.layers}
+    arguments |= {name: value for name, value in sizes.items() if value is not None}
     unknown = [] if anything else [name for name in arguments if name not in parameters]
     if unknown:
         raise SourceError(f"{path}:{function} has no parameter {unknown[0]!r}{_close(unknown[0], parameters)}")
@@ -322,7 +423,7 @@ def _file(
         made = build(**arguments)
     except (Exception, SystemExit) as error:
         raise SourceError(f"{path}:{function} failed: {_said(error)}") from error
-    return _returned(made, f"{path}:{function}", train)
+    return _returned(made, f"{path}:{function}", options.train)
 
 
 def _returned(made: Any, where: str, train: str | None) -> Source:

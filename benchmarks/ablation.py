@@ -75,10 +75,9 @@ COARSE: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "gpu": [
         (gpu, "merged_outputs", first),
-        (gpu, "_cleared_together", first),
-        (gpu, "split_k", lambda product, *device: (1, product.k)),
         (gpu, "_keep_viewed", lambda kernels, program, sums: None),
         (gpu.GpuBackend, "_contiguous", staticmethod(lambda kernel, program: [kernel])),
+        (gpu, "split_k", lambda product, *device: (1, product.k)),
     ],
     "cpu": [],
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import autoshard
 from autoshard.errors import SourceError
 from autoshard.sources import load_source
 
@@ -148,3 +151,67 @@ def test_more_tokens_than_positions() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(SourceError, match="1024 positions, fewer than --seq 2000"):
         load_source("hf:gpt2", seq=2000)
+
+
+SMALL_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "vocab_size": 100,
+}
+
+
+def written(tmp_path: Path, fields: Any) -> str:
+    """`hf:` and a configuration file."""
+    path = tmp_path / "config.json"
+    path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return f"hf:{path}"
+
+
+def test_a_configuration_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = written(tmp_path, SMALL_LLAMA | {"model_type": "llama", "dtype": "bfloat16"})
+    model = load_source(source, layers=2, settings={"vocab_size": "50"}).model
+    assert (model.config.num_hidden_layers, model.config.vocab_size, model.config.hidden_size) == (2, 50, 32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    full = load_source(source, dtype="f32", train="sgd", checkpoint=True).model
+    assert (len(full.model.layers), full.model.embed_tokens.weight.dtype) == (6, torch.float32)
+    assert any(module.gradient_checkpointing for module in full.modules() if hasattr(module, "gradient_checkpointing"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [("{", "is not JSON"), ([], "no field model_type"), ({"model_type": "lama"}, "no model type 'lama'; did you mean")],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, fields: Any, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SourceError, match=message):
+        load_source(written(tmp_path, fields))
+
+
+def test_layers_of_an_encoder_and_a_decoder() -> None:
+    pytest.importorskip("transformers")
+    small = {"d_model": "16", "d_ff": "32", "num_heads": "2", "d_kv": "8", "vocab_size": "50"}
+    config = load_source("hf:t5", layers=2, settings=small).model.config
+    assert (config.num_layers, config.num_decoder_layers) == (2, 2)
+    with pytest.raises(SourceError, match="does not count its layers"):
+        load_source("hf:resnet", layers=2)
+
+
+def test_precision_and_checkpoints_of_a_function(file: str) -> None:
+    source = load_source(f"{file}:mlp", dtype="bf16", autocast=True)
+    assert {tensor.dtype for tensor in (*source.model.parameters(), source.inputs)} == {torch.bfloat16}
+    with pytest.raises(SourceError, match=r"no checkpoints to turn on: write torch\.utils\.checkpoint"):
+        load_source(f"{file}:mlp", checkpoint=True)
+    for dtype, message in (("fp8", "fp8 goes through kernels"), ("f64", "dtype is f32, bf16, f16, not 'f64'$")):
+        with pytest.raises(SourceError, match=message):
+            load_source(f"{file}:mlp", dtype=dtype)
+
+
+def test_products_under_autocast_are_in_bf16(file: str) -> None:
+    source = load_source(f"{file}:mlp", autocast=True)
+    program = autoshard.capture(source.model, source.inputs)
+    assert {op.outputs[0].dtype for op in program.ops if "_to_copy" not in op.name} == {"bf16"}
+    assert {argument.type.dtype for argument in program.arguments if argument.role == "parameter"} == {"f32"}

@@ -274,7 +274,7 @@ def plan(
         )
         if output is not None:
             stages.begin("write")
-            found.save(output)
+            replace(found, info={"source": {"source": asked.source, **asked.options.given}}).save(output)
         gc.freeze()  # the command ends here: a collection would walk the program, its graph and the plan for nothing
     say(str(found))
     if output is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from autoshard.cli.options import pairs, parse_setting
 from autoshard.cli.progress import Stages
 from autoshard.frontends.choose import FRONTENDS
 from autoshard.show.terminal import say
-from autoshard.sources import is_stablehlo
+from autoshard.sources import SourceOptions, is_stablehlo
 
 if TYPE_CHECKING:
     from autoshard.program import Program
@@ -27,6 +27,10 @@ _SOURCE_OPTIONS = (
     click.argument("source"),
     click.option("--batch", type=click.IntRange(1), metavar="N", help="Sample inputs: sequences in a batch (hf)."),
     click.option("--seq", type=click.IntRange(1), metavar="N", help="Sample inputs: tokens in a sequence (hf)."),
+    click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of the model (hf)."),
+    click.option("--dtype", metavar="bf16", help="Of parameters and inputs: f32, bf16 or f16."),
+    click.option("--autocast", is_flag=True, help="The forward pass runs under autocast to bf16."),
+    click.option("--checkpoint", is_flag=True, help="Layers are computed again in the backward pass (hf)."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A field of the configuration (hf)."),
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Last line of standard output: one JSON object.")
@@ -37,17 +41,18 @@ class Asked:
     """What SOURCE and the options beside it name."""
 
     source: str
-    batch: int | None
-    seq: int | None
-    fields: Mapping[str, str]
-    train: str | None
+    options: SourceOptions
 
     def for_plan(self, plan: Plan) -> Asked:
-        """With what the plan was made with in the place of what is not given, where SOURCE is `hf:`."""
-        if not self.source.startswith("hf:"):
-            return self
-        batch, seq, train = planned_with(plan)
-        return replace(self, batch=self.batch or batch, seq=self.seq or seq, train=self.train or train)
+        """With what the plan was made with in the place of what is not given."""
+        known = plan.info.get("source", {})
+        if known.get("source") != self.source:
+            known = {}
+        if not known and self.source.startswith("hf:"):
+            batch, seq, train = planned_with(plan)
+            known = {"batch": batch, "seq": seq, "train": train}
+        known = {name: value for name, value in known.items() if name != "source"}
+        return replace(self, options=SourceOptions(**known | self.options.given))
 
 
 def with_source(train: str) -> Callable[[Any], Any]:
@@ -59,9 +64,10 @@ def with_source(train: str) -> Callable[[Any], Any]:
 
     def with_options(function: Any) -> Any:
         @functools.wraps(function)
-        def command(*args: Any, source: str, batch: Any, seq: Any, settings: Any, train: Any, **rest: Any) -> Any:
-            fields = pairs("--set", [parse_setting(setting) for setting in settings])
-            return function(*args, asked=Asked(source, batch, seq, fields, train), **rest)
+        def command(*args: Any, settings: Sequence[str], **rest: Any) -> Any:
+            given = {each.name: rest.pop(each.name) for each in fields(SourceOptions) if each.name != "settings"}
+            given["settings"] = pairs("--set", [parse_setting(setting) for setting in settings])
+            return function(*args, asked=Asked(rest.pop("source"), SourceOptions(**given)), **rest)
 
         optimizer = click.option("--train", type=click.Choice(["adamw", "sgd"]), help=train)
         return functools.reduce(lambda made, option: option(made), (optimizer, *reversed(_SOURCE_OPTIONS)), command)
@@ -99,8 +105,8 @@ def captured(asked: Asked, stages: Stages, frontend: str = "auto") -> Program:
 
 def module(asked: Asked, stages: Stages) -> Program:
     """The program in the StableHLO file that SOURCE names."""
-    given = {"--batch": asked.batch, "--seq": asked.seq, "--set": asked.fields, "--train": asked.train}
-    for option in (option for option, value in given.items() if value):
+    for name in asked.options.given:
+        option = "--set" if name == "settings" else f"--{name}"
         raise click.ClickException(f"{asked.source} is a whole program already: {option} is for models")
     from autoshard.frontends.stablehlo_file import read_program
 
@@ -115,7 +121,7 @@ def loaded(asked: Asked, stages: Stages) -> Source:
     from autoshard.sources import load_source
 
     stages.begin("source")
-    return load_source(asked.source, batch=asked.batch, seq=asked.seq, settings=asked.fields, train=asked.train)
+    return load_source(asked.source, **asked.options.given)
 
 
 def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:

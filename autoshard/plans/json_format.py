@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
 
 
 _UNSAID: Mapping[type, Sequence[str]] = {
-    Plan: ("wrong_sums", "search", "refined"),
+    Plan: ("wrong_sums", "search", "refined", "info"),
     ProgramInfo: ("reads",),
     OpSignature: ("options",),
     TensorPlan: ("copies",),

@@ -198,6 +198,7 @@ class Plan:
         search: every mesh shape that was tried, where the shape was left open.
         wrong_sums: of a plan that no solver made, the convolutions of which XLA would compute wrong numbers, in words.
         refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
+        info: what changes nothing that is executed: `source`, what the command line was asked for.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
         applied: what `lower/torch_xla` keeps of a plan that was applied in this process; likewise.
 
@@ -220,6 +221,7 @@ class Plan:
     wrong_sums: tuple[str, ...] = ()
     search: tuple[MeshTried, ...] = ()
     refined: Refinement | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
     captured: Program | None = field(default=None, repr=False, compare=False)
     applied: Any = field(default=None, init=False, repr=False, compare=False)
 

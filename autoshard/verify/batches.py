@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
-from autoshard.sources import Source
+from autoshard.sources import Source, turn_checkpoints_on
 from autoshard.verify.run import RunError
 
 BATCH_SEED = 20
@@ -26,7 +26,12 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "init_weights"):  # transformers: its constructor makes weights and buffers
         made: torch.nn.Module = type(model)(copy.deepcopy(config))
-        return made.to(next(model.parameters()).dtype).train(model.training)
+        wanted = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        for name, tensor in (*made.named_parameters(), *made.named_buffers()):
+            tensor.data = tensor.data.to(wanted.get(name, tensor.dtype))
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            turn_checkpoints_on(made)
+        return made.train(model.training)
     made = copy.deepcopy(model).to_empty(device="cpu")
     fresh: set[int] = set()
     for module in made.modules():

@@ -138,6 +138,18 @@ def test_a_plan_of_another_program_is_refused(run, tmp_path):
     assert err == "autoshard: this plan is for another program: parameter 2.bias is f32[32], the plan has f32[64]\n"
 
 
+def test_what_a_plan_was_made_of_need_not_be_said_again(run, tmp_path):
+    asked = ("--set", "width=48", "--dtype", "bf16", "--autocast")
+    assert run("plan", "nets.py:mlp", *asked, "--mesh", "2x2", "-o", "plan.json")[0] == 0
+    info = json.loads((tmp_path / "plan.json").read_text())["info"]
+    assert info["source"] == {
+        "source": "nets.py:mlp", "settings": {"width": "48"}, "dtype": "bf16", "autocast": True
+    }  # fmt: skip
+    _, out, err = run("verify", "plan.json", "nets.py:mlp", "--target", "cpu")
+    assert err == ""
+    assert "fidelity on cpu: " in out
+
+
 # --- verify ------------------------------------------------------------------------------------------------------
 
 

@@ -208,7 +208,7 @@ COMPILES = """
 import signal, sys
 from autoshard.verify import compile
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-compile.WORKER = (sys.executable, "-P", "-c", sys.argv[1])
+compile.COMPILE_COMMAND = (sys.executable, "-P", "-c", sys.argv[1])
 compile.compile_module(b"a", "cpu:8", cache_dir=sys.argv[2])
 """
 

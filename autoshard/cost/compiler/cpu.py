@@ -10,7 +10,7 @@ gathered at the start of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -27,7 +27,7 @@ from autoshard.cost.compiler.rewrite import (
     without_reduce_scatter,
 )
 from autoshard.cost.compiler.rewrite_conv import canonical_convolution, expanded_select_and_scatter
-from autoshard.cost.compiler.schedule import Dependencies, breadth_first, combined, summed_over
+from autoshard.cost.compiler.schedule import combined, summed_over
 from autoshard.cost.passes import Passes
 
 LIBRARY = frozenset(
@@ -227,7 +227,3 @@ class CpuBackend(Backend):
             kernel.displaced |= {array for array in kernel.reads if _is_reshaped(program, array)}
 
         return combined(kernels, partial(summed_over, program), lambda kernel: 0, math.inf)
-
-    def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """Kernels as they become ready."""
-        return breadth_first(deps)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter, transposed
-from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.ops import Op
 
 INDEX_BYTES = 4
@@ -190,36 +189,6 @@ def expanded_pools(program: Lowered) -> Lowered:
         else:
             rewriter.emit(step)
     return rewriter.result()
-
-
-def shared_zeros(program: Lowered) -> Lowered:
-    """Merge equal arrays of zeros: operands of a pooling gradient's scatter, of clips and of selects.
-
-    The one is live from its first user on (a ReLU before the pool), and the scatter writes into a copy.
-    """
-    splat = fold(program.graph).splat
-    cleared = {
-        program.arrays[step.reads[0]].maker: step.writes[0]
-        for step in program.steps
-        if step.kind == "scatter" and program.graph.ops[step.op].kind == "select_and_scatter"
-    }
-    cleared = {maker: array for maker, array in cleared.items() if maker >= 0 and not program.steps[maker].reads}
-    shapes = {program.arrays[array].shape for array in cleared.values()}
-    zeros: dict[tuple[int, ...] | None, int] = {}
-    rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
-        shape = program.arrays[step.writes[0]].shape
-        if step.kind in ("maximum", "select") and shape in shapes:
-            if any(splat.get(value) == 0 for value in program.graph.ops[step.op].operands):
-                if shape not in zeros:
-                    zeros[shape] = rewriter.array(step.writes[0])
-                    rewriter.emit(replace(step, kind="broadcast_in_dim", writes=(zeros[shape],)))
-                elif step.kind == "select":
-                    step = replace(step, reads=(*step.reads, zeros[shape]))
-        elif number in cleared and shape in zeros:
-            step = replace(step, kind="copy", reads=(zeros[shape],))
-        rewriter.emit(step)
-    return rewriter.result() if zeros else program
 
 
 def _width(rewriter: Rewriter, array: int) -> int:

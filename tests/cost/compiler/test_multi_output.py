@@ -95,7 +95,7 @@ def test_what_merges_is_what_a_graph_allows(seed, few, heroes, siblings, all_pas
     def passes(array: int) -> bool:
         return all_pass or array % 3 > 0
 
-    with patch.object(multi_output, "FEW", few):  # whoever waits is found among readers, or by all bits
+    with patch.object(multi_output, "MAX_WALKED_KERNELS", few):  # whoever waits is found among readers, or by all bits
         merged = merged_outputs(program, key, lambda array: True, alike, hero, passes, **order)
     assert {frozenset(kernel.steps) for kernel in merged} == reference(program, both, hero, **order, passes=passes)
     assert sorted(step for kernel in merged for step in kernel.steps) == list(range(len(program)))

@@ -91,31 +91,3 @@ def test_a_gradient_gathers_its_kernel_as_the_argument_lies() -> None:
     assert [read for kind, read in found if kind == "all-gather"] == [("argument",)] * 2
     assert [read[1] for kind, read in found if kind == "convolution"] == ["transpose"] * 2
     assert [read for kind, read in found if kind == "transpose"] == [("argument",), ("all-gather",), ("all-gather",)]
-
-
-def test_equal_zeros_that_are_updated_in_place_are_cleared_together() -> None:
-    """Two tables' gradients of one shape, and a third of another: two kernels clear three arrays."""
-    table, rows, places = "tensor<512x64xf32>", "tensor<32x64xf32>", "tensor<32x1xi32>"
-    other = table.replace("512", "256")
-
-    def scatter(name: str, kind: str) -> str:
-        return f"""%z{name} = stablehlo.broadcast_in_dim %c, dims = [] : (tensor<f32>) -> {kind}
-      %{name} = "stablehlo.scatter"(%z{name}, %i, %{name}u) <{{indices_are_sorted = false, scatter_dimension_numbers =
-        #stablehlo.scatter<update_window_dims = [1], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0],
-        index_vector_dim = 1>, unique_indices = false}}> ({{
-      ^bb0(%a: tensor<f32>, %b: tensor<f32>):
-        %s = stablehlo.add %a, %b : tensor<f32>
-        stablehlo.return %s : tensor<f32>
-      }}) : ({kind}, {places}, {rows}) -> {kind}"""
-
-    graph = graph_from_text(f"""module {{ func.func public @main(%i: {places}, %pu: {rows}, %qu: {rows}, %ru: {rows})
-        -> ({table}, {table}, {other}) {{
-      %c = stablehlo.constant dense<0.0> : tensor<f32>
-      {scatter("p", table)}
-      {scatter("q", table)}
-      {scatter("r", other)}
-      return %p, %q, %r : {table}, {table}, {other} }} }}""")
-    shardings = propagate(graph, Annotations({}), Mesh((2, 4), ("data", "model")))
-    compiled = GpuBackend(load_device("h100")).compile(lower(graph, shardings, partition(graph, shardings, "gpu")))
-    cleared = [len(kernel.writes) for kernel in compiled.kernels if kernel.kind == "broadcast_in_dim"]
-    assert sorted(cleared) == [1, 2]

@@ -297,12 +297,12 @@ def test_a_slow_batch_does_not_count() -> None:
 
 REAL = """
 import json, sys
-from autoshard.cost.machine.measure import KINDS, Budget, timed
+from autoshard.cost.machine.measure import MEASURED_KINDS, Budget, timed
 from autoshard.cost.machine.measure_jax import JaxBackend
 backend = JaxBackend("cpu", 2)
 runs = [backend.matmul(dtype, 16) for dtype in ("f32", "bf16", "f16", "f64", "i8")]
 runs += [backend.memory("copy", 4096), backend.memory("add", 4096), backend.launch(3)]
-runs += [backend.collective(kind, 2, 1024) for kind in KINDS]
+runs += [backend.collective(kind, 2, 1024) for kind in MEASURED_KINDS]
 print(json.dumps([backend.devices, [timed(run, Budget(0.0, 0.0, 1))[0] for run in runs]]))
 """
 

@@ -25,7 +25,7 @@ from autoshard.cost.compiler.latency import overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
-from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels, shared_zeros
+from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels
 from autoshard.cost.compiler.schedule import Dependencies, combined
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
@@ -115,8 +115,8 @@ class GpuBackend(Backend):
 
     @property
     def rewrites(self) -> Passes[Lowered]:
-        """Pooling, scatters and dots legalised for libraries and Triton."""
-        return Passes((expanded_pools, scattered_onto, shared_zeros, partial(_for_libraries, device=self.device)))
+        """Pools, scatters and products as libraries and Triton take them."""
+        return Passes((expanded_pools, scattered_onto, partial(_for_libraries, device=self.device)))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
@@ -137,7 +137,6 @@ class GpuBackend(Backend):
 
         arrays = program.arrays
         sums = Sums(program)
-        kernels = _cleared_together(kernels, arrays)
         kernels = merged_outputs(
             kernels,
             partial(_elements, arrays),
@@ -318,24 +317,6 @@ def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
 
 def _reads_few(one: Kernel, other: Kernel) -> bool:
     return len({*one.reads, *other.reads}) <= MOST_OPERANDS
-
-
-def _cleared_together(kernels: list[Kernel], arrays: Sequence[Array]) -> list[Kernel]:
-    """Merge equal splat constants into one kernel; each in-place update gets a copy (`CopyFusion`)."""
-    alike: dict[Hashable, list[Kernel]] = {}
-    for kernel in kernels:
-        if kernel.kind == "broadcast_in_dim" and not kernel.reads and len(kernel.writes) == 1:
-            made = arrays[kernel.writes[0]]
-            alike.setdefault((made.shape, made.dtype, made.bytes), []).append(kernel)
-    merged = {id(kernel): parts for parts in alike.values() if len(parts) > 1 for kernel in parts}
-    found = []
-    for kernel in kernels:
-        parts = merged.get(id(kernel), [kernel])
-        if kernel is parts[0]:
-            steps = tuple(step for part in parts for step in part.steps)
-            writes = tuple(array for part in parts for array in part.writes)
-            found.append(kernel if len(parts) == 1 else Kernel(steps, (), writes, kernel.kind, kernel.place))
-    return found
 
 
 def _product(program: Lowered, step: Step) -> Product | None:

@@ -4,13 +4,13 @@ A tile has 8 sublanes, so fewer images are split into strips (XLA's `SpaceToBatc
 Elementwise values around a convolution stay in strips; not all of those for the backward pass do, and no collective's.
 As seen in compiled steps of ResNet (libtpu 0.0.51, 4 images per device):
 
-- Copies and reshapes, predicted as one, merge the strips of an activation before a collective, or split it afterwards;
-  on the other side of an all-to-all they reorder its shards.
-- Where strips end, or two widths meet, elementwise steps read merged copies: a convolution of stride 2 has copies of
-  all that the backward pass needs of its operand, such as a ReLU's mask and a norm's statistics (`_recut`). A
-  convolution of more than one tap reads halos that separate kernels cut out (`_with_edges`).
-- While an all-gather is in flight, copies for the backward pass overlap it and stay in device memory (one core). That
-  is not predicted, but a plan with all-gathers must be worth it (`early_seconds`).
+- An activation that a collective moves is put together before it, or cut into strips after, by copies and reshapes that
+  read and write it whole (`AROUND`); on the other side of an all-to-all its parts are put in order.
+- Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
+  has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
+  (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
+- Where a gather is in flight, copies for the backward pass run beside it and wait in device memory (one core). That is
+  not predicted, but a plan with gathers must be worth it (`early_seconds`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     with_images_apart,
 )
 from autoshard.cost.machine.device import Device
-from autoshard.cost.machine.figures import whole
+from autoshard.cost.machine.figures import table, whole
 from autoshard.cost.machine.tiles import ROWS
 from autoshard.graph.groups import ELEMENTWISE
 
 IN_FLIGHT = whole("asynchronous_gather")
+AROUND = table("copies_around")
 
 MASK = "mask"
 """The kind of a step that makes the mask of padded strips for a reduction."""
@@ -343,12 +344,14 @@ def _merged_for_collectives(program: Lowered, strips: Container[int]) -> Lowered
     moving = {n for n, step in enumerate(program.steps) if step.kind in MOVING and _moves(step, strips)}
     for _, step in rewriter.changing(moving):
         read, made = step.reads[0], step.writes[0]
-        before, after = (array in strips or step.kind == "all-to-all" for array in (read, made))
+        parts = AROUND["parts"] if step.kind == "all-to-all" else 0
+        before, after = (int(AROUND["strips"] if array in strips else parts) for array in (read, made))
+        for _ in range(before):
+            read = rewriter.copy(read, step.op)
         moved = rewriter.array(made) if after else made
-        reads = (rewriter.copy(read, step.op) if before else read, *step.reads[1:])
-        rewriter.emit(replace(step, reads=reads, writes=(moved,)))
-        if after:
-            rewriter.copy(moved, step.op, into=made)
+        rewriter.emit(replace(step, reads=(read, *step.reads[1:]), writes=(moved,)))
+        for left in reversed(range(after)):
+            moved = rewriter.copy(moved, step.op, into=None if left else made)
     return rewriter.result()
 
 
