@@ -45,7 +45,7 @@ class VerifyReport:
         judged: step time of the compiled program under the same device model.
         memory_bytes: peak per device by the compiler's buffer assignment.
         rematerializations: values that the partitioner had to fully rematerialize (replicate and slice): defects of
-        the plan.
+            the plan.
         wrong_sums: convolutions that XLA would miscompute (`strategies/guard.py`): the solver's plans have none, plans
             by hand may.
         run: three training steps under the plan against one device, if asked for.
