@@ -1,4 +1,4 @@
-"""What to plan, named on the command line: `hf:gpt2`, or `file.py:function`."""
+"""Resolves programs named on the command line: `hf:gpt2`, or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SGD_MOMENTUM = 0.9
 
 
 STABLEHLO_SUFFIXES = (".mlir", ".mlirbc", ".stablehlo", ".bytecode", ".bc", ".jax_export")
-"""What tells a StableHLO file from other sources by its name."""
+"""File name suffixes of StableHLO sources."""
 
 
 def is_stablehlo(source: str) -> bool:
-    """Whether a SOURCE names a StableHLO file, or a directory that torch_xla's `save_as_stablehlo` wrote."""
+    """Whether a SOURCE names a StableHLO file, or a directory of torch_xla's `save_as_stablehlo`."""
     path = Path(source)
     return path.suffix in STABLEHLO_SUFFIXES or (path / "functions").is_dir()
 
@@ -38,7 +38,7 @@ class Source:
     """A program to plan: the first arguments of `capture`.
 
     Attributes:
-        origin: the arguments of the `load_source` call that made it, with which another process can make it again.
+        origin: arguments of the `load_source` call that made it, to repeat it in another process.
     """
 
     model: Any
@@ -202,7 +202,7 @@ def _inputs(model_type: str, task: str, config: Any, batch: int, seq: int | None
 
 
 def _configured(kind: Any, model_type: str, settings: Mapping[str, str]) -> Any:
-    """The default configuration with these fields; what a type derives from a field follows it (Llama's head_dim)."""
+    """The default configuration with these fields; dependent fields follow (Llama's head_dim)."""
     config = kind()
     for name, text in settings.items():
         _set(config, model_type, name, text)
@@ -218,7 +218,7 @@ def _configured(kind: Any, model_type: str, settings: Mapping[str, str]) -> Any:
 
 
 def _no_dropout(config: Any) -> None:
-    """Set every probability of dropping something to 0, in sub-configurations too."""
+    """Set every dropout probability to 0, in sub-configurations too."""
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -227,7 +227,7 @@ def _no_dropout(config: Any) -> None:
 
 
 def _set(config: Any, model_type: str, name: str, text: str) -> None:
-    """Set one field (`a.b`: of the sub-configuration `a`) to a value of the type it has."""
+    """Set one field (`a.b`: of the sub-configuration `a`), keeping its type."""
     *path, field = name.split(".")
     for part in path:
         config = getattr(config, part, None)
@@ -248,7 +248,7 @@ def _set(config: Any, model_type: str, name: str, text: str) -> None:
 
 
 def _typed(text: str, old: Any) -> Any:
-    """`text` as a value of the type of `old`; where that is None, as JSON, or else as it is."""
+    """`text` parsed as the type of `old`; where that is None, as JSON, else as text."""
     if isinstance(old, bool):
         if text.lower() not in ("true", "false", "1", "0"):
             raise ValueError(text)
@@ -281,7 +281,7 @@ def _typed(text: str, old: Any) -> Any:
 
 
 class _AsWritten(SourceFileLoader):
-    """Compiles the file as it is: bytecode on disk counts as fresh where it changed within a second, not in size."""
+    """Compiles the file from source: stale bytecode may pass as fresh within a second at equal size."""
 
     def get_code(self, fullname: str) -> CodeType:
         """The file's code."""

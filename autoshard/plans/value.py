@@ -170,7 +170,7 @@ class Options:
         memory: limit in bytes per device, or None for no limit.
         hints: tensor name -> the spec that it must have.
         keep: which of the user's hints constrain the plan: `all`, `io` (none inside the program), `none`; `hints` are
-        those.
+            those.
         fold: required by version 1 of the format; without effect.
         seed: of the solver.
     """

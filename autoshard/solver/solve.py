@@ -366,8 +366,7 @@ class _Run:
         """Dual ascent and oscillation in two threads, until neither gains or time is over.
 
         They exchange multipliers and costs after fixed numbers of sweeps and rounds, not of seconds, so that the result
-        does
-        not depend on which of them is faster.
+        does not depend on which of them is faster.
         """
 
         search = Oscillation(dual, self.seed)
