@@ -1,37 +1,33 @@
-"""The sequence of aten ops that a program dispatches, numbered the same way at capture and in every training step.
+"""Dispatch mode that numbers a program's aten ops, the same way at capture and in every training step.
 
-`AtenSequence` is a dispatch mode. It gives op k its number, and says of each tensor an op reads who produced it: an
-argument of the program (by name), output j of op i, or nobody it knows. Capture builds on it to label the HLO,
-lowering to annotate outputs; what both must agree on is therefore here, once.
+`AtenSequence` gives op k its number, and each of its operands a producer: an argument of the program, output j of op i,
+or unknown. Capture labels HLO by it, lowering annotates outputs by it. torch_xla functionalizes above it: no op writes
+in place, and views are `_copy` ops.
 
-torch_xla functionalizes: what arrives here writes nothing in place, and views are `_copy` ops.
+**Counted** are ops with an operand on the XLA device, or that create a tensor there, except:
 
-**Which ops are counted.** An op is counted when a tensor it reads, or the device it is asked to make one on, is XLA's,
-except those that a training loop adds around the step, or that compute nothing:
-
-- aliases (`detach_copy`, `alias_copy`, `lift_fresh`): their result is who their operand was; write-backs
+- aliases (`detach_copy`, `alias_copy`, `lift_fresh`), which keep their operand's producer, and write-backs
   (`_propagate_xla_data`);
-- transfers between host and device (a loader's `.to(device)`, logging's `.cpu()`), and reads of a value (`.item()`);
-- clearing (`zero`, as `zero_grad(set_to_none=False)` does), what reads cleared tensors only, and `add` of a term to a
-  cleared tensor: autograd adds where, with gradients None, it would have handed the term over. The sum, and views of
-  it, are who the term was;
-- what the host computes (`by_values.py`: `nonzero`, ops that torch_xla has no lowering of): its result is a constant
-  that came from the host, and a boolean mask as an index is the positions that `nonzero` gives;
-- a view made a second time of the same tensor: torch makes views of a tensor anew once that has been written, as a
-  parameter has from the second step on. The view that was made first, annotation included, is used again.
+- transfers between host and device (a loader's `.to(device)`, logging's `.cpu()`), and host reads (`.item()`);
+- clearing (`zero`, as in `zero_grad(set_to_none=False)`), ops on cleared tensors only, and `add` of a term to a cleared
+  tensor: with gradients None autograd would pass the term on. The sum, and views of it, keep the term's producer;
+- ops computed on the host (`by_values.py`: `nonzero`, ops without a lowering in torch_xla): the result is a host
+  constant, and a boolean mask as index becomes the positions of its true elements;
+- a repeated view of one tensor: torch recreates views of a tensor once that was written, as parameters are from the
+  second step on. The first view, annotation included, is reused.
 
 Ops on CPU tensors alone (step counters of optimizers, schedulers, a loader's collate) are never counted.
 
-**Outputs of an op** are the tensors it returns, in order, then those it writes in place without returning them
+**Outputs** are the tensors that an op returns, in order, then those it writes in place without returning them
 (`native_batch_norm` writes its running statistics).
 
-**Identity.** A tensor is known by torch_xla's own tensor id, or what stands for it (`device.py`). It survives
-autograd's saved tensors, `detach` and `.data`, which are new Python objects; writing in place gives a new one; none is
-ever used twice. So nothing is kept alive here.
+**Identity.** A tensor's key is torch_xla's tensor id, or its counterpart (`device.py`). It survives autograd's saved
+tensors, `detach` and `.data`, which are new Python objects; an in-place write gives a new one; none is reused. So this
+mode keeps no tensor alive.
 
-**Order.** Autograd takes, of the nodes that are ready, the one that was made last, and each thread counts for itself. A
-backward pass whose result is differentiated again makes nodes in a thread of its own, and which come first would depend
-on what the process did before: under the mode, backward passes run in the thread that asks for them.
+**Order.** Of ready nodes, autograd runs the one created last, and each thread counts for itself. A backward pass whose
+result is differentiated again creates nodes on its own thread, so their order would depend on the process's history:
+under the mode, backward passes run on the calling thread.
 """
 
 from __future__ import annotations
