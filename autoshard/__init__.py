@@ -1,7 +1,7 @@
-"""Decides how a PyTorch program is split over many devices, and proves how good the decision is.
+"""Automatic sharding of PyTorch programs over many devices, with a proven optimality bound.
 
-`import autoshard` is light: a public name brings its module in when it is first read, and torch, torch_xla, jax and the
-solvers are imported by the functions that need them.
+`import autoshard` is light: public names import their modules when first read; torch, torch_xla, jax and the solvers
+are imported by the functions that need them.
 """
 
 from importlib import import_module
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, its module imported."""
+    """Import the module of a public name."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"autoshard.{_MODULE_OF[name]}"), name)

@@ -1,6 +1,6 @@
-"""The public functions, from a PyTorch program to its plan, and what can be done with one.
+"""The public functions: from a PyTorch program to its plan, and the plan's methods.
 
-Light to import: what plans (`planning/road.py`), predicts, lowers and shows is imported when it is called.
+Light to import: what plans (`planning/road.py`), predicts, lowers and shows is imported on first use.
 """
 
 from __future__ import annotations
@@ -55,40 +55,41 @@ def plan(
 ) -> Plan:
     """Decide how every tensor of a PyTorch program is split over a device mesh.
 
-    Nothing is run and no weights are allocated: the model may be on meta, and no accelerator is needed.
+    Runs nothing and allocates no weights: the model may be on meta, and no accelerator is needed.
 
     Args:
         model: a `torch.nn.Module`; left as it is.
-        sample_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments (any device).
+        sample_inputs: arguments of the model: a tensor, a tuple, or a dict of keyword arguments (any device).
         mesh: a Mesh, a shape such as `(2, 4)`, or `"2x4"`.
-        devices: how many devices there are, when no mesh is given: every shape of up to three axes is tried.
-        device: device kind of the mesh, when `mesh` is not a Mesh: `tpu-v5e`, `h100`… also with its topology
+        devices: number of devices, without a mesh: every shape of up to three axes is tried.
+        device: device kind of the mesh, if `mesh` is not a Mesh: `tpu-v5e`, `h100`… also with its topology
             (`tpu-v5e:4x4:2slices`, `h100:2x8`).
         loss_fn: from the model's output to a scalar; default, with an optimizer, the output's own `.loss`.
-        optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. Given a loss
-            or an optimizer, a whole training step is planned, else the forward pass.
-        memory: bytes per device that the step may use; default what the device kind has; None is no limit.
+        optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. With a loss or
+            an optimizer a training step is planned, else the forward pass.
+        memory: limit of the step in bytes per device; default the device kind's; None is no limit.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
-            the program: a module's path for what it returns, `op12` or `op12.1` for results of aten op 12.
-        keep: which hints hold, those among them that the model's and inputs' tensors carry (`mark_sharding`): `all`;
-            `io`, no values inside the program; `none`.
-        fold: nothing; taken so that older calls keep working.
-        time_limit: seconds for the solver; of several shapes each has a quarter, and the best is solved again. An
-            interrupt ends it too: with the best plan so far, if there is one.
+            the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
+        keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
+            plan: `all`; `io`, none inside the program; `none`.
+        fold: no effect; accepted for compatibility.
+        time_limit: of the solver, in seconds; each of several mesh shapes gets a quarter, and the best is solved again.
+            An interrupt ends it with the incumbent, if there is one.
         seed: of the solver.
-        backend: of the solver's integer programs.
-        frontend: what captures: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
-        annotations: `all` pins every output of every aten op; `least` not what propagation, as modelled, chooses too.
-        refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be there: the few best candidates,
-            plans written by hand among them, are compiled for it, and the best compiled one is taken. What was compiled
-            is recorded in the plan, the predicted choice beside it (see `refine.py`).
-        dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: packed).
+        backend: integer-programming solver.
+        frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
+        annotations: `all` pins every output of every aten op; `least` only those that modelled propagation would not
+            choose.
+        refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be present: the best few candidates,
+            plans by hand among them, are compiled for it, and the best compiled one becomes the plan, which records all
+            of them (see `refine.py`).
+        dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: compressed).
         progress: called with the name of each stage as it begins.
 
     Raises:
         ValueError: the mesh, a hint or an option is wrong.
-        CaptureError: the program cannot be captured; says which op or input, and where.
-        PlanError: no plan meets the memory limit; says the least that is possible.
+        CaptureError: the program cannot be captured; names the op or input, and where.
+        PlanError: no plan meets the memory limit; says the least possible.
     """
     through = choose(frontend)
     meshes = meshes_for(mesh, devices, device, refine)
@@ -121,15 +122,15 @@ def capture(
     train: bool | None = None,
     frontend: str = "auto",
 ) -> Program:
-    """The program that `plan`, `evaluate` and `verify` work on; see `plan` for the arguments."""
+    """Capture a program for `plan_program`, `evaluate` and `verify`; arguments as for `plan`."""
     return capture_of(frontend)(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
 
 
 def plan_program(program: Program, mesh: Mesh | Sequence[Mesh], **options: Unpack[OptionKeywords]) -> Plan:
-    """Plan a captured program; of several meshes the one whose predicted step is shortest.
+    """Plan a captured program; of several meshes, on the one with the shortest predicted step.
 
     Args:
-        options: those of `plan` from `memory` on; and `rivals=False`, to leave plans by hand out.
+        options: those of `plan` from `memory` on; and `rivals=False`, to ignore plans by hand.
     """
     from autoshard.planning.road import plan_graph
     from autoshard.stablehlo.reader import build_graph
@@ -140,12 +141,12 @@ def plan_program(program: Program, mesh: Mesh | Sequence[Mesh], **options: Unpac
 
 
 def evaluate(program: Program, plan: value.Plan) -> Prediction:
-    """The cost model's figures for any plan of a program, full or partial, made by whomever.
+    """Predict any plan of a program, full or partial.
 
-    What the plan does not give follows from propagation as XLA does it, not from the solver.
+    Shardings that the plan lacks follow from XLA's propagation, not from the solver.
 
     Raises:
-        PlanError: the plan is for another program; says the first difference.
+        PlanError: the plan is for another program; names the first difference.
     """
     from autoshard.cost.predict import predict
     from autoshard.plans.annotated import annotations_of
@@ -159,7 +160,7 @@ def evaluate(program: Program, plan: value.Plan) -> Prediction:
 def register_rule(
     target: str, dims: str | None = None, *, whole: str = "", sums: str = "", partitioned: bool = True
 ) -> Any:
-    """Say how a custom call with this target may be split; see `autoshard.graph.rules.custom.register_rule`.
+    """Register the sharding rule of custom calls with this target; see `autoshard.graph.rules.custom.register_rule`.
 
     >>> autoshard.register_rule("my_attention", "b h q d, b h k d, b h k d -> b h q d", whole="q k d")
     """
@@ -169,11 +170,11 @@ def register_rule(
 
 
 def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
-    """A plan as people write it by hand: `dp`, `fsdp`, `megatron`… (see `autoshard.manual.PLANS`).
+    """A plan by hand: `dp`, `fsdp`, `megatron`… (see `autoshard.manual.PLANS`).
 
     Raises:
         ValueError: no manual plan has that name.
-        ManualPlanError: nobody makes such a plan for a program of this kind.
+        ManualPlanError: the plan does not apply to the program.
     """
     from autoshard.manual import plan_named
     from autoshard.planning.written import written_plan
@@ -186,7 +187,7 @@ def manual_plan(name: str, program: Program, mesh: Mesh) -> Plan:
 
 @dataclass(frozen=True)
 class Plan(value.Plan):
-    """A plan with what can be done with it: each method hands on to the package that does it."""
+    """A plan with methods, each delegating to the package that implements it."""
 
     @classmethod
     def of(cls, plan: value.Plan) -> Plan:
@@ -196,12 +197,12 @@ class Plan(value.Plan):
         return cls(**{each.name: getattr(plan, each.name) for each in fields(plan) if each.init})
 
     def to_json(self) -> str:
-        """The plan as JSON, version 1; the same plan always gives the same text."""
+        """The plan as JSON, version 1; equal plans give equal text."""
         return json_format.dumps(self)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "plan") -> Plan:
-        """The plan that `to_json` wrote; `source` is what to call the text in messages.
+        """The plan that `to_json` wrote; `source` names the text in messages.
 
         Raises:
             PlanError: not JSON, another format, an unknown version, or malformed: with the path of the bad field.
@@ -209,7 +210,7 @@ class Plan(value.Plan):
         return cls.of(json_format.loads(text, source))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, whole or not at all.
+        """Write the plan to a file atomically.
 
         Raises:
             PlanError: the path cannot be written.
@@ -229,7 +230,7 @@ class Plan(value.Plan):
         """Refuse a program that is not the planned one.
 
         Raises:
-            PlanMismatchError: with the first difference: kind, switches, argument, aten op.
+            PlanMismatchError: names the first difference: kind, switches, argument, aten op.
         """
         check_program(self, program)
 
@@ -242,24 +243,24 @@ class Plan(value.Plan):
         check_mesh(self, mesh)
 
     def annotations(self, graph: Graph) -> Annotations:
-        """The pins and copies that this plan writes on the graph of its program.
+        """The annotations of this plan on the graph of its program.
 
         Raises:
             PlanMismatchError: the graph is of another program.
-            PlanError: two entries pin one value differently, or an entry names a value that the graph has not.
+            PlanError: two entries pin one value differently, or an entry names a value that the graph lacks.
         """
         from autoshard.plans.annotated import annotations_of
 
         return annotations_of(self, graph)
 
     def __str__(self) -> str:
-        """A report for a person: what splits what per module, totals, what could not be split."""
+        """The report: shardings per module, totals, what could not be split."""
         from autoshard.show.report import plan_report
 
         return plan_report(self)
 
     def to_html(self, explanations: Sequence[Explanation] = ()) -> str:
-        """The plan as one self-contained page, with what `autoshard.explain` said of some tensors."""
+        """The plan as one self-contained HTML page, with `autoshard.explain`'s results for some tensors."""
         from autoshard.show.page import page
 
         return page(self, explanations)
@@ -277,19 +278,19 @@ class Plan(value.Plan):
         return annotate(self)
 
     def to_jax(self, devices: Sequence[Any] | None = None) -> JaxShardings:
-        """The plan in jax's words, on jax's devices: NamedShardings, and the step as a function; see `lower.to_jax`."""
+        """The plan for jax's devices: NamedShardings, and the step as a function; see `lower.to_jax`."""
         from autoshard.lower.to_jax import to_jax
 
         return to_jax(self, devices)
 
     def to_dtensor(self, device_mesh: Any) -> DTensorPlan:
-        """The plan in DTensor's words, on a `torch.distributed` device mesh; see `lower.dtensor`."""
+        """The plan as DTensor placements on a `torch.distributed` device mesh; see `lower.dtensor`."""
         from autoshard.lower.dtensor.distribute import to_dtensor
 
         return to_dtensor(self, device_mesh)
 
     def to_tp_plan(self, model: Any, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
-        """The plan in the words of transformers' `tp_plan`, and what it cannot say; see `lower.tp_plan`."""
+        """The plan as transformers' `tp_plan`, and what that cannot express; see `lower.tp_plan`."""
         from autoshard.lower.tp_plan import to_tp_plan
 
         return to_tp_plan(self, model, axis)

@@ -1,4 +1,4 @@
-"""Element types: what StableHLO, torch, numpy and XLA's text call them, and their sizes."""
+"""Element types: their names in StableHLO, torch, numpy and XLA's text, and their sizes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Dtype(NamedTuple):
     """One element type.
 
     Attributes:
-        name: StableHLO's word, by which the rest of autoshard knows it.
-        bits: of one element as it is stored by itself.
-        torch: its name in torch, empty where captures hold none of it.
+        name: StableHLO's name, used throughout autoshard.
+        bits: of one element.
+        torch: its name in torch, empty where captures never contain it.
         numpy: its name in numpy, ml_dtypes and jax.numpy.
-        hlo: its name where XLA prints a program.
+        hlo: its name in XLA's printed HLO.
         number: XLA's `PrimitiveType`.
     """
 
@@ -66,14 +66,14 @@ DTYPES = {
 }
 
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
-"""Element types of the values inside a program that are annotated: bool and integer values cost nothing without, and
-annotating a mask makes the partitioner gather the floats it was computed from."""
+"""Element types of annotated values inside a program: bool and integer values need no annotation, and one on a mask
+makes the partitioner gather the floats it is computed from."""
 
 _BYTES = {dtype.name: max(1, dtype.bits // 8) for dtype in DTYPES.values()}
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes of one element; kinds of less than a byte take one, unknown ones four."""
+    """Bytes of one element; types below a byte take one, unknown ones four."""
     return _BYTES.get(name, 4)
 
 
@@ -83,13 +83,13 @@ def is_float(name: str) -> bool:
 
 
 def is_whole(name: str) -> bool:
-    """Whether elements are whole numbers or truth values."""
+    """Whether elements are integers or bools."""
     return name.startswith(("i", "ui"))
 
 
 @cache
 def torch_dtypes() -> dict[torch.dtype, str]:
-    """Each torch dtype that captures hold -> StableHLO's word for it."""
+    """torch dtype -> StableHLO's name, for those that captures contain."""
     import torch
 
     return {getattr(torch, dtype.torch): dtype.name for dtype in DTYPES.values() if dtype.torch}

@@ -1,10 +1,10 @@
-"""What autoshard raises when it is given something it cannot use: one line for a person, the details in the text."""
+"""Base classes of autoshard's errors: one line for the user, details in the text."""
 
 from __future__ import annotations
 
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises on purpose."""
+    """Base of every deliberate error of autoshard."""
 
 
 class CaptureError(AutoshardError, ValueError):
@@ -12,15 +12,15 @@ class CaptureError(AutoshardError, ValueError):
 
 
 class SourceError(AutoshardError, ValueError):
-    """A SOURCE (`hf:gpt2`, `file.py:function`) that names nothing usable."""
+    """A SOURCE (`hf:gpt2`, `file.py:function`) that cannot be resolved."""
 
 
 class LoweringError(AutoshardError, RuntimeError):
-    """A plan that cannot be carried out here: the runtime, the model or the step is not what it was made for."""
+    """A plan that cannot be lowered here: it was made for another runtime, model or step."""
 
 
 class ManualPlanError(AutoshardError, ValueError):
-    """A plan that people do not make by hand for programs of this kind: why."""
+    """A plan by hand that does not apply to the program: why."""
 
 
 class FileError(AutoshardError, ValueError):
@@ -28,8 +28,8 @@ class FileError(AutoshardError, ValueError):
 
 
 class AutoShardingError(AutoshardError, RuntimeError):
-    """What the automatic mode was asked for cannot be: before anything of the loop has run."""
+    """An invalid request to the automatic mode, before anything of the loop has run."""
 
 
 class AutoShardingWarning(UserWarning):
-    """What of a training loop the automatic mode leaves to XLA's propagation: what, where, and why; once per loop."""
+    """What the automatic mode leaves to XLA's propagation: the part of the loop, where, and why; once per loop."""

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, folders for work, and where autoshard keeps what it need not redo.
+"""Atomic writes, temporary work folders, and the cache directory.
 
-Temporary files and folders are locked while their process lives. What a killed process left is not, and is taken away
-by the next that writes there: no package of atomic writes does that, and filelock locks files of its own beside them.
+Temporary files and folders are locked while their process lives. Those of killed processes are unlocked, and the next
+writer removes them: no package for atomic writes does that, and filelock locks separate files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.errors import FileError
 
 try:
     import fcntl
-except ImportError:  # no locks of this kind there: nothing is known to be left over
+except ImportError:  # no such locks on this platform: nothing is known to be left over
     fcntl = None  # type: ignore[assignment]
 
 
@@ -28,7 +28,7 @@ def cache_dir() -> Path:
     """`$AUTOSHARD_CACHE`, else `autoshard` in the user's cache directory.
 
     Raises:
-        FileError: neither is there: the user has no home folder.
+        FileError: neither exists: the user has no home folder.
     """
     try:
         said = os.environ.get("AUTOSHARD_CACHE")
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 
 def name_user() -> None:
-    """Give a user without a name, as in a container, one in `USER`: importing torch asks for it."""
+    """Set `USER` for a user without a name, as in a container: importing torch needs it."""
     try:
         getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -46,7 +46,7 @@ def name_user() -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file through a temporary one beside it, so that no reader ever sees half of it; text as UTF-8.
+    """Write a file atomically, through a temporary one beside it; text as UTF-8.
 
     Raises:
         FileError: the path cannot be written; nothing is left behind.
@@ -62,7 +62,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that `write` could not write, before anything has been done.
+    """Refuse a path that `write` could not write, before any work is done.
 
     Raises:
         FileError: as `write` would.
@@ -73,10 +73,10 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def work_folder(root: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in `root`, gone afterwards; those with this prefix that killed processes left are removed.
+    """A temporary folder in `root`; removes those with this prefix that killed processes left.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     for left in root.glob(f"{prefix}*"):
         _remove_if_left(left)
@@ -85,7 +85,7 @@ def work_folder(root: Path, prefix: str) -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY)
         if _lock(descriptor):
             break
-        os.close(descriptor)  # another process took it for one that was left, and removes it
+        os.close(descriptor)  # another process took it for a left-over, and removes it
     try:
         yield folder
     finally:
@@ -95,13 +95,13 @@ def work_folder(root: Path, prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
-    """A temporary file in the directory of `path`, which is gone afterwards, and what `path` stands for.
+    """A temporary file in the directory of `path`, and the file that `path` resolves to.
 
-    What is no file, such as `/dev/stdout`, is itself in both places: it must not be replaced.
+    What is no regular file, such as `/dev/stdout`, is both: it must not be replaced.
     """
     temporary = descriptor = None
     try:
-        target = path.resolve()  # a link stays a link: what it points to is replaced
+        target = path.resolve()  # a link stays a link: its target is replaced
         if target.is_dir():
             raise IsADirectoryError(None, "it is a directory")
         if target.exists() and not os.access(target, os.W_OK):
@@ -117,7 +117,7 @@ def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
                 break
             os.close(descriptor)
         yield temporary, target
-    except (OSError, ValueError, RuntimeError) as error:  # no path: a zero byte in it; links that go in circles
+    except (OSError, ValueError, RuntimeError) as error:  # invalid paths: a zero byte, circular links
         raise FileError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         if temporary is not None:
@@ -130,7 +130,7 @@ _PART = ".autoshard.part"
 
 
 def _remove_left_over(target: Path) -> None:
-    """Remove temporary files of processes that were killed while they wrote in the folder of `target`."""
+    """Remove temporary files that killed processes left in the folder of `target`."""
     with contextlib.suppress(OSError):
         for each in os.scandir(target.parent):
             if each.name.startswith(".") and each.name.endswith(_PART):
@@ -138,7 +138,7 @@ def _remove_left_over(target: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock what this process just made; False where another process has found it first, or removed it."""
+    """Lock a file that this process just created; False where another process has locked or removed it."""
     if fcntl is None:
         return True
     try:
@@ -151,7 +151,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a temporary file or folder if the process that made it is gone."""
+    """Remove a temporary file or folder whose process is gone."""
     if fcntl is None or path.is_symlink():
         return
     with contextlib.suppress(OSError):

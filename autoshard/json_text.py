@@ -1,4 +1,4 @@
-"""JSON from files that anyone may have written: read, or refused with a reason of one line."""
+"""Reads untrusted JSON, or refuses it with a one-line reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def parse(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is none, it is nested more deeply than Python reads, or a number in it is none of JSON's.
+        ValueError: invalid JSON, nested too deeply for Python, or with a number that JSON does not have.
     """
     try:
         return json.loads(text, parse_constant=_no_constant)
@@ -28,7 +28,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def shortened(value: Any, length: int = 60) -> str:
-    """The beginning of a value's JSON; of a large one no more than that is written."""
+    """The beginning of a value's JSON, without serialising all of a large one."""
     chunks = json.JSONEncoder().iterencode(value)
     text = "".join(chunk[: length + 1] for chunk in islice(chunks, length + 1))
     return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -1,7 +1,7 @@
-"""What is kept on disk and found again: each entry with a digest, so that one that was damaged is made anew.
+"""On-disk cache entries with a digest, so that damaged ones are detected.
 
-An entry is a file: a line with the sha256 of its name and of the rest, then the rest. It is written whole or not at
-all. An entry under another's name, cut short or changed is none.
+An entry is a file: a line with the sha256 of its name and content, then the content, written atomically. A renamed,
+truncated or changed entry is invalid.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from autoshard.errors import FileError
 
 
 class DamagedError(ValueError):
-    """An entry that is not as it was written: why."""
+    """A damaged entry: why."""
 
 
 def write(path: Path, content: bytes) -> None:
-    """Keep an entry.
+    """Write an entry.
 
     Raises:
         FileError: it cannot be written.
@@ -31,10 +31,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """What an entry keeps; None where there is none.
+    """The content of an entry; None where there is none.
 
     Raises:
-        DamagedError: it cannot be read, or is not as it was written.
+        DamagedError: it cannot be read, or its digest does not match.
     """
     try:
         found = path.read_bytes()
@@ -49,7 +49,7 @@ def read(path: Path) -> bytes | None:
 
 
 def digest(*parts: bytes) -> str:
-    """The sha256 of byte strings, one after the other with their lengths."""
+    """The sha256 of byte strings with their lengths."""
     made = hashlib.sha256()
     for part in parts:
         made.update(len(part).to_bytes(8, "little"))

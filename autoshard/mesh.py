@@ -1,11 +1,11 @@
-"""The device mesh, and how one tensor is split over it.
+"""Device meshes, and how a tensor is split over one.
 
-An *axis* is a mesh axis, a *dim* is a tensor dimension; the two words are never mixed.
+An *axis* is a mesh axis, a *dim* is a tensor dimension.
 
-A spec says, for each dim of a tensor, which axes split it, major to minor:
+A spec gives, for each dim of a tensor, the axes that split it, major to minor:
 `(("data",), ("model",))` on a mesh `data=2, model=4` splits rows two ways and columns four ways;
-`(("data", "model"), ())` splits rows eight ways, with the data axis the slower one;
-`((), ())` keeps the whole tensor on every device.
+`(("data", "model"), ())` splits rows eight ways, with the data axis major;
+`((), ())` replicates the tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class AxisPart:
-    """What a group of devices spans of the mesh where that is no whole axis; sorted as it is written.
+    """The span of device groups that is not a full axis; sorted as text.
 
     Attributes:
-        axes: the axis; or, of groups that follow no grid, all axes that they span, in mesh order.
-        size: devices of a group along it.
-        of: devices along the axis, of which these are the nearest; None where groups follow no grid.
+        axes: the axis; or, for groups off the mesh's grid, all axes that they span, in mesh order.
+        size: devices of a group along them.
+        of: devices along the axis, of which a group has consecutive ones; None for groups off the grid.
     """
 
     axes: tuple[str, ...]
@@ -34,29 +34,29 @@ class AxisPart:
     of: int | None = None
 
     def __str__(self) -> str:
-        """`model[2/4]`, or `data~model[2]` where groups follow no grid."""
+        """`model[2/4]`, or `data~model[2]` for groups off the mesh's grid."""
         return f"{'~'.join(self.axes)}[{self.size}{'' if self.of is None else f'/{self.of}'}]"
 
     def __lt__(self, other: object) -> bool:
-        """As text, beside names of axes too."""
+        """Order as text, also against names of axes."""
         return str(self) < str(other)
 
     def __gt__(self, other: object) -> bool:
-        """As text, beside names of axes too."""
+        """Order as text, also against names of axes."""
         return str(self) > str(other)
 
 
 AxisGroup = tuple[str | AxisPart, ...]
-"""The axes that groups of devices lie along, in mesh order: names of whole ones, and parts."""
+"""The axes that device groups span, in mesh order: names of full ones, and parts."""
 
 
 def part_of(axis: str, size: int, of: int) -> str | AxisPart:
-    """`size` of the `of` devices along `axis`, as a member of an axis group."""
+    """A group of `size` of the `of` devices along `axis`, as a member of an axis group."""
     return axis if size == of else AxisPart((axis,), size, of)
 
 
 def parse_axes(names: Iterable[str]) -> AxisGroup:
-    """An axis group from the `str` of its members, as plans and reports have them."""
+    """Parse an axis group from the `str` of its members, as in plans and reports."""
     found = ((name, re.fullmatch(r"(.+)\[(\d+)(?:/(\d+))?\]", name)) for name in names)
     return tuple(
         AxisPart(tuple(part[1].split("~")), int(part[2]), int(part[3]) if part[3] else None) if part else name
@@ -65,7 +65,7 @@ def parse_axes(names: Iterable[str]) -> AxisGroup:
 
 
 MAX_DEVICES = 2**20
-"""More than any machine has: a larger mesh is a slip of the keyboard, and listing its shapes would take for ever."""
+"""More than any machine has: a larger mesh is a typo, and enumerating its shapes would take too long."""
 
 
 def replicated(rank: int) -> Spec:
@@ -79,7 +79,7 @@ def spec_axes(spec: Spec) -> frozenset[str]:
 
 
 def format_spec(spec: Spec) -> str:
-    """`[data],[]`, as hints are written on the command line."""
+    """`[data],[]`, the command line's form of hints."""
     return ",".join(f"[{','.join(dim)}]" for dim in spec)
 
 
@@ -126,12 +126,12 @@ class Mesh:
         axis_names: one distinct name per axis.
         device: a device kind of `cost/machine/devices.toml`, such as `tpu-v5e`, or one with the topology that the
             devices stand in: `tpu-v5e:4x4:2slices` (chips per torus dim, slices), `h100:2x8` (hosts x GPUs per host).
-        placement: per axis the link it lies on, a link name of that device kind (`ici`, `nvlink`, `dcn`…), or two, as
-            in `nvlink+ib`, for an axis that fills the rest of the first and goes on over the second; empty means that
-            inner axes fill the fast links (see `cost.device.default_placement`).
+        placement: per axis its link, a link name of that device kind (`ici`, `nvlink`, `dcn`…), or two, as in
+            `nvlink+ib`, for an axis that continues over the second; empty assigns inner axes to fast links (see
+            `cost.machine.device.default_placement`).
 
     Raises:
-        ValueError: on clashing or missing names, sizes below one, or more than three axes.
+        ValueError: clashing or missing names, sizes below one, or more than three axes.
     """
 
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ class Mesh:
     _sizes: Mapping[str, int] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        """Check and complete the fields."""
+        """Validate and complete the fields."""
         try:
             shape = tuple(operator.index(size) for size in self.shape)
         except TypeError:
@@ -170,7 +170,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, axes: str | None = None, device: str = "cpu", placement: str | None = None) -> Mesh:
-        """A mesh from the command line's `2x4`, `data,model` and `dcn,ici`."""
+        """Parse the command line's `2x4`, `data,model` and `dcn,ici`."""
         if not re.fullmatch(r"\d+(x\d+)*", text):
             raise ValueError(f"a mesh shape is numbers joined by x, such as 2x4, not {text!r}")
         names = tuple(name.strip() for name in axes.split(",")) if axes else ()
@@ -187,15 +187,15 @@ class Mesh:
         return self._sizes[axis]
 
     def ways(self, axes: Iterable[str]) -> int:
-        """Into how many parts a dim split by `axes` falls."""
+        """Number of parts of a dim split by `axes`."""
         return math.prod(self._sizes[axis] for axis in axes)
 
     def group_size(self, axes: AxisGroup) -> int:
-        """Devices of a group along `axes`."""
+        """Size of device groups over `axes`."""
         return math.prod(self._sizes[axis] if isinstance(axis, str) else axis.size for axis in axes)
 
     def spanned(self, axes: AxisGroup) -> tuple[str, ...]:
-        """The axes of which `axes` are, or have a part, in the order of the mesh."""
+        """The full axes that `axes` or parts of them belong to, in mesh order."""
         return self.in_order(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis.axes))
 
     def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ class Mesh:
         return tuple(name for name in self.axis_names if name in wanted)
 
     def shard_shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
-        """Shape of one device's part of a tensor of `shape`; uneven dims are padded up."""
+        """Shape of one device's shard of a tensor of `shape`; uneven dims are padded up."""
         return tuple(-(-size // self.ways(axes)) for size, axes in zip(shape, spec, strict=True))
 
     def check(self, spec: Spec, shape: Sequence[int], what: str) -> None:
@@ -221,7 +221,7 @@ class Mesh:
 
 
 def default_axis_names(rank: int) -> tuple[str, ...]:
-    """`data`, `model`, then `z`: what an unnamed mesh calls its axes (one axis: `data`)."""
+    """Default axis names: `data`, `model`, then `z` (one axis: `data`)."""
     return ("data", "model", "z")[:rank]
 
 

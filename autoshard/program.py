@@ -1,4 +1,4 @@
-"""A captured PyTorch program: a StableHLO module, and what each of its parts was in PyTorch."""
+"""A captured program: a StableHLO module, and the PyTorch origin of each of its parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PYTORCH = frozenset({"torch_xla", "torchax"})
 
 @dataclass(frozen=True)
 class TensorType:
-    """Shape and element type of one tensor; dtype in StableHLO's words (`f32`, `bf16`, `i64`, `i1`)."""
+    """Shape and element type of a tensor; dtype in StableHLO's spelling (`f32`, `bf16`, `i64`, `i1`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,7 +39,7 @@ class Argument:
 
     Attributes:
         name: `transformer.wte.weight`, `input_ids`, `transformer.wte.weight.exp_avg`, or `scalar3`.
-        role: what it is to the training step.
+        role: its role in the training step.
         of: for optimizer state, the parameter it belongs to.
     """
 
@@ -54,8 +54,8 @@ class Output:
     """One result of the module's main function, in its order.
 
     Attributes:
-        updates: index of the argument that this result replaces in the next step (it is donated, and both have one
-            sharding), or None.
+        updates: index of the argument that this result replaces in the next step (donated, of the same sharding), or
+            None.
     """
 
     name: str
@@ -69,15 +69,15 @@ class AtenOp:
     """One operation that torch dispatched, in dispatch order.
 
     Attributes:
-        index: k, its place in the sequence; HLO ops carry the location `op<k>`.
+        index: k, its position in the sequence; HLO ops carry the location `op<k>`.
         name: such as `aten.addmm.default`.
         module: path of the module that ran it (backward: that whose forward it differentiates), `""` where unknown.
         phase: `forward`, `backward` or `optimizer`.
         outputs: its tensor results, in order.
-        inputs: who produced each tensor it reads: `(k, j)` for output j of op k, the name of an argument, or None for
-            a constant made on the host (see `capture.sequence`).
-        options: what else it was called with, such as `dim=1, keepdim=True`: whole numbers, truth values and words that
-            are not the op's own defaults. Not floats: a training loop may change them from step to step.
+        inputs: the producer of each tensor it reads: `(k, j)` for output j of op k, the name of an argument, or None
+            for a host constant (see `frontends.tracing.sequence`).
+        options: other arguments, such as `dim=1, keepdim=True`: integers, bools and strings that are not defaults. Not
+            floats: a training loop may change them from step to step.
     """
 
     index: int
@@ -91,14 +91,14 @@ class AtenOp:
 
 @dataclass(frozen=True)
 class ValueRead:
-    """A value that the step took to the host while it was captured (`.item()`, `if t:`, `nonzero()`).
+    """A value that the step read on the host during capture (`.item()`, `if t:`, `nonzero()`).
 
     Attributes:
-        before: the number of the aten op that came next.
-        op: what read it, such as `aten._local_scalar_dense.default`.
-        module: path of the module that did, `""` where unknown.
-        value: what it was, in few words (`known.described`).
-        follows_from: what it depends on: roles of arguments; inputs of whole numbers are `input`, others `floats`.
+        before: the index of the next aten op.
+        op: the op that read it, such as `aten._local_scalar_dense.default`.
+        module: path of the module, `""` where unknown.
+        value: a short description (`known.described`).
+        follows_from: what it depends on: roles of arguments; integer inputs are `input`, others `floats`.
     """
 
     before: int
@@ -115,9 +115,9 @@ WRITTEN_LAST = frozenset(
         "neg.default", "sqrt.default", "rsqrt.default", "exp.default", "tanh.default", "tanh_backward.default",
     )
 )  # fmt: skip
-"""Aten ops that torch_xla writes as elementwise ops, the last of which makes the one output.
+"""Aten ops that torch_xla lowers to elementwise ops, the last of which makes the one output.
 
-They need no marker, which would be a fifth of what it writes for an optimizer's step.
+They need no marker, which saves a fifth of the ops of an optimizer's step.
 """
 
 
@@ -127,24 +127,24 @@ class Program:
 
     Attributes:
         kind: `forward`, or `train` for forward, loss, backward and optimizer step.
-        frontend: `torch_xla`, `torchax`, or `stablehlo` for a file, whose StableHLO ops take the place of aten ops.
+        frontend: `torch_xla`, `torchax`, or `stablehlo` for a file, whose StableHLO ops stand for aten ops.
         versions: package name -> version that captured it.
-        switches: the capture switches that were on, by name, in order; the same must be on at lowering.
+        switches: the capture switches used, by name, in order; lowering needs the same.
         stablehlo: the module, MLIR bytecode. The location of an op names its aten op (`op<k>`); a value that is
             output j of aten op k goes through `custom_call @Sharding` with the location `op<k>.out<j>`, but for
             ops that are `unmarked`.
         arguments, outputs: of the module's main function.
         ops: the aten ops in dispatch order.
-        values: name of a scalar (or another constant of the host) -> its value at capture, a CPU tensor. What an
-            optimizer works out on the host, such as bias corrections, is another one in every step.
-        annotated: name of an argument -> the GSPMD sharding that its tensor carried at capture, in HLO's words.
-        tp_plan: the tensor parallel plan that the model carries, as transformers' models do: path of a module or
-            parameter, its numbers written as `*`, -> style; empty where it carries none.
-        reads: the values that the step took to the host, in order, but for those that are the same in every step. With
-            other values it may be another program: lowering looks at them again.
+        values: name of a scalar (or another constant of the host) -> its value at capture, a CPU tensor. An optimizer's
+            host scalars, such as bias corrections, differ in every step.
+        annotated: name of an argument -> the GSPMD sharding on its tensor at capture, as HLO text.
+        tp_plan: the model's own tensor parallel plan, as in transformers: path of a module or parameter, with `*` for
+            numbers, -> style; empty where it has none.
+        reads: the values that the step read on the host, in order, except those equal in every step. Other values may
+            mean another program: lowering checks them.
         inputs: names of the arguments that are inputs, in the order in which the model and then the loss take them.
-        once: why the next step is another program than this one (forward reads what it left in an attribute, say);
-            empty where it is the same. A running step (`plan.annotate()`) is traced each time, and right all the same.
+        once: why the next step is another program (forward reads an attribute that it set, say); empty where it is the
+            same. A running step (`plan.annotate()`) is traced each time, so is right anyway.
     """
 
     kind: Literal["forward", "train"]
@@ -164,7 +164,7 @@ class Program:
 
     @cached_property
     def unmarked(self) -> frozenset[int]:
-        """Aten ops whose output has no marker in the module: it is the last op of its label, constants aside."""
+        """Aten ops whose output needs no marker: it is the last op with their label, constants aside."""
         if self.frontend != "torch_xla":
             return frozenset()
         plain = (op for op in self.ops if op.name in WRITTEN_LAST)

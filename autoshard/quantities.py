@@ -1,4 +1,4 @@
-"""Quantities as people write them."""
+"""Parses quantities with units."""
 
 from __future__ import annotations
 

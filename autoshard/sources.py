@@ -1,4 +1,4 @@
-"""What to plan, named on the command line: `hf:gpt2`, or `file.py:function`."""
+"""Resolves programs named on the command line: `hf:gpt2`, or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SGD_MOMENTUM = 0.9
 
 
 STABLEHLO_SUFFIXES = (".mlir", ".mlirbc", ".stablehlo", ".bytecode", ".bc", ".jax_export")
-"""What tells a StableHLO file from other sources by its name."""
+"""File name suffixes of StableHLO sources."""
 
 
 def is_stablehlo(source: str) -> bool:
-    """Whether a SOURCE names a StableHLO file, or a directory that torch_xla's `save_as_stablehlo` wrote."""
+    """Whether a SOURCE names a StableHLO file, or a directory of torch_xla's `save_as_stablehlo`."""
     path = Path(source)
     return path.suffix in STABLEHLO_SUFFIXES or (path / "functions").is_dir()
 
@@ -41,7 +41,7 @@ class Source:
     """A program to plan: the first arguments of `capture`.
 
     Attributes:
-        origin: the arguments of the `load_source` call that made it, with which another process can make it again.
+        origin: arguments of the `load_source` call that made it, to repeat it in another process.
     """
 
     model: Any
@@ -322,7 +322,7 @@ def _configured(kind: Any, model_type: str, settings: Mapping[str, str], written
 
 
 def _no_dropout(config: Any) -> None:
-    """Set every probability of dropping something to 0, in sub-configurations too."""
+    """Set every dropout probability to 0, in sub-configurations too."""
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -331,7 +331,7 @@ def _no_dropout(config: Any) -> None:
 
 
 def _set(config: Any, model_type: str, name: str, text: str) -> None:
-    """Set one field (`a.b`: of the sub-configuration `a`) to a value of the type it has."""
+    """Set one field (`a.b`: of the sub-configuration `a`), keeping its type."""
     *path, field = name.split(".")
     for part in path:
         config = getattr(config, part, None)
@@ -352,7 +352,7 @@ def _set(config: Any, model_type: str, name: str, text: str) -> None:
 
 
 def _typed(text: str, old: Any) -> Any:
-    """`text` as a value of the type of `old`; where that is None, as JSON, or else as it is."""
+    """`text` parsed as the type of `old`; where that is None, as JSON, else as text."""
     if isinstance(old, bool):
         if text.lower() not in ("true", "false", "1", "0"):
             raise ValueError(text)
@@ -385,7 +385,7 @@ def _typed(text: str, old: Any) -> Any:
 
 
 class _AsWritten(SourceFileLoader):
-    """Compiles the file as it is: bytecode on disk counts as fresh where it changed within a second, not in size."""
+    """Compiles the file from source: stale bytecode may pass as fresh within a second at equal size."""
 
     def get_code(self, fullname: str) -> CodeType:
         """The file's code."""

@@ -1,4 +1,4 @@
-"""Tables as text, in fewer lines than rich needs to neither wrap, pad nor read markup, and without 0.04 s of import."""
+"""Aligned text tables; rich would need more lines to disable wrapping, padding and markup, and 0.04 s of import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes: compilers and measurements that can crash, and that must not outlive who started them."""
+"""Worker processes for compilers and measurements, which may crash and must not outlive their parent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 _LIFELINE = "AUTOSHARD_LIFELINE"
-"""Environment variable of a worker: standard input ends when whoever started it does."""
+"""Environment variable of a worker: its standard input ends with its parent."""
 
 
 @contextlib.contextmanager
 def started(
     command: Sequence[str], variables: Mapping[str, str], *, stdout: Any = subprocess.DEVNULL, stderr: Any = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own; on leaving, whatever the reason, it and what it started are ended.
+    """A process in a session of its own, which is killed with its children on exit from the context.
 
     Args:
-        variables: environment variables that it gets beside this process's.
+        variables: environment variables added to this process's.
     """
-    # Started with -P, nothing in the current directory shadows a module; this package is found where it was found here.
+    # With -P, nothing in the current directory shadows a module; this package's own path is passed on.
     home = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
@@ -49,7 +49,7 @@ def started(
 
 
 def end_with_parent() -> None:
-    """In a worker: end when the process that started it is gone, even one that was killed."""
+    """In a worker: exit when the parent process is gone, even if killed."""
     if os.environ.pop(_LIFELINE, None):
         threading.Thread(target=_wait_for_end, daemon=True).start()
 

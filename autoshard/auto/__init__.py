@@ -1,4 +1,4 @@
-"""A training loop watched at its first step, planned, and annotated from then on."""
+"""Watches a training loop's first step, plans it, and annotates the steps that follow."""
 
 from autoshard.auto.policy import auto_policy, current_plan, use_spmd
 

@@ -1,8 +1,8 @@
-"""Plans kept on disk, so that a program is planned once: by program, mesh, options and versions.
+"""Disk cache of plans, keyed by program, mesh, options and versions.
 
-An entry is a file `plans/<key>.json` in `files.cache_dir()` (see `kept`), the plan's JSON. It is written under a lock
-per key, so that of several processes that start at once one plans and the others wait and read. An entry that is not
-what was written, or for another program or mesh, is planned anew, with a warning.
+An entry is `plans/<key>.json` in `files.cache_dir()` (see `kept`). It is written under a lock per key: of several
+processes that start together one plans and the others wait for it. A corrupt entry, or one for another program or
+mesh, is replaced, with a warning.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from autoshard.stablehlo.reader import parse_module
 from autoshard.version import __version__
 
 _SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
-"""Packages whose versions may change what is planned, beside autoshard and those that captured the program."""
+"""Packages whose versions may affect a plan, beside autoshard and those that captured the program."""
 
 
 def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -> Plan:
-    """`plan_program(program, mesh, **options)`, from the cache where it was planned before.
+    """`plan_program(program, mesh, **options)` through the cache.
 
     Raises:
-        As `plan_program`; a cache that cannot be written is not one of the reasons (it is warned of).
+        As `plan_program`; a cache that cannot be written is only warned of.
     """
 
     said = {name: value for name, value in options.items() if name not in ("progress", "dump_problem")}
@@ -65,7 +65,7 @@ def cached_plan(program: Program, mesh: Mesh | Sequence[Mesh], **options: Any) -
 
 
 def key(program: Program, mesh: Mesh | Sequence[Mesh], options: Mapping[str, Any]) -> str:
-    """What a plan is kept under: everything that it follows from."""
+    """Cache key: everything that determines the plan."""
     meshes = [mesh] if isinstance(mesh, Mesh) else list(mesh)
     versions = {name: version_of(name) for name in _SOLVERS}
     digest = hashlib.sha256()
@@ -84,7 +84,7 @@ def key(program: Program, mesh: Mesh | Sequence[Mesh], options: Mapping[str, Any
 
 
 def version_of(package: str) -> str:
-    """Of an installed package, or nothing."""
+    """Version of an installed package, or nothing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -92,14 +92,14 @@ def version_of(package: str) -> str:
 
 
 def _source_digest() -> str:
-    """Tells one state of an autoshard that is being worked on from another, by the times of its files."""
+    """Digest of autoshard's sources by modification time, for development."""
     root = Path(__file__).parents[1]
     stamps = [(each.name, each.stat().st_mtime_ns) for each in sorted(root.rglob("*.py"))]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
 def _module_digest(module: bytes) -> str:
-    """Of a StableHLO module without its locations and the numbers in its names, which count up in a process."""
+    """Digest of a StableHLO module without locations and without the per-process counters in its names."""
 
     with mlir_context():
         text = parse_module(module).operation.get_asm(enable_debug_info=False)
@@ -107,13 +107,13 @@ def _module_digest(module: bytes) -> str:
 
 
 def _device_text(device: str) -> str:
-    """What a file that describes a device kind says."""
+    """Text of a file that describes a device kind."""
     path = Path(device.partition(":")[0])
     return path.read_text() if path.suffix == ".toml" and path.is_file() else ""
 
 
 def _read(path: Path, program: Program, meshes: Sequence[Mesh]) -> Plan | None:
-    """The plan in an entry; None where there is none, or, with a warning, where it is not what was asked for."""
+    """The plan in an entry; None where there is none or, with a warning, where it is invalid."""
     try:
         content = kept.read(path)
         if content is None:

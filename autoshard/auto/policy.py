@@ -1,19 +1,18 @@
-"""One line: a training loop on torch_xla planned and annotated without a change.
+"""The automatic mode: plans and annotates a torch_xla training loop, given one line.
 
     autoshard.use_spmd(auto=True, spmd_config={"auto_sharding": {"mesh": "2x4"}})    # for xr.use_spmd(auto=True)
     model = model.to("xla")
 
-or, with the policy that PyTorch's API has a place for,
+or, as a policy of PyTorch's API,
 
     model = distribute_module(model, DeviceMesh("xla", ids), autoshard.auto_policy)
 
-and then the loop as it is: forward, loss, `backward()`, `optimizer.step()`, sync. **The first step** runs with
-parameters split evenly over all devices (what follows is XLA's propagation), and is watched: the model and its inputs,
-the torch functions between its output and `backward()`, the optimizer. At its end the program is captured on
-placeholders and planned (from the cache, where it was planned before), and the tensors are placed as planned. **From
-the second step on** what runs between the model's forward and the optimizer's step is annotated. An evaluation, or a
-batch of another shape, runs as it is, under propagation; so does what of a step is not planned, and no loop is ended
-(`watch.py`).
+with the loop unchanged: forward, loss, `backward()`, `optimizer.step()`, sync. **The first step** runs with parameters
+split evenly over all devices, under XLA's propagation, and is recorded: the model and its inputs, the torch functions
+between its output and `backward()`, the optimizer. At its end the program is captured on placeholders and planned (or
+read from the cache), and the tensors are resharded as planned. **From the second step on** the ops from the model's
+forward to the optimizer's step are annotated. An evaluation, a batch of another shape, or a part of a step that is not
+planned runs under propagation; no loop is ended (`watch.py`).
 
 Options, in `spmd_config["auto_sharding"]` or as `AUTOSHARD_MESH`, `AUTOSHARD_AXES`, `AUTOSHARD_DEVICE`,
 `AUTOSHARD_MEMORY`, `AUTOSHARD_TIME_LIMIT` in the environment (arguments win): those of `autoshard.plan`.
@@ -45,11 +44,11 @@ def use_spmd(auto: bool = False, spmd_config: Mapping[str, Any] | None = None) -
     """`torch_xla.runtime.use_spmd`, with an automatic mode that shards; call it before the model is on the device.
 
     Args:
-        auto: plan the first training step that runs, and annotate the steps after it (see the module's docstring).
+        auto: plan the first training step, and annotate those after it (see the module's docstring).
         spmd_config: `{"auto_sharding": {...}}` with options of `autoshard.plan`, and `cache` (default True).
 
     Raises:
-        ValueError: an option that there is not.
+        ValueError: an unknown option.
     """
     import torch_xla.runtime as xr
 
@@ -68,7 +67,7 @@ def use_spmd(auto: bool = False, spmd_config: Mapping[str, Any] | None = None) -
 def auto_policy(name: str, module: Any, device_mesh: Any) -> None:
     """The `partition_fn` of `distribute_module(model, device_mesh, autoshard.auto_policy)` on an XLA device mesh.
 
-    Parameters are placed at once, evenly split; what is planned follows at the first step.
+    Parameters are split evenly at once, and resharded as planned after the first step.
     """
     if name:
         return  # called for every submodule; the whole model comes first, with no name
@@ -99,7 +98,7 @@ _LAST: Plan | None = None
 
 
 def current_plan() -> Plan | None:
-    """The plan that the automatic mode made last, or None before the first step has ended."""
+    """The latest plan of the automatic mode, or None until the first step has ended."""
     return _LAST
 
 
@@ -131,7 +130,7 @@ def _options(spmd_config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _kind() -> str:
-    """The kind of the attached devices, where torch_xla's runtime says it."""
+    """The kind of the attached devices, where torch_xla's runtime knows it."""
     import torch_xla.runtime as xr
 
     if xr.device_type() == "CPU":

@@ -1,7 +1,7 @@
-"""A loss that was seen once, as a function: what a training loop computed between its model's output and `backward()`.
+"""Records a loss as a function: the computation of a training loop between its model's output and `backward()`.
 
-torch's functions are recorded as they are called, above autograd, and called again on other tensors. What the loop does
-with values on the host (`loss.item()`) is not part of it.
+torch functions are recorded as they are called, above autograd, and replayed on other tensors. Uses of values on the
+host (`loss.item()`) are not part of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
     """
 
     def __init__(self, output: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is recorded before the mode is entered."""
+        """An empty recorder; the mode starts recording when entered."""
         super().__init__()
         self.losses: list[Any] = []
-        """What backward passes were begun from."""
+        """Tensors on which `backward()` was called."""
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.outputs = {id(leaf): i for i, leaf in enumerate(tree_leaves(output)) if isinstance(leaf, torch.Tensor)}
         self.parameters = {id(tensor): name for name, tensor in parameters.items()}
-        self.kept: list[Any] = [output]  # so that no id is given twice
+        self.kept: list[Any] = [output]  # keeps objects alive, so that ids stay unique
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call that makes tensors on the device."""
@@ -48,7 +48,7 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
         return result
 
     def _behind(self, loss: torch.Tensor) -> list[tuple[Any, Any, Any, Any]]:
-        """The calls that the loss may follow from: not what the loop made beside it, to log it say."""
+        """The recorded calls that the loss depends on, without others in the loop (logging, say)."""
         wanted, kept = {id(loss)}, []
         for call in reversed(self.calls):
             func, args, kwargs, result = call
@@ -88,7 +88,7 @@ class LossRecorder(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _writes(func: Any, args: Any) -> bool:
-    """Whether a function writes in place into tensors on the device, by its name."""
+    """Whether a function updates device tensors in place, by its name."""
     name = getattr(func, "__name__", "")
     return (name == "__setitem__" or name.endswith("_")) and any(map(_on_device, tree_leaves(args[:1])))
 
@@ -112,7 +112,7 @@ class _Replay:
         self.named: Callable[[], Mapping[str, torch.Tensor]] = dict
 
     def bind(self, named: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Say how to find the model's parameters as they are when the loss is computed."""
+        """Set the function that returns the model's parameters at the time of the loss."""
         self.named = named
 
     def __call__(self, output: Any, targets: Mapping[str, torch.Tensor]) -> Any:

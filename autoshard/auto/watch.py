@@ -1,8 +1,8 @@
-"""A training loop watched through hooks: its first step is planned, the steps after it are annotated.
+"""Hooks on a training loop: its first step is planned, the steps after it are annotated.
 
-Nothing here ends a loop. What cannot be planned runs as it is, from tensors that are split evenly; what of a later step
-is not planned runs as it is between what is (`lower.follower`); either way one `AutoShardingWarning` says what and
-where. Errors of the loop's own code reach it unchanged.
+Nothing here ends a loop. A step that cannot be planned runs under propagation, from evenly split tensors; so does a
+part of a later step that differs from the planned one (`lower.follower`). In either case one `AutoShardingWarning` says
+what and where. Errors of the loop's own code pass unchanged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from autoshard.mesh import Mesh
 
 _IN_A_CLOSURE = "the model is called in optimizer.step(closure)"
 MOST_PASSES = 10
-"""So many passes of the model are watched for a first step of an optimizer."""
+"""Most passes of the model that are watched for a first step of an optimizer."""
 
 
 def _never_ends_the_loop(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that gives up, with a warning, where it fails, and does nothing once it has."""
+    """Wrap a hook: where it fails, it warns and disables the watch."""
 
     @functools.wraps(hook)
     def guarded(self: Watch, *args: Any, **kwargs: Any) -> None:
@@ -55,12 +55,12 @@ def _never_ends_the_loop(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class Watch:
-    """Watches one model's training loop: the first step as it is, the others annotated.
+    """Watches one model's training loop, plans its first step and annotates the others.
 
     Args:
         options: of `autoshard.plan`, and `cache`.
         meshes: the meshes to plan for; called where a step is planned.
-        planned: told the plan.
+        planned: called with the plan.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Watch:
         self.handles: list[Any] = []
         self.restore: Callable[[], None] = lambda: None
         self.open = Beneath()
-        """What is held open from the model's forward to the optimizer's step."""
+        """Contexts held open from the model's forward to the optimizer's step."""
         self.model: torch.nn.Module | None = None
         self.inputs: dict[str, Any] = {}
         self.recorder: LossRecorder | None = None
@@ -86,7 +86,7 @@ class Watch:
     # Hooks.
 
     def everywhere(self) -> None:
-        """Watch whatever model on the device trains first: the outermost module that is called."""
+        """Watch the first model on the device that trains: the outermost module called."""
         original = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class Watch:
         ]
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         self.restore()
         self.open.close()
         for handle in self.handles:
@@ -136,7 +136,7 @@ class Watch:
 
     @_never_ends_the_loop
     def called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The model begins a pass."""
+        """Hook: the model begins a forward pass."""
         if not torch.is_grad_enabled() or not module.training:
             return
         if self.closure:
@@ -152,14 +152,14 @@ class Watch:
             self._begin(module, args, kwargs)
 
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Watch a pass; one that was watched before, and came to no step, is forgotten."""
+        """Record a pass; forget an earlier one that came to no optimizer step."""
         self.open.close()
         self.recorder, self.inputs = None, {}
         self.passes += 1
         if self.passes > MOST_PASSES:
             self.give_up(f"no optimizer has made a step in {MOST_PASSES} passes of the model")
             return
-        # Computed as the planned steps will be: torch_xla's own batch norm, say, keeps another running variance.
+        # Computed as in planned steps: torch_xla's own batch norm, say, keeps another running variance.
         self.open.enter(switches.active(switches.DEFAULT, module))
         self.inputs = _bound(module, args, kwargs)
         self.shapes = _shapes(args, kwargs)
@@ -167,21 +167,21 @@ class Watch:
 
     @_never_ends_the_loop
     def leaves(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """The model has ended its pass: what follows is the loss."""
+        """Hook: the model ends its forward pass; the loss follows."""
         if self.inputs and self.recorder is None and self.plan is None:
             self.recorder = LossRecorder(output, dict(module.named_parameters()))
             self.open.enter(self.recorder)
 
     @_never_ends_the_loop
     def steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer begins its step."""
+        """Hook: an optimizer begins its step."""
         self.closure = any(callable(each) for each in (*args[1:], *kwargs.values()))
         if self.plan is None:
             self.open.close()
 
     @_never_ends_the_loop
     def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped: plan, or end the annotated step."""
+        """Hook: an optimizer has stepped: plan, or end the annotated step."""
         self.closure = False
         assert self.model is not None
         mine = {id(parameter) for parameter in self.model.parameters()}
@@ -251,7 +251,7 @@ class Watch:
     # Giving up.
 
     def differs(self, what: str) -> None:
-        """Something of a step is not the planned one."""
+        """Warn that a part of a step differs from the planned one."""
         if not self.warned:
             self._warn(
                 f"autoshard leaves a part of this training loop to XLA's propagation: {what}; the rest of its steps "
@@ -259,7 +259,7 @@ class Watch:
             )
 
     def give_up(self, why: str) -> None:
-        """Leave the loop alone from here on."""
+        """Disable the watch: the loop runs without annotations from here on."""
         self.given_up = True
         self.recorder, self.inputs, self.step = None, {}, None
         self._warn(
@@ -269,7 +269,7 @@ class Watch:
         self.open.close()
 
     def _warn(self, text: str) -> None:
-        """Warn, once per loop, at the line of the loop's own code that runs."""
+        """Warn, once per loop, at the current line of the loop's own code."""
         if self.warned:
             return
         self.warned = True
@@ -300,7 +300,7 @@ def _said(error: Exception) -> str:
 
 
 def _check_size(meshes: list[Mesh]) -> None:
-    """Refuse a mesh of another number of devices than there are."""
+    """Refuse a mesh whose size differs from the number of devices."""
     import torch_xla.runtime as xr
 
     there = xr.global_runtime_device_count()
@@ -332,7 +332,7 @@ def _bound(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _shapes(args: Any, kwargs: Any) -> Any:
-    """What tells a call that the plan is for from another."""
+    """Shapes and types of a call, to recognise the calls that the plan is for."""
 
     def shape(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

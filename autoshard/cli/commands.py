@@ -66,7 +66,7 @@ _EXTRAS |= {"matplotlib": "notebooks"}
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit status."""
     with warnings.catch_warnings():
-        if not sys.warnoptions:  # what libraries warn of is about code that the user did not write
+        if not sys.warnoptions:  # libraries' warnings are about code that the user did not write
             warnings.filterwarnings("ignore", module=r"(torch|torch_xla|transformers|jax)(\.|$)")
         try:
             _main(arguments)
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _leave(done.code)
             raise
         finally:
-            gc.freeze()  # the interpreter's last collections would walk all that torch, jax and a graph are made of
+            gc.freeze()  # spares the interpreter's last collections a walk over all of torch, jax and the graph
 
 
 def _leave(status: object) -> None:
-    """End at once if a solver was left behind at its time limit: the interpreter would wait for it."""
+    """Exit at once if a solver thread was abandoned at its time limit: the interpreter would wait for it."""
     ilp = sys.modules.get("autoshard.solver.ilp")
     if ilp is not None and ilp.left_behind():
         _flush()
@@ -101,7 +101,7 @@ def _main(arguments: Sequence[str] | None) -> None:
         _fail(f"{package} is not installed: pip install 'autoshard[{_EXTRAS[package]}]'")
     except (AutoshardError, ValueError) as error:
         _fail(str(error))
-    except BrokenPipeError:  # the reader of standard output went away: `autoshard show plan.json | head`
+    except BrokenPipeError:  # the reader of standard output closed it: `autoshard show plan.json | head`
         _close_output()
         sys.exit(0)
     except OSError as error:  # of the machine: a full disk, no more processes
@@ -129,19 +129,19 @@ def _fail(message: str) -> None:
         _flush()
     except OSError:
         _close_output()
-    with contextlib.suppress(OSError, FileError):  # nobody hears it
+    with contextlib.suppress(OSError, FileError):  # nobody reads it
         say("autoshard: " + re.sub(r"\s*\n\s*", " ", message.strip()), error=True)
     sys.exit(BAD_INPUT)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by whoever started the command
+        if stream is not None:  # closed by the parent process
             stream.flush()
 
 
 def _close_output() -> None:
-    """Let go of a standard output that takes nothing more: the interpreter would try it again as it ends."""
+    """Discard a standard output that fails: the interpreter would flush it again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -248,7 +248,7 @@ def plan(
     from autoshard.planning.collector import collector_paused
     from autoshard.planning.meshes import device_for, meshes_for
 
-    # All that can be wrong with the command itself, before torch or jax is imported.
+    # Validate the command itself before torch or jax is imported.
     device = device_for(device, refine)
     if device is not None:
         known_device(device)
@@ -458,7 +458,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM interrupts, as Ctrl-C does: a solve ends with the best choice so far, workers and temporary files go."""
+    """SIGTERM interrupts like Ctrl-C: a solve ends with its incumbent, workers and temporary files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -474,7 +474,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _summary(found: Plan) -> dict[str, Any]:
-    """What `plan --json` and `show --json` say of a plan."""
+    """A plan's summary for `plan --json` and `show --json`."""
     from autoshard.plans.json_format import plain
 
     return {

@@ -1,4 +1,4 @@
-"""`autoshard compare` and `explain`: a plan beside others, and beside what each other sharding of a tensor costs."""
+"""`autoshard compare` and `explain`: a plan beside other plans, and beside other shardings of a tensor."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def compare(
 
 
 def _asked(plans: str | None) -> tuple[list[str] | None, list[Path]]:
-    """Names of plans, None for the default, and the files among them."""
+    """Names of plans, None for the default, and plan files among them."""
     if plans is None:
         return None, []
     asked = [each.strip() for each in plans.split(",") if each.strip()]

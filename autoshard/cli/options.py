@@ -1,4 +1,4 @@
-"""What the options of the command line say, as values."""
+"""Option types of the command line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Number(click.FloatRange):
-    """A number within limits, which NaN is not."""
+    """A number within limits; NaN is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number that an option gives."""
+        """The option's number."""
         found = super().convert(value, param, ctx)
         if math.isnan(found):
             self.fail(f"{value!r} is not a number", param, ctx)
@@ -27,7 +27,7 @@ class Number(click.FloatRange):
 
 SECONDS = Number(0, min_open=True)
 SEED_RANGE = click.IntRange(0, 2**31 - 2)
-"""Solvers keep it in 32 bits."""
+"""Solvers store it in 32 bits."""
 
 
 def parse_hint(text: str) -> tuple[str, Spec]:
@@ -55,7 +55,7 @@ def parse_setting(text: str) -> tuple[str, str]:
 
 
 def parse_limit(memory: str | None) -> float | Literal["device"] | None:
-    """The bytes of `--memory`; the device kind's where it is not given, None for `none`.
+    """The bytes of `--memory`; by default the device kind's, None for `none`.
 
     Raises:
         ValueError: anything else.
@@ -69,7 +69,7 @@ def pairs(kind: str, found: Sequence[tuple[str, T]]) -> dict[str, T]:
     """Names and values as a dict.
 
     Raises:
-        ValueError: a name comes twice, with different values.
+        ValueError: a name occurs twice with different values.
     """
     once: dict[str, T] = {}
     for name, value in found:
@@ -81,7 +81,7 @@ def pairs(kind: str, found: Sequence[tuple[str, T]]) -> dict[str, T]:
 def parse_mesh(
     shape: str | None, axes: str | None, devices: int | None, device: str | None, placement: str | None = None
 ) -> Mesh | None:
-    """The mesh of `--mesh`, `--axes`, `--device` and `--placement`; None when the shape is left open.
+    """The mesh of `--mesh`, `--axes`, `--device` and `--placement`; None where the shape is left open.
 
     Raises:
         ValueError: none or both of `--mesh` and `--devices` (or a device with a topology), or no mesh.

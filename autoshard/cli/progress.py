@@ -1,4 +1,4 @@
-"""What a command is doing, on a terminal; and what each of its stages took."""
+"""Progress of a command on a terminal, and time per stage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class Stages:
-    """Names the running stage on standard error when that is a terminal, and times all of them.
+    """Shows the running stage on standard error if that is a terminal, and times all stages.
 
-    Use it as a context; `begin` ends the stage before. A stage that comes twice (a mesh search) adds up.
+    A context manager; `begin` ends the previous stage. Times of a repeated stage (a mesh search) add up.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Stages:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the last stage and take the display away."""
+        """End the last stage and remove the display."""
         self._end()
         if self._status is not None:
             self._status.stop()
@@ -44,7 +44,7 @@ class Stages:
             self._status.update(stage)
 
     def say(self, text: str) -> None:
-        """Show how far the running stage is, where there is a terminal."""
+        """Show progress within the running stage, where there is a terminal."""
         if self._status is not None:
             self._status.update(text)
 
@@ -56,7 +56,7 @@ class Stages:
             self._running = None
 
     def spent(self) -> dict[str, Any]:
-        """Wall seconds in all, CPU seconds and peak memory of the whole process, and both times per stage."""
+        """Wall seconds, CPU seconds and peak memory of the process, and both times per stage."""
         return {
             "seconds": round(sum(self._seconds.values()), 3),
             "cpu_seconds": round(_cpu_seconds(), 3),
@@ -73,6 +73,6 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def _cpu_seconds() -> float:
-    """User and system seconds of this process since it started, and of its children that have ended."""
+    """User and system seconds of this process and its ended children."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime

@@ -1,1 +1,1 @@
-"""Plans beside one another, predicted and compiled."""
+"""Compares plans, predicted and compiled."""

@@ -1,8 +1,8 @@
-"""Plans of one program beside one another: the automatic one, those written by hand, and any other.
+"""Compares plans of one program: the automatic one, plans by hand, and any other.
 
-Every plan is predicted by the same cost model on the same mesh; with a target, the program annotated by each plan is
-also compiled by the target's own compiler, and what came out is judged under the same device model
-(`verify/judge.py`). Bytes are per device, times are seconds of one step.
+One cost model predicts every plan on the same mesh. With a target, the target's own compiler compiles the program
+under each plan, and the same device model times the result (`verify/judge.py`). Bytes are per device, times are
+seconds of one step.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Row:
     """One plan.
 
     Attributes:
-        name: what it is called in the comparison.
-        plan: with what is predicted of it.
+        name: its name in the comparison.
+        plan: with its prediction.
         compiled: the same figures of the compiled program; None where nothing was compiled.
-        fidelity: bytes of collectives predicted wrongly over bytes compiled; None where nothing was compiled.
-        error: why the target's compiler did not compile it, for a person; empty where it did, or was not asked.
+        fidelity: bytes of collectives without a counterpart over bytes compiled; None where nothing was compiled.
+        error: why the target's compiler failed on it, in words; empty where it did not, or was not asked.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def predicted(self) -> Predicted:
-        """What the cost model says."""
+        """Prediction of the cost model."""
         assert self.plan.predicted is not None
         return self.plan.predicted
 
@@ -68,11 +68,11 @@ class Comparison:
     """Plans of one program on one mesh, with their figures.
 
     Attributes:
-        mesh: that all are for.
-        memory: bytes that a device has; None is no limit.
+        mesh: the mesh of all plans.
+        memory: limit in bytes per device; None is no limit.
         rows: in the order asked for.
-        left_out: name -> why there is no such plan for this program.
-        target: what the rows were compiled for; empty when nothing was compiled.
+        left_out: name -> why the plan does not apply to this program.
+        target: what the rows are compiled for; empty when nothing is.
     """
 
     mesh: Mesh
@@ -93,7 +93,7 @@ class Comparison:
         raise KeyError(f"no plan {name!r} was compared; there are {', '.join(row.name for row in self.rows)}")
 
     def ratio(self, *, compiled: bool = False) -> float | None:
-        """Step time of `auto` over that of the best other plan that fits the memory, serial.
+        """Serial step time of `auto` over that of the best other plan that fits in memory.
 
         None where `auto` or every other plan is missing.
         """
@@ -137,7 +137,7 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        """Tables for a person."""
+        """Tables for the terminal."""
         limit = "" if self.memory is None else f", {size(self.memory)} each"
         parts = [f"On {mesh_text(self.mesh)}{limit}; predicted:", *self._table(compiled=False)]
         if any(row.compiled for row in self.rows):
@@ -179,7 +179,7 @@ class Comparison:
 
     def plot(self, *, compiled: bool = False) -> Any:
         """A matplotlib figure: step time by parts, MFU, bytes per collective, memory against the limit (extra
-        `notebooks`); of the compiled programs, if asked for."""
+        `notebooks`); with `compiled` of the compiled programs."""
         what = f"compiled for {self.target}" if compiled else "predicted"
         title = f"{'x'.join(map(str, self.mesh.shape))} of {self.mesh.device}, {what}"
         return plot_comparison({row.name: each for row, each in self._figures(compiled)}, self.memory, title)
@@ -202,14 +202,14 @@ def compare(
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Comparison:
-    """The automatic plan of a program beside those that people write by hand, and any others.
+    """Compare the automatic plan of a program with plans by hand, and any others.
 
     Args:
         model, sample_inputs, mesh, device, loss_fn, optimizer, train, memory, hints, time_limit, progress: as for
             `plan`; without a device kind, that of the target. `memory` and `hints` are for the automatic plan.
-        plans: names: `auto`, and those of `autoshard.manual.PLANS`; default `auto` and all that fit the program.
+        plans: names: `auto`, and those of `autoshard.manual.PLANS`; default `auto` and all that apply.
         others: name -> any other plan of the same program for the same mesh.
-        target: also compile every plan for it, such as `tpu-v5e:2x4` or `h100:8`; its devices need not be there.
+        target: also compile every plan for it, such as `tpu-v5e:2x4` or `h100:8`; its devices need not be present.
 
     Raises:
         ValueError: a name that no plan has; and as `plan`.
@@ -227,10 +227,10 @@ def compare(
 def comparison_mesh(
     mesh: Mesh | Sequence[int] | str | None, device: str | None, target: str | None, axes: str | None = None
 ) -> Mesh:
-    """The mesh to compare on: as given, of the target's device kind where no other is given.
+    """The mesh to compare on, by default of the target's device kind.
 
     Raises:
-        ValueError: no mesh, or one that does not lie on the device or the target.
+        ValueError: no mesh, or one that does not match the topology of the device or the target.
     """
     if mesh is None:
         raise ValueError("plans are compared on one mesh: give it, such as mesh='2x4'")
@@ -255,7 +255,7 @@ def compare_program(
     target: str | None = None,
     options: PlanningOptions | None = None,
 ) -> Comparison:
-    """`compare`, of a captured program; `options` are for the automatic plan."""
+    """`compare` of a captured program; `options` are for the automatic plan."""
     names, options = check_names(plans), options or PlanningOptions()
     options.progress("graph")
     graph = build_graph(program)
@@ -298,7 +298,7 @@ def check_names(plans: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
-    """A plan that was made elsewhere, predicted on this mesh by this cost model."""
+    """A plan made elsewhere, predicted anew by this cost model on this mesh."""
     check_program(plan, graph.program)
     if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
         raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
@@ -307,7 +307,7 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
 
 
 def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress) -> Row:
-    """The row with what the target's compiler makes of its plan."""
+    """The row with the figures of the compiled program."""
     say(f"compile {row.name} for {target}")
     annotations = annotations_of(row.plan, graph)
     try:

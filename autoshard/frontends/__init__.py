@@ -1,1 +1,1 @@
-"""PyTorch to Program: the step as StableHLO, every argument and op named after what it was in PyTorch."""
+"""Captures PyTorch steps as StableHLO, with every argument and op named after its PyTorch origin."""

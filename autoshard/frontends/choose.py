@@ -1,4 +1,4 @@
-"""Which way a PyTorch program is captured: through torch_xla where it is installed, else through torchax and jax."""
+"""Selects the front end: torch_xla where it is installed, else torchax with jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FRONTENDS = ("auto", "torch_xla", "torchax")
 
 
 def choose(frontend: str = "auto") -> str:
-    """The frontend that `auto` stands for here; any other as it is.
+    """Resolve `auto` to an installed frontend; others are returned unchanged.
 
     Raises:
         ValueError: there is no such frontend.
@@ -33,7 +33,7 @@ def choose(frontend: str = "auto") -> str:
 
 
 def capture_of(frontend: str = "auto") -> Callable[..., Program]:
-    """The function that captures; arguments as those of `autoshard.frontends.torch_xla.program.capture`."""
+    """The capture function; arguments as those of `autoshard.frontends.torch_xla.program.capture`."""
     chosen: Any
     if choose(frontend) == "torch_xla":
         from autoshard.frontends.torch_xla import program as chosen

@@ -1,18 +1,17 @@
-"""A StableHLO file from anywhere as a `Program`: from jax.export, `jax.jit(f).lower(...)`, torch_xla, or by hand.
+"""Reads any StableHLO file as a `Program`: from jax.export, `jax.jit(f).lower(...)`, torch_xla, or by hand.
 
-Each op of main, calls inlined, takes the place that an aten op has in a captured program: op k is the k-th, and every
-floating-point result of it that depends on an argument can be annotated. What a file says of its arguments is used:
+The ops of main, calls inlined, stand for aten ops: op k is the k-th, and each of its floating-point results that
+depends on an argument can be annotated. The file's information on arguments is used:
 
-- names: of their locations (jax writes `params['w']` there, which becomes `params.w`); else `arg0`, `arg1`…
-- ties between one step and the next: `tf.aliasing_output` (a donated argument and the result that takes its buffer),
-  and for `jax.buffer_donor` the result of the same name and type.
-- roles: a donated argument that only the update reads is optimizer state, any other a parameter; one without dims is a
-  scalar; the rest are inputs. Of what torch_xla's `save_as_stablehlo` wrote, the `.meta` file beside it says which
-  arguments are parameters, and what they are called.
-- phases: jax's names say what is forward (`jvp(...)`) and backward (`transpose(...)`); of such a program, what leads to
-  donated results only is the optimizer.
+- names: from locations (jax writes `params['w']`, which becomes `params.w`); else `arg0`, `arg1`…
+- ties between steps: `tf.aliasing_output` (input-output aliases), and for `jax.buffer_donor` the result of the same
+  name and type.
+- roles: a donated argument read by the update only is optimizer state, any other a parameter; one without dims is a
+  scalar; the rest are inputs. The `.meta` file of torch_xla's `save_as_stablehlo` names the parameters.
+- phases: jax's names mark forward (`jvp(...)`) and backward (`transpose(...)`); in such a program, ops that lead to
+  donated results only are the optimizer.
 
-Shardings that the file carries already are left out: they are what is to be planned.
+Shardings in the file are ignored: they are what is to be planned.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ from autoshard.stablehlo.untrusted import BYTECODE, PORTABLE, refuse
 
 FRONTEND = "stablehlo"
 _UNNAMED = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
-"""Scopes that jax's own transformations put in names."""
+"""Scopes that jax's transformations add to names."""
 MOST_ELEMENTS = 2**58
-"""Of one tensor, so that its bytes are a number of 64 bits."""
+"""Most elements of one tensor, so that its bytes fit in 64 bits."""
 _ANNOTATION_OPS = frozenset({"sdy.sharding_constraint"})
 
 
 def read_program(path: str | os.PathLike[str]) -> Program:
-    """Read a StableHLO module: text, bytecode, a portable artifact, or what `jax.export`'s `serialize` wrote.
+    """Read a StableHLO module: text, bytecode, a portable artifact, or a serialized `jax.export.Exported`.
 
     Args:
-        path: a file, or a directory that torch_xla's `save_as_stablehlo` wrote.
+        path: a file, or a directory of torch_xla's `save_as_stablehlo`.
 
     Raises:
-        SourceError: it cannot be read, is no StableHLO, has no main function, or shapes that depend on data.
+        SourceError: it cannot be read, is no StableHLO, has no main function, or has data-dependent shapes.
     """
     where, meta = _located(Path(path))
     try:
@@ -73,7 +72,7 @@ def read_program(path: str | os.PathLike[str]) -> Program:
 
 
 def _located(path: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The module's file, and what torch_xla's `.meta` file beside it says."""
+    """The module's file, and the content of torch_xla's `.meta` file beside it."""
     if path.is_dir():
         found = sorted((path / "functions").glob("*.bytecode")) or sorted((path / "functions").glob("*.mlir"))
         if len(found) != 1:
@@ -133,7 +132,7 @@ def _exported(content: bytes) -> bytes | None:
         raise SourceError("what jax.export serialized needs flatbuffers: pip install 'autoshard[jax]'") from None
     try:
         return bytes(export.deserialize(bytearray(content)).mlir_module_serialized)
-    except Exception:  # whatever a flatbuffer reader makes of bytes that are none
+    except Exception:  # a flatbuffer reader may raise anything on other bytes
         return None
 
 
@@ -148,7 +147,7 @@ class _Op:
 
 
 class _Reader:
-    """A module, labelled and read; lives inside its MLIR context."""
+    """A parsed module being labelled; lives inside its MLIR context."""
 
     def __init__(self, module: Any, where: Path, meta: Mapping[str, Any]) -> None:
         self.module = module
@@ -166,7 +165,7 @@ class _Reader:
         self.block = entry_block(self.main)
 
     def program(self) -> Program:
-        """Label every op, mark what can be annotated, and describe the rest."""
+        """Label every op, mark annotatable values, and build the program."""
         types = [self.type_of(value.type, f"argument {i}") for i, value in enumerate(self.block.arguments)]
         inline_calls(self.module, lambda op, caller: None, lambda op, context: None)
         self.remove_shardings()
@@ -217,10 +216,10 @@ class _Reader:
         return found
 
     def remove_shardings(self) -> None:
-        """Take out annotations, and what says for how many devices.
+        """Remove sharding annotations and the number of partitions.
 
         Raises:
-            SourceError: some of it is written for the parts of one device (jax's `shard_map`).
+            SourceError: parts of it are per-device code (jax's `shard_map`).
         """
 
         if any(op.name == "sdy.manual_computation" for op in ops_inside(self.module.operation)):
@@ -261,7 +260,7 @@ class _Reader:
         return found
 
     def label(self, ops: Sequence[_Op], names: Sequence[str], phases: Sequence[str]) -> tuple[AtenOp, ...]:
-        """Give op k the location `op<k>`, and each of its results that can be annotated a marker."""
+        """Give op k the location `op<k>`, and each of its annotatable results a marker."""
         from jaxlib.mlir import ir
 
         makers: dict[Any, tuple[int, int] | str | None] = dict(zip(self.block.arguments, names, strict=True))
@@ -300,7 +299,7 @@ class _Reader:
             return self.type_of(mlir_type, "a value")
         return TensorType((), str(mlir_type))
 
-    # What the file says of its arguments and results.
+    # The file's information on arguments and results.
 
     def argument_names(self) -> list[str]:
         arguments = list(self.block.arguments)
@@ -346,7 +345,7 @@ class _Reader:
         return ties
 
     def phases(self, ops: Sequence[_Op], results: Sequence[Any], ties: Mapping[int, int]) -> list[str]:
-        """forward, backward or optimizer, of each op; without jax's names everything is forward."""
+        """Phase of each op; without jax's names everything is forward."""
         differentiated = any("jvp(" in each.name for each in ops)
         leads_on = {value for i, value in enumerate(results) if i not in ties}
         phases = []
@@ -413,9 +412,9 @@ class _Reader:
 
 
 _UNTOLD = frozenset({"value", *SHARDING_ATTRIBUTES})
-"""Attributes that do not tell one op from another: a constant's numbers, and how something was sharded."""
+"""Attributes that do not identify an op: a constant's elements, and shardings."""
 _LONGEST = 80
-"""Characters of an attribute that are kept as they are."""
+"""Most characters of an attribute before it is hashed."""
 
 
 def _options(op: Any) -> str:
@@ -431,7 +430,7 @@ def _short(text: str) -> str:
 
 
 def _captured(op: Any) -> Iterator[Any]:
-    """Values that the regions of an op read from outside it."""
+    """Free values of the regions of an op."""
     inside: set[Any] = set()
 
     def walk(one: Any) -> Iterator[Any]:
@@ -456,7 +455,7 @@ def path_name(path: str) -> str:
 
 
 def module_path(name: str) -> str:
-    """The scopes that an op's location names: `jit(step)/transpose(jvp(GPT))/h0/dot_general` -> `GPT/h0`."""
+    """The scopes in an op's location: `jit(step)/transpose(jvp(GPT))/h0/dot_general` -> `GPT/h0`."""
     scopes = []
     for part in name.split("/")[:-1]:
         while (wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", part)) is not None:
@@ -467,7 +466,7 @@ def module_path(name: str) -> str:
 
 
 def _meta_name(entry: Any) -> str:
-    """The name in a `.meta` file: of a parameter its own, of an input its place among them."""
+    """The name in a `.meta` file: a parameter's own, an input's position."""
     if not isinstance(entry, Mapping):
         return ""
     return str(entry.get("name") or (f"input{entry['position']}" if entry.get("type_") == "input_arg" else ""))
@@ -487,7 +486,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
 def _parameter_of(
     index: int, names: Sequence[str], types: Sequence[TensorType], roles: Sequence[ArgumentRole]
 ) -> str | None:
-    """The parameter that a state belongs to: that of its shape whose name ends as the state's does, the longest."""
+    """The parameter of an optimizer state: of its shape, with the longest common end of names."""
     mine = names[index].split(".")
 
     def common(other: str) -> int:

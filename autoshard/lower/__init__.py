@@ -1,1 +1,1 @@
-"""Plans written back as annotations: `mark_sharding` for torch_xla, `shardy` for modules without PyTorch."""
+"""Lowers plans: annotations through torch_xla, DTensor placements, a jax function, transformers' `tp_plan`."""

@@ -1,4 +1,4 @@
-"""Tensors as numpy arrays and back, bf16 among them, which numpy does not have."""
+"""Conversion between tensors and numpy arrays, with bf16, which numpy lacks."""
 
 from __future__ import annotations
 

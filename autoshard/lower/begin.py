@@ -1,7 +1,7 @@
-"""What an optimizer's state is before its first step, made as its own first step would make it.
+"""Creates an optimizer's state as its own first step would.
 
-torch's own optimizers say it (`_init_group`). Of others a twin takes a step with gradients of zero, and what it puts in
-its state is kept as it is put there, before the step writes into it: zeros, a copy of the parameter, a counter of 0.
+torch's own optimizers have `_init_group`. For others a twin takes a step with zero gradients, and each entry of its
+state is recorded when it is first set, before the step writes into it: zeros, a copy of the parameter, a counter of 0.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autoshard.frontends.tracing.optimizer import optimizers_in, step, twin_of
 
 
 def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
-    """Make the state of `parameters` that is missing as the optimizer itself does in its first step.
+    """Create the missing state of `parameters` as the optimizer's first step would.
 
-    SGD takes its first gradient for the momentum buffer; a buffer of zeros gives the same first step, dampening apart.
+    SGD's momentum buffer starts as its first gradient; zeros give the same first step, except with dampening.
 
     Raises:
         LoweringError: SGD with dampening; an optimizer of the user's own whose trial step failed.
@@ -34,13 +34,13 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Par
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer takes torch's own steps, and says with what state these begin."""
+    """Whether an optimizer is one of torch's own, with a known initial state."""
     own = isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_init_group")
     return own and type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def dampened(group: Mapping[str, Any]) -> bool:
-    """Whether SGD's first step takes another momentum than any later one."""
+    """Whether SGD's first step uses another momentum than later ones."""
     return bool(group["momentum"] and group["dampening"])
 
 
@@ -76,7 +76,7 @@ def begin_by_trial(
     parameters: Collection[torch.nn.Parameter],
     copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> None:
-    """Make what is missing of the state as a trial step of a twin, whose parameters `copied` makes, puts it there.
+    """Create the missing state by a trial step of a twin, whose parameters `copied` makes.
 
     Raises:
         LoweringError: that step failed.
@@ -101,7 +101,7 @@ def begin_by_trial(
 def _first_state(
     optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.nn.Parameter]
 ) -> dict[int, Mapping[str, Any]]:
-    """id of each parameter -> what a step of a twin over `copies` of them puts into its state."""
+    """id of each parameter -> the initial state that a step of a twin over `copies` sets."""
     others = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     trial = twin_of(optimizer, {**others, **copies})
     for group in trial.param_groups:
@@ -116,7 +116,7 @@ def _first_state(
 
 
 def _share_state(optimizer: torch.optim.Optimizer, shared: Any, begun: _PerParameter) -> None:
-    """Put `begun` in the place of a state, in an optimizer and in those that it holds and shares that state with."""
+    """Replace a state by `begun`, in an optimizer and in the inner optimizers that share it."""
     if optimizer.state is shared:
         optimizer.state = begun
         for part in optimizers_in(list(optimizer.__dict__.values())):
@@ -124,7 +124,7 @@ def _share_state(optimizer: torch.optim.Optimizer, shared: Any, begun: _PerParam
 
 
 class _PerParameter(dict[Any, Any]):
-    """The state of an optimizer that remembers what each parameter's began with."""
+    """An optimizer's state that records the initial state of each parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _PerParameter(dict[Any, Any]):
 
 
 class _State(dict[Any, Any]):
-    """The state of one parameter, with copies of the values that its entries were first given."""
+    """The state of one parameter, with copies of its entries' initial values."""
 
     def __init__(self, state: Mapping[str, Any] | None, first: dict[str, Any]) -> None:
         super().__init__()

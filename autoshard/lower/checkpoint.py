@@ -8,12 +8,10 @@
     dcp.load(state, checkpoint_id=directory, planner=SPMDLoadPlanner())
 
 `state` is a (nested) dict of tensors, such as `{"model": model.state_dict()}`; loading writes into the tensors that it
-is given, which have been placed by `plan.apply`. Both calls want a process group (`torch.distributed`, gloo), of one
-process too.
+is given, sharded by `plan.apply`. Both calls need a process group (`torch.distributed`, gloo), of one process too.
 
-Use this planner to save, rather than torch_xla's own: `SPMDSavePlanner` of torch_xla 2.9 plans to write every local
-shard of a tensor, those that are copies of one another too, and then drops what is there twice, both of it. A tensor
-that is split over some axes of the mesh and repeated over the others is left out of the checkpoint without a word.
+Save with this planner, not torch_xla's: `SPMDSavePlanner` (2.9) drops all copies of a replicated shard, so that a
+tensor split over some axes and replicated over others is silently missing from the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 
 class SavePlanner(SPMDSavePlanner):  # type: ignore[misc]
-    """Writes each shard once: the first of those in this process that hold the same part of a tensor."""
+    """Saves each shard once: the first of the replicas in this process."""
 
     def create_local_plan(self) -> Any:
         """What this process writes."""

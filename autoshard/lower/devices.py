@@ -1,4 +1,4 @@
-"""Which device of a runtime stands at which place of a mesh."""
+"""Maps mesh positions to a runtime's devices."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from autoshard.mesh import Mesh
 
 
 def device_ids(mesh: Mesh, attributes: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """For each place of the mesh, row-major, the id of the runtime's device that stands there.
+    """The runtime's device id for each mesh position, row-major.
 
-    A TPU runtime numbers its devices in an order of its own (x fastest), so that neighbours of a mesh axis need not be
-    neighbours on the torus. By their coordinates they are put where the plan was priced, and compiled for when it was
-    verified: `cost/machine/layout.py`.
+    A TPU runtime numbers devices x fastest, so neighbours on a mesh axis need not be neighbours on the torus.
+    Coordinates restore the layout that the cost model and `verify` assume (`cost/machine/layout.py`).
 
     Args:
-        attributes: per device as torch_xla says them: `name` (`TPU:3`), and on TPU `coords`, `core_on_chip`,
+        attributes: of each device in torch_xla's form: `name` (`TPU:3`), and on TPU `coords`, `core_on_chip`,
             `slice_index`. Without coordinates ids are in order.
     """
     if len(attributes) != mesh.size or not all("coords" in each for each in attributes):
@@ -40,6 +39,6 @@ def device_ids(mesh: Mesh, attributes: Sequence[Mapping[str, Any]]) -> tuple[int
     try:
         attached = load_device(text)
         order = device_order(replace(mesh, device=text), attached)
-    except DeviceError:  # not a torus that the plan's kind can be: the order of the coordinates
+    except DeviceError:  # not a torus of the plan's device kind: use the order of the coordinates
         order = tuple(range(mesh.size))
     return tuple(by_place[rank] for rank in order)

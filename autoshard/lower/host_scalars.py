@@ -1,10 +1,9 @@
-"""The numbers that an optimizer works out on the host, step by step, for a program that takes them as arguments.
+"""Scalars that an optimizer computes on the host in each step, for programs that take them as arguments.
 
-PyTorch's optimizers keep their step counters on the CPU and compute step sizes and bias corrections with Python's
-numbers. In a captured program each such number is an argument, whose value belongs to the step that was captured. What
-another step needs is found out by the optimizer itself: a twin of it, on parameters of one element on the CPU, takes
-the same steps, and the numbers that it hands to its ops are recorded. Which argument is which number is told by their
-values in the captured step.
+PyTorch's optimizers compute step sizes and bias corrections from step counters on the CPU. In a captured program each
+is an argument, with the value of the captured step. For other steps a twin of the optimizer, on CPU parameters of one
+element, takes them, and the scalars passed to its ops are recorded. Arguments are matched to scalars by their values in
+the captured step.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from autoshard.program import Program
 
 
 class HostScalars:
-    """The values of a program's scalar arguments, for one step after the other.
+    """The values of a program's scalar arguments, step after step.
 
     Args:
-        program: a training step, with the values that it was captured with.
-        optimizer: over the model's parameters; its settings are read anew for every step (schedulers change them), and
-            its state says how many steps it has taken already. None for a program without optimizer.
+        program: a training step, with its scalars' values at capture.
+        optimizer: over the model's parameters; its settings are read in every step (schedulers change them), and its
+            state gives the number of steps taken. None for a program without optimizer.
         varying: names of the scalars that may differ from step to step: those that the optimizer's ops read.
 
     Raises:
-        LoweringError: an optimizer's scalar is none of the numbers that the twin works with in the captured step.
+        LoweringError: a scalar matches none that the twin computes in the captured step.
     """
 
     def __init__(self, program: Program, optimizer: torch.optim.Optimizer | None, varying: Sequence[str]) -> None:
-        """Find out which number is which."""
+        """Match arguments to the twin's scalars."""
         self._fixed = dict(program.values)
         self._optimizer = optimizer
         self._places: dict[str, list[int]] = {}
@@ -51,8 +50,10 @@ class HostScalars:
         varying = [name for name in varying if self._fixed[name].isfinite().all()]  # a clamp without a limit has inf
         self._find(varying, whole=False)
         if len(self._places) < len(varying):
-            # A number may follow from a shape: Muon's steps are longer for tall matrices.
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # a step that reads what has no data
+            # A scalar may depend on a shape: Muon's steps are longer for tall matrices.
+            with contextlib.suppress(
+                NotImplementedError, RuntimeError
+            ):  # a step that reads data, which there is none of
                 self._find(varying, whole=True)
         for name in varying:
             if name not in self._places:
@@ -64,7 +65,7 @@ class HostScalars:
         self._steps = 0
 
     def _find(self, varying: Sequence[str], *, whole: bool) -> None:
-        """Make the twin, and see which of its numbers the arguments are in the captured step."""
+        """Make the twin, and match the arguments to its scalars in the captured step."""
         assert self._optimizer is not None
         steady = small_twin(self._optimizer, fresh=True, whole=whole)
         ops_of_a_step(steady)
@@ -87,8 +88,8 @@ class HostScalars:
         """Every scalar's value in the next step.
 
         Raises:
-            LoweringError: the optimizer does something else in this step than in the captured one (RAdam in its first),
-                or two numbers that were equal when the step was captured, and one argument of it, no longer are.
+            LoweringError: the optimizer runs other ops in this step than in the captured one (RAdam in its first), or
+                two scalars that were equal at capture, and so one argument, now differ.
         """
         values = dict(self._fixed)
         if not self._places:
@@ -117,7 +118,7 @@ class HostScalars:
         return values
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set what an optimizer counts on the host, in its state and its groups, to what it is by now."""
+        """Set the counters of an optimizer, in its state and its groups, to their present values."""
         if not self._places:
             return
         assert self._optimizer is not None
@@ -133,17 +134,17 @@ class HostScalars:
 
 
 def _differs(value: Any, before: Any) -> bool:
-    """Whether a setting of a group is another one than before; tensors may have been written."""
+    """Whether a setting of a group has changed; tensors may have been written."""
     return isinstance(value, torch.Tensor) or (value is not before and value != before)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """A number as an argument of a type holds it: 0.01 and 1 - 0.99 are one in f32."""
+    """A number rounded to an argument's dtype: 0.01 and 1 - 0.99 are equal in f32."""
     return float(torch.tensor(number, dtype=dtype))
 
 
 def _same(number: float, value: torch.Tensor) -> bool:
-    """Whether a number is the value of an argument, which may be of a narrower type."""
+    """Whether a number equals an argument's value, which may be of a narrower dtype."""
     return value.dim() == 0 and bool(torch.tensor(number, dtype=value.dtype) == value)
 
 
@@ -155,11 +156,11 @@ def small_twin(
     whole: bool = False,
     stand_ins: dict[int, torch.nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
-    """The same optimizer over parameters of one element, one for each that it would treat differently.
+    """A twin of an optimizer over parameters of one element, one for each that it would treat differently.
 
-    Its state is that of `optimizer`, begun where there is none yet; with `fresh` there is none. Where it is not to be
-    `begun`, parameters without gradients are left out. With `whole` they have their shapes, and no data. `stand_ins` is
-    given the one for each parameter, by its id.
+    Its state is that of `optimizer`, initialised where missing; none with `fresh`. Without `begun`, parameters without
+    gradients are left out. With `whole`, parameters have their full shapes, and no data. Fills `stand_ins`: id of each
+    parameter -> its stand-in.
     """
     small = _shapes if whole else _small
     stand_ins = {} if stand_ins is None else stand_ins
@@ -177,7 +178,7 @@ def small_twin(
             if not parameter.requires_grad or (not begun and parameter.grad is None):
                 continue
             if parameter.dim() in stepped and not optimizer.state.get(parameter):
-                continue  # the loss does not depend on it: steps have passed it over
+                continue  # the loss does not depend on it: steps skip it
             own = {} if fresh else optimizer.state.get(parameter, {})
             kind = (parameter.shape if whole else parameter.dim(), parameter.dtype, _counter(own))
             if kind not in made:
@@ -211,7 +212,7 @@ def _small(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _shapes(value: Any, parameter: torch.Tensor) -> Any:
-    """The same without data."""
+    """The same in full shape without data."""
     return _reduced(value, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
 
 
@@ -234,10 +235,10 @@ def counted(state: dict[str, Any], step: float) -> None:
 
 
 def ops_of_a_step(optimizer: torch.optim.Optimizer, on_device: Collection[str] = ()) -> tuple[list[str], list[float]]:
-    """Take a step: the ops that it runs, and the numbers of the host that they are given.
+    """Take a step and record the ops that it runs, with their host scalars.
 
-    Parameters, gradients, and states of the names in `on_device` are on the device, and what is computed from them.
-    Hooks on the steps of every optimizer of the process do not hear of it.
+    Parameters, gradients, states named in `on_device` and what is computed from them count as on the device. Global
+    optimizer hooks are not called.
     """
     step = type(optimizer).step
     inner = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
@@ -251,7 +252,7 @@ def ops_of_a_step(optimizer: torch.optim.Optimizer, on_device: Collection[str] =
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[misc]
-    """Records ops, and every number, and the value of every 0-dim tensor of the host, that they are given."""
+    """Records ops with every number, and the value of every 0-dim host tensor, among their arguments."""
 
     def __init__(self, device: Sequence[torch.Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""The least annotations under which a program is split as it is under all of them.
+"""The least annotations: a minimal subset that propagation completes to all of them.
 
-A plan names a sharding for every output of every aten op. Most of them only repeat what GSPMD's propagation would
-choose anyway. What must be written are arguments, reshards, and the values where propagation, left alone, goes another
-way.
+A plan has a sharding for every output of every aten op. Most repeat what GSPMD's propagation would choose. Only
+arguments, reshards, and values where propagation would choose otherwise must be annotated.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from autoshard.mesh import Mesh
 
 
 def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
-    """A part of `annotations` under which every op of `graph` runs, reads and is read as under all of them.
+    """A subset of `annotations` under which every op of `graph` has the same operand and result shardings as under all.
 
-    Pins are put back where propagation first goes astray until nothing does, then left out again, in halves down to
-    single ones, as long as that changes nothing: none of those kept for propagation's sake is needless. What
-    propagation does is modelled (`cost/partitioner/propagate.py`): compile to be sure.
+    Pins are added where propagation first differs until nothing does, then removed in halves down to single ones while
+    that changes nothing: no single pin added is redundant. Propagation is modelled (`cost/partitioner/propagate.py`):
+    compile to be sure.
     """
     target = load_device(mesh.device).target
     wanted = propagate(graph, annotations, mesh, target)
@@ -54,7 +53,7 @@ def least(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
 
 
 def _differing(graph: Graph, wanted: Shardings, found: Shardings) -> set[int]:
-    """Ops that run, read or hand on otherwise than they should."""
+    """Ops with other operand or result shardings than wanted."""
     return {
         op.id
         for op in graph.ops
@@ -68,7 +67,7 @@ def _made_by(ops: Collection[int], values: Sequence[Value]) -> list[Value]:
 
 
 def _without_needless(kept: list[Value], enough: Callable[[Collection[Value]], bool]) -> list[Value]:
-    """Leave out ever smaller runs of pins while the rest is `enough`; at the end no single one can be left out."""
+    """Remove ever smaller runs of pins while the rest is `enough`; in the end no single one is redundant."""
     size = len(kept)
     while kept:
         before = len(kept)

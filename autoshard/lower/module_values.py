@@ -1,6 +1,6 @@
-"""What of a plan shows at the borders of modules: their inputs, outputs, and the parameters that they read.
+"""The values of a plan at module boundaries: inputs, outputs, and parameters read.
 
-Lowerings that only see modules (DTensor's hooks, a `parallelize_plan`) can place these values and no others.
+Lowerings that only see modules (DTensor's hooks, a `parallelize_plan`) can shard these values and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoshard.plans.value import ActivationPlan, Plan, Producer
 
 @dataclass(frozen=True)
 class BorderValue:
-    """A value that enters or leaves a module; dtype in StableHLO's words."""
+    """A value that enters or leaves a module; dtype in StableHLO's spelling."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -24,14 +24,14 @@ class BorderValue:
 
 @dataclass(frozen=True)
 class ModuleValues:
-    """The values at the borders of a plan's modules, in its forward pass.
+    """The values at the boundaries of a plan's modules, in its forward pass.
 
     Attributes:
-        inputs, outputs: module path -> the values, in the order in which they are made; `""` is the whole model.
-        reads: parameter or buffer -> how the forward pass reads it, where that is not how it is kept.
-        inside: module path -> how many values inside it the plan places (its border does not show them).
-        copies_inside: module path -> how many copies are read where no border is.
-        backward: how many values of the backward pass and the optimizer the plan places.
+        inputs, outputs: module path -> its values in program order; `""` is the whole model.
+        reads: parameter or buffer -> spec under which the forward pass reads it, where that is not its own.
+        inside: module path -> number of planned values inside it, not at its boundary.
+        copies_inside: module path -> number of copies read away from a boundary.
+        backward: number of planned values of the backward pass and the optimizer.
     """
 
     inputs: Mapping[str, tuple[BorderValue, ...]]
@@ -43,9 +43,9 @@ class ModuleValues:
 
 
 def forward_ops(plan: Plan) -> int:
-    """How many of the program's ops are the forward pass and the loss.
+    """Number of the program's ops in the forward pass and the loss.
 
-    `loss.backward()` begins with ones like the loss, a number: that op is where the backward pass begins.
+    `loss.backward()` begins with an op that makes ones like the loss, a scalar: there the backward pass begins.
     """
     ops = plan.program.ops
     if plan.program.kind == "forward":
@@ -57,7 +57,7 @@ def forward_ops(plan: Plan) -> int:
 
 
 def module_values(plan: Plan) -> ModuleValues:
-    """Where the plan's values stand at the borders of modules."""
+    """Find the plan's values at module boundaries."""
     return _Reader(plan).read()
 
 
@@ -74,7 +74,7 @@ class _Reader:
                 self.readers.setdefault(self.root(producer), []).append(index)
 
     def op_modules(self) -> list[str]:
-        """The module of each op of the forward pass; one that the plan says nothing of is where its operand is."""
+        """The module of each op of the forward pass; one that the plan lacks is in its operand's module."""
         known = {index: each.module for (index, _), each in self.placed.items()}
         modules: list[str] = []
         for index in range(self.end):
@@ -83,7 +83,7 @@ class _Reader:
         return modules
 
     def root(self, producer: Producer) -> Producer:
-        """The value that the plan places, seen through ops that pass one on as it is."""
+        """The planned value behind ops that pass it on unchanged."""
         while isinstance(producer, tuple) and producer not in self.placed:
             op = self.ops[producer[0]]
             before = op.inputs[0] if len(op.inputs) == 1 else None
@@ -132,7 +132,7 @@ class _Reader:
         )
 
     def leaves(self, value: ActivationPlan, producer: Producer) -> Iterator[str]:
-        """The modules that a value leaves: an op outside reads it, or nobody in the forward pass does."""
+        """The modules that a value leaves: an op outside reads it, or none in the forward pass does."""
         readers = self.readers.get(producer, [])
         for module in _ancestors(value.module):
             if not readers or any(not _within(self.modules[reader], module) for reader in readers):
@@ -149,12 +149,12 @@ class _Reader:
 
 
 def starred(path: str) -> str:
-    """A module's path with `*` for the numbers of layers, as transformers writes it."""
+    """A module's path with `*` for layer numbers, as in transformers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _ancestors(module: str) -> Iterator[str]:
-    """The module itself, and those it is in, without the whole model."""
+    """The module itself and its ancestors, without the whole model."""
     while module:
         yield module
         module = module.rpartition(".")[0]

@@ -1,18 +1,17 @@
-"""A plan carried out by jax: on GPUs, TPUs, or virtual CPU devices.
+"""Runs a plan in jax: on GPUs, TPUs, or virtual CPU devices.
 
-    shardings = plan.to_jax()                      # NamedShardings by name, for code that is jax's already
+    shardings = plan.to_jax()                      # NamedShardings by name, for code written in jax
     step = plan.to_jax().step(program, optimizer)  # the captured PyTorch step as a jax function
     state = step.place(model, optimizer)           # parameters, buffers, optimizer state: sharded jax arrays
     for batch in loader:
-        state, outputs = step(state, batch)        # one step; the state before it is given up
+        state, outputs = step(state, batch)        # one step; donates the state
     step.restore(state, model, optimizer)          # back into PyTorch
 
-The step is the captured StableHLO module with the plan's annotations in it, called through `jax.export`, so that its
-numbers are those of the PyTorch program. Its arguments are sharded as planned, and every pin and copy of the plan is a
-constraint inside it.
+The step is the captured StableHLO module with the plan's annotations, called through `jax.export`: its results are
+those of the PyTorch program. Arguments are sharded as planned; pins and copies are sharding constraints inside.
 
 **Uneven dims.** jax splits an argument only where the size of a dim is a multiple of the devices. Such an argument is
-kept padded with zeros up to the next multiple, and cut inside the step, where the partitioner splits unevenly as well.
+padded with zeros to the next multiple, and sliced inside the step, where the partitioner also splits unevenly.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ _RANDOM = frozenset({"rng_bit_generator", "rng"})
 
 @dataclass(frozen=True)
 class JaxShardings:
-    """A plan in jax's words: a `jax.sharding.NamedSharding` for every tensor.
+    """A plan as a `jax.sharding.NamedSharding` for every tensor.
 
     Attributes:
-        plan: what it was made from.
-        mesh: a `jax.sharding.Mesh` with the plan's axes, its devices where the plan was priced.
+        plan: its source.
+        mesh: a `jax.sharding.Mesh` with the plan's axes, devices in the layout that the cost model assumes.
         parameters, buffers, inputs, optimizer_state, outputs: name -> NamedSharding.
-        activations: of the values inside the program that are pinned, for `jax.lax.with_sharding_constraint`.
+        activations: of pinned values inside the program, for `jax.lax.with_sharding_constraint`.
         uneven: names of the arguments with a dim that does not divide into equal shards. jax refuses to split such an
-            argument; pad it (`JaxStep` does), or leave that dim whole.
+            argument; pad it (`JaxStep` does), or do not split that dim.
     """
 
     plan: Plan = field(repr=False)
@@ -88,22 +87,22 @@ class JaxShardings:
         """The planned program as a jax function; see `JaxStep`.
 
         Args:
-            program: what `autoshard.capture` made of the PyTorch program (or a StableHLO file's).
+            program: result of `autoshard.capture` (or read from a StableHLO file).
             optimizer: the torch optimizer over the model's parameters, where the program is a training step with one.
-            partitioner: which of XLA's: `shardy`, jax's default, or `gspmd`, for which plans are predicted.
+            partitioner: `shardy`, jax's default, or `gspmd`, for which plans are predicted.
             precision: of products of f32 values: the device's `default` (TF32 on GPUs since A100, bf16 on TPU), or
-                `highest`, which is f32 as PyTorch computes on a CPU.
-            seed: of the random numbers that the program draws, other ones in each step.
+                `highest`, f32 as in PyTorch on a CPU.
+            seed: of the program's random numbers, which differ in each step.
 
         Raises:
             PlanMismatchError: the program is not the planned one.
-            LoweringError: an optimizer is missing, or works out numbers on the host that cannot be followed.
+            LoweringError: an optimizer is missing, or its host scalars cannot be reproduced.
         """
         return JaxStep(self, program, optimizer, partitioner, precision, seed)
 
 
 def _warn_of_reads(program: Program) -> None:
-    """Say what jax cannot see: that values were read while the program was captured, and are fixed in it."""
+    """Warn of values that were read during capture: they are constants of the program."""
     if program.reads:
         first = program.reads[0]
         more = f", and {len(program.reads) - 1} more" if len(program.reads) > 1 else ""
@@ -138,7 +137,7 @@ def to_jax(plan: Plan, devices: Sequence[Any] | None = None) -> JaxShardings:
 
 
 def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> Any:
-    """The `jax.sharding.Mesh` of a mesh, each device in the place that it was priced in.
+    """The `jax.sharding.Mesh` of a mesh, devices in the layout that the cost model assumes.
 
     Raises:
         LoweringError: the wrong number of devices.
@@ -163,7 +162,7 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> Any:
 
 
 def _attributes(number: int, device: Any) -> dict[str, Any]:
-    """A jax device as torch_xla describes one."""
+    """Attributes of a jax device in torch_xla's form."""
     found: dict[str, Any] = {"name": f"{device.platform}:{number}"}
     if getattr(device, "coords", None) is not None:
         found["coords"] = device.coords
@@ -173,7 +172,7 @@ def _attributes(number: int, device: Any) -> dict[str, Any]:
 
 
 def partition(mesh: Mesh, spec: Spec) -> tuple[str | tuple[str, ...] | None, ...]:
-    """A spec as a `PartitionSpec` says it; axes of one device drop out."""
+    """A spec as a `PartitionSpec`; axes of one device drop out."""
     dims = [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec]
     return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
 
@@ -189,8 +188,8 @@ class JaxStep:
     Attributes:
         shardings: of its arguments and results.
         program: the captured one.
-        jitted: the function of all arguments (name -> array; those of the state are donated) that jax compiles;
-            `step.lower()` gives what it lowers to.
+        jitted: the jitted function of all arguments (name -> array; those of the state are donated); `step.lower()`
+            lowers it.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class JaxStep:
         self.jitted = self._jitted()
 
     def _host_scalars(self, graph: Graph, optimizer: Any) -> HostScalars:
-        """What gives the scalars of the next step."""
+        """The source of the scalars of each step."""
         varying = optimizer_scalars(graph)
         if varying and optimizer is None:
             raise LoweringError(
@@ -250,7 +249,7 @@ class JaxStep:
         return HostScalars(self.program, optimizer, varying)
 
     def _whole(self, name: str) -> tuple[int, ...]:
-        """The shape of an argument with its padding."""
+        """The padded shape of an argument."""
         tensor = self._specs.get(name)
         return self._types[name].shape if tensor is None else padded(self._mesh, tensor.shape, tensor.spec)
 
@@ -295,16 +294,16 @@ class JaxStep:
         """One step: the state after it, and the program's outputs (`loss`…) by name, as jax arrays.
 
         Args:
-            state: what `place` or the step before gave; it is donated.
-            inputs: torch tensors, arrays, or jax arrays: a mapping by name (`plan.inputs`, and what scalars a
-                StableHLO file takes), a sequence in the order in which the model and the loss (or the file) take
-                them, or the only one.
+            state: result of `place` or of the step before; donated.
+            inputs: torch tensors, arrays, or jax arrays: a mapping by name (`plan.inputs`, and scalars of a StableHLO
+                file), a sequence in the order of the model's and the loss's (or the file's) parameters, or the only
+                one.
         """
         with self._settings():
             return self.jitted(dict(state), {**self.place_inputs(inputs), **self._next_scalars()})  # type: ignore[no-any-return]
 
     def lower(self) -> Any:
-        """The `jax.stages.Lowered` of the step, to compile ahead of time or to look at."""
+        """The `jax.stages.Lowered` of the step, to compile ahead of time or inspect."""
         import jax
 
         def aval(argument: Argument) -> Any:
@@ -318,7 +317,7 @@ class JaxStep:
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        """64-bit types are PyTorch's (its indices), and the partitioner is the one that was asked for."""
+        """Enable 64-bit types, PyTorch's, and select the partitioner."""
         import jax
         from jax._src import config
 
@@ -340,8 +339,8 @@ class JaxStep:
 
         Args:
             model: a PyTorch model with weights.
-            optimizer: its optimizer; state that it has not yet begins as its own first step would begin it.
-            tensors: arrays or tensors by name, in the place of those of `model`.
+            optimizer: its optimizer; missing state is initialised as its first step would.
+            tensors: arrays or tensors by name, in place of those of `model`.
 
         Raises:
             PlanMismatchError: the model or optimizer is not the planned one; LoweringError: it has no weights.
@@ -363,7 +362,7 @@ class JaxStep:
         return {name: self._placed(name, found[name]) for name in self._state}
 
     def _begun(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        """The optimizer's state by name; what it has none of begins with what its own first step would begin with."""
+        """The optimizer's state by name; missing state is initialised as its first step would."""
         from autoshard.lower.begin import create_state
         from autoshard.lower.torch_xla import place
 
@@ -408,14 +407,14 @@ class JaxStep:
             return jax.make_array_from_callback(whole, sharding, lambda index: array[index].copy())
 
     def fetch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state as whole numpy arrays, without padding."""
+        """The state as full numpy arrays, without padding."""
         return {
             name: np.asarray(state[name])[tuple(slice(size) for size in self._specs[name].shape)]
             for name in self._state
         }
 
     def restore(self, state: Mapping[str, Any], model: Any, optimizer: Any = None) -> None:
-        """Write a state back into a PyTorch model, in place, and into its optimizer: state, and what it counts."""
+        """Write a state back into a PyTorch model and its optimizer, counters included, in place."""
         import torch
 
         from autoshard.frontends.tracing.optimizer import put
@@ -454,7 +453,7 @@ def optimizer_scalars(graph: Graph) -> list[str]:
 
 
 def random_seeds(graph: Graph) -> dict[str, Any]:
-    """Names of the integer scalars that random numbers are made from -> numpy dtype."""
+    """Names of the integer scalars that seed random numbers -> numpy dtype."""
     before = graph.leading_to([op.id for op in graph.ops if op.kind in _RANDOM])
     return {
         argument.name: numpy_dtype(argument.type.dtype)
@@ -507,7 +506,7 @@ def _exported_call(module: bytes, program: Program, devices: int, precision: Pre
 
 
 def _set_highest(op: Any) -> None:
-    """Have every product in an op's regions computed in the precision of its operands."""
+    """Set every product in an op's regions to the precision of its operands."""
     from jaxlib.mlir import ir
 
     highest = ir.Attribute.parse("#stablehlo<precision HIGHEST>")

@@ -1,13 +1,13 @@
-"""A plan in the vocabulary of transformers' `tp_plan`: one mesh axis, `nn.Linear` and `nn.Embedding`, a style each.
+"""A plan as transformers' `tp_plan`: one mesh axis, `nn.Linear` and `nn.Embedding`, a style each.
 
     styles, lost = plan.to_tp_plan(model)
     model = AutoModelForCausalLM.from_pretrained(
         path, distributed_config=DistributedConfig(tp_plan=styles, tp_size=4)
     )
 
-Between the layers of one module transformers hands on each process's own slice (`colwise`, then `rowwise`). Where only
-some of these layers are split, a slice would meet a whole tensor: there every layer gathers what it makes
-(`colwise_gather_output`) and splits what it reads (`rowwise_split_input`). That costs time and never changes numbers.
+Between layers of one module transformers passes each process's shard on (`colwise`, then `rowwise`). Where only some of
+these layers are split, a shard would meet a full tensor: there every layer gathers its output (`colwise_gather_output`)
+and splits its input (`rowwise_split_input`), which costs time and keeps results.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from autoshard.plans.value import Plan, PlanMismatchError
 
 _WHOLE = "replicate"
 _GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
-"""Style between slices -> the same between whole tensors."""
+"""Style between shards -> the same between full tensors."""
 
 
 def to_tp_plan(plan: Plan, model: Any, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
-    """What of the plan `tp_plan` can say: path -> style, with `*` for numbers; and what it cannot, a line each.
+    """The plan as `tp_plan`: path -> style, with `*` for numbers; and what that cannot express, a line each.
 
     Layers that the model's own `tp_plan` splits and this plan does not are `replicate`: a dict given to transformers
     overrides the model's rules one by one.
 
     Args:
-        plan: of the model, whoever made it.
+        plan: any plan of the model.
         model: the planned model, also on meta.
         axis: the mesh axis of tensor parallelism; default the last.
 
     Raises:
         ValueError: the mesh has no such axis.
-        PlanMismatchError: the model is not the planned one; with the first parameter that it lacks.
+        PlanMismatchError: the model is not the planned one; names the first missing parameter.
     """
     axis = axis or plan.mesh.axis_names[-1]
     if axis not in plan.mesh.axis_names:
@@ -68,7 +68,7 @@ def to_tp_plan(plan: Plan, model: Any, axis: str | None = None) -> tuple[dict[st
 
 
 def _styles(plan: Plan, model: Any, axis: str, said: dict[str, str]) -> Iterator[str]:
-    """Put the style of every layer into `said`, as if all stood between slices; yields what cannot be said."""
+    """Put the style of every layer into `said`, as if all stood between shards; yields what is inexpressible."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reads = module_values(plan).reads
     told = set()
@@ -106,7 +106,7 @@ def _style(module: Any, spec: Spec, axis: str) -> str:
 
 
 def _between_slices(model: Any, said: dict[str, str]) -> Iterator[str]:
-    """Gather what stands between a slice and a whole tensor; yields the modules where the plan does not do so."""
+    """Insert gathers between shards and full tensors; yields the modules where the plan has none."""
     together: dict[str, list[str]] = {}
     for path, style in said.items():
         if style in (*_GATHERED, _WHOLE):

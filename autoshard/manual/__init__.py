@@ -1,9 +1,9 @@
-"""The plans people write by hand, as annotations.
+"""Plans by hand, as annotations.
 
-Each takes a graph and a mesh and annotates what its authors annotate: parameters (their optimizer states follow),
-inputs and the activations named in its docstring; everything else is left to GSPMD's propagation. Generic over models:
-linear layers are found by how their weight is contracted, and recognised as column- or row-parallel by the names that
-model families use, or by their place in a chain.
+Each takes a graph and a mesh and annotates what its authors annotate: parameters (optimizer states follow), inputs,
+and the activations named in its docstring; GSPMD propagates the rest. They are generic over models: linear layers are
+found by how a dot contracts their weight, and classified as column- or row-parallel by the names that model families
+use, or by their place in a chain.
 """
 
 from __future__ import annotations

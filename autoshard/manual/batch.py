@@ -1,4 +1,4 @@
-"""Plans in which every device has its part of the batch: data parallel, FSDP in its forms, split embedding tables."""
+"""Plans that split the batch over all devices: data parallel, FSDP in its forms, split embedding tables."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from autoshard.manual.write import arguments, batch_split, split
 from autoshard.mesh import Mesh, Spec
 
 _EMBEDDING_SHARE = 0.5
-"""Part of all parameter bytes that tables hold in the models that embedding parallelism is for."""
+"""Least fraction of all parameter bytes in embedding tables for embedding parallelism."""
 _SMALL_TABLE = 10_000
-"""Tables of fewer rows are kept whole on every device."""
+"""Tables of fewer rows are replicated."""
 
 
 def data_parallel(graph: Graph, mesh: Mesh) -> Annotations:
-    """Inputs split over all axes on their first dim, everything else replicated; no activations are annotated."""
+    """Data parallelism: inputs split over all axes on their first dim, all else replicated, no activation pinned."""
     return Annotations(arguments(graph, mesh, {}, mesh.axis_names))
 
 
 def zero_1(graph: Graph, mesh: Mesh) -> Annotations:
     """ZeRO-1: data parallel, optimizer states split over all axes on their first dim that divides.
 
-    Each device updates its part of the weights, which are gathered after (arXiv:1910.02054, section 5.1; on GSPMD,
+    Each device updates its part of the weights and gathers the rest (arXiv:1910.02054, section 5.1; on GSPMD,
     arXiv:2004.13336).
 
     Raises:
@@ -53,9 +53,9 @@ def fsdp(graph: Graph, mesh: Mesh) -> Annotations:
 
 
 def hsdp(graph: Graph, mesh: Mesh) -> Annotations:
-    """FSDP over the last axis within each of the groups that the other axes number, data parallelism between them.
+    """Hybrid sharding: FSDP over the last axis, data parallelism over the others.
 
-    What torch calls HYBRID_SHARD: gathers stay on the fastest links. Otherwise as `fsdp`.
+    torch's HYBRID_SHARD: gathers stay on the fastest links. Otherwise as `fsdp`.
 
     Raises:
         ManualPlanError: the mesh has one axis.
@@ -81,13 +81,12 @@ def _first_dim(shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:
 
 
 def fsdp_v2(graph: Graph, mesh: Mesh) -> Annotations:
-    """What torch_xla's own FSDPv2 marks (`SpmdFullyShardedDataParallel`, torch_xla 2.9), by its rule.
+    """What torch_xla's FSDPv2 marks (`SpmdFullyShardedDataParallel`, torch_xla 2.9).
 
-    All axes together are its axis `fsdp`. Every parameter is split on its largest dim, the first of several, evenly
-    or not; each wrapped module's output on dim 0. Wrapped are the repeated blocks (what its users pass as
-    `auto_wrap_policy`) and the model itself, whose logits count as its output; inputs are split on dim 0, as its
-    users do. Optimizer states follow. Its wrapper does not run on placeholders (it marks tensors that have data);
-    `tests/manual` holds this rule against the wrapper's own on a small model.
+    All axes together are its axis `fsdp`. Every parameter is split on its largest dim (the first of several), evenly or
+    not; the outputs of wrapped modules and the inputs on dim 0. Wrapped are the repeated blocks (what users pass as
+    `auto_wrap_policy`) and the model itself, whose logits count as its output. Optimizer states follow. The wrapper
+    itself needs tensors with data.
     """
     axes = mesh.axis_names
     specs: dict[str, Spec] = {}
@@ -110,7 +109,7 @@ def embedding_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     """Rows of large embedding tables over all axes, everything else data parallel, as recommendation models are trained
     (row-wise sharding of TorchRec; DLRM, arXiv:1906.00091, section 4, splits between tables, which GSPMD cannot say).
 
-    What is looked up is annotated with the batch split.
+    The looked-up vectors are annotated with the batch split.
 
     Raises:
         ManualPlanError: tables hold less than half of the parameters.

@@ -13,10 +13,10 @@ from autoshard.mesh import Mesh, Spec
 
 
 def expert_parallel(graph: Graph, mesh: Mesh) -> Annotations:
-    """Expert parallelism over the last axis, data parallelism over all axes, as GShard does it (arXiv:2006.16668).
+    """GShard's expert parallelism over the last axis, data parallelism over all axes (arXiv:2006.16668).
 
-    Stacks of experts are split by expert, everything else is replicated; products that have a dim of experts are
-    annotated with it split by the last axis and the batch, their other leading dim, by the others.
+    Stacked experts are split by expert, everything else is replicated; products with an expert dim are annotated: that
+    dim split over the last axis, the batch (their other leading dim) over the others.
 
     Raises:
         ManualPlanError: there are no stacked experts that divide.

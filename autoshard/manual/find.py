@@ -1,6 +1,6 @@
-"""What manual plans look for in a program: linear layers, experts, embedding tables, norms, blocks, convolutions.
+"""Pattern matching for plans by hand: linear layers, experts, embedding tables, norms, blocks, convolutions.
 
-By how weights are read and what their shapes are; by module paths only where a model family's habit is meant.
+By how weights are read and their shapes; by module paths only where a model family's naming is meant.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Linear:
         name: of the parameter.
         module: its module's path.
         weight: its value.
-        contracted: the dim of the weight that is summed over; the other dims are the output's.
-        input: what the weight is multiplied with, where that is a value that can be annotated.
+        contracted: the contracting dim of the weight; the other dims are the output's.
+        input: the other operand of the dot, where it can be annotated.
         output: the module's result, bias included: the last value it made, or the dot.
-        gradient: the gradient of the output: what the weight is multiplied with in the backward pass, likewise.
+        gradient: the gradient of the output: the other operand in the backward pass, likewise.
     """
 
     name: str
@@ -69,7 +69,7 @@ def linears(graph: Graph) -> tuple[Linear, ...]:
 
 
 def _annotated(graph: Graph, value: Value, annotatable: set[Value]) -> Value | None:
-    """The value that can be annotated, itself or behind views of the same aten op."""
+    """The nearest value that can be annotated: itself, or one behind views of the same aten op."""
     while value not in annotatable:
         op = graph.ops[value.op]
         if op.kind not in ("transpose", "convert", "reshape", "broadcast_in_dim"):
@@ -80,25 +80,25 @@ def _annotated(graph: Graph, value: Value, annotatable: set[Value]) -> Value | N
 
 @per_graph
 def _products(graph: Graph) -> frozenset[int]:
-    """The aten ops with a dot."""
+    """The aten ops that contain a dot."""
     return frozenset(op.aten for op in graph.ops if op.kind == "dot_general" and op.aten is not None)
 
 
 def product_readers(graph: Graph, value: Value) -> list[int]:
-    """The aten ops that multiply a value with something in a dot, by index."""
+    """The aten ops with a dot that reads the value, by index."""
     return list(dict.fromkeys(op.aten for op in graph.readers(value) if op.aten in _products(graph)))
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A weight of all experts of a layer, stacked: three dims, of which the first counts experts.
+    """The stacked weights of a layer's experts: three dims, of which the first is the expert dim.
 
     Attributes:
         name: of the parameter.
         weight: its value.
-        contracted: the dim that the forward product sums over, 1 or 2.
-        product: the product, where it has a dim of experts (a GShard layer's, not one that gathers weights).
-        dims: of the product: the dim of experts, and that of the weight's output.
+        contracted: the contracting dim of the forward product, 1 or 2.
+        product: the forward product, where it has an expert dim (as in GShard; not where weights are gathered).
+        dims: of the product: the expert dim, and the weight's output dim.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Experts:
 
 
 def experts(graph: Graph) -> tuple[Experts, ...]:
-    """Every stack of experts that a forward product reads, its batch dim (or a gather) on the first dim."""
+    """Every stack of experts that a forward product (or a gather) reads by its first dim."""
     arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
     annotatable = set(graph.aten_outputs.values())
     found: dict[str, Experts] = {}
@@ -135,7 +135,7 @@ def experts(graph: Graph) -> tuple[Experts, ...]:
 
 
 def module_outputs(graph: Graph) -> dict[str, Value]:
-    """Module path -> the last float value that its own forward code made (not its children's)."""
+    """Module path -> the last float value of its own forward code (not its children's)."""
     found: dict[str, Value] = {}
     for module, value in forward_values(graph):
         found[module] = value
@@ -143,7 +143,7 @@ def module_outputs(graph: Graph) -> dict[str, Value]:
 
 
 def subtree_outputs(graph: Graph) -> dict[str, Value]:
-    """Module path -> the last float value that it or a module inside it made in the forward pass."""
+    """Module path -> the last float value that it or a submodule makes in the forward pass."""
     found: dict[str, Value] = {}
     for module, value in forward_values(graph):
         path = module
@@ -154,7 +154,7 @@ def subtree_outputs(graph: Graph) -> dict[str, Value]:
 
 
 def forward_values(graph: Graph) -> Iterator[tuple[str, Value]]:
-    """(module path, value) of every float value of the forward pass that an aten op made, in order."""
+    """(module path, value) of every float output of an aten op in the forward pass, in order."""
     for (aten, _), value in sorted(graph.aten_outputs.items()):
         op = graph.program.ops[aten]
         if op.phase == "forward" and graph.type_of(value).dtype in FLOATS and graph.ops[value.op].kind != "argument":
@@ -167,7 +167,7 @@ def is_forward(graph: Graph, aten: int | None) -> bool:
 
 
 def through_views(graph: Graph, value: Value) -> tuple[Value, list[int]]:
-    """The value behind transposes and converts, and for each dim of `value` the dim of that source."""
+    """Trace a value back through transposes and converts: the source, and for each dim of `value` the source's dim."""
     dims = list(range(len(graph.type_of(value).shape)))
     while (op := graph.ops[value.op]).kind in ("transpose", "convert"):
         if op.kind == "transpose":
@@ -177,7 +177,7 @@ def through_views(graph: Graph, value: Value) -> tuple[Value, list[int]]:
 
 
 def token_tables(graph: Graph) -> list[str]:
-    """Token embeddings, split by vocabulary: tables that a gather reads and that are not positions."""
+    """Token embeddings: tables that a gather reads by vocabulary and that are no position embeddings."""
     found: dict[str, None] = {}
     arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
     for op in graph.ops:
@@ -192,7 +192,7 @@ def token_tables(graph: Graph) -> list[str]:
 
 
 def wrapped_modules(graph: Graph) -> tuple[str, ...]:
-    """Paths of the blocks of numbered containers (`h.0`, `layers.3`) that hold no numbered container themselves."""
+    """Paths of the repeated blocks: elements of numbered containers (`h.0`, `layers.3`) without one of their own."""
     paths = {op.module for op in graph.program.ops if op.phase == "forward"}
     blocks: dict[str, None] = {}
     for path in sorted(paths):
@@ -203,6 +203,6 @@ def wrapped_modules(graph: Graph) -> tuple[str, ...]:
 
 
 def norms(graph: Graph) -> dict[str, Value]:
-    """Module path -> output of every module that scales its input by an inverse root of its mean square or variance."""
+    """Module path -> output of every norm: a module that divides by the root of a mean square or variance."""
     roots = {op.module for op in graph.ops if op.kind == "rsqrt" and op.module and is_forward(graph, op.aten)}
     return {module: value for module, value in module_outputs(graph).items() if module in roots}

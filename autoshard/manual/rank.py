@@ -1,9 +1,9 @@
-"""Which plans by hand are worth a prediction: a rough estimate of each from its parameters alone.
+"""Ranks plans by hand by a rough estimate of each, to select those worth a prediction.
 
-A prediction follows the compiler through the whole program; this reads the annotations of arguments only. Counted are
-what is gathered and reduced of every parameter (of tables that are looked up in, nothing is gathered), the optimizer's
-memory traffic, the products of linear layers, and one all-reduce of activations for each that is split over an axis on
-which the batch is not. What costs the same under all plans is left out.
+A prediction follows the compiler through the whole program; the estimate reads annotations of arguments alone. It
+counts gathers and reductions of every parameter (none for looked-up tables), the optimizer's memory traffic, the
+products of linear layers, and an all-reduce of activations for each layer split over an axis that does not split the
+batch. Costs that all plans share are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.mesh import Mesh, Spec, spec_axes
 def ranked(
     graph: Graph, mesh: Mesh, device: Device, plans: Mapping[str, Callable[[Graph, Mesh], Annotations]]
 ) -> Iterator[tuple[str, Annotations]]:
-    """The plans that there are for a program, best estimated first; of those that annotate the same, one."""
+    """The plans that apply to a program, best estimate first, without duplicates."""
     layers = linears(graph)
     found: list[tuple[float, str, Annotations]] = []
     for name, annotate in plans.items():
@@ -41,7 +41,7 @@ def ranked(
 def estimate(
     graph: Graph, annotations: Annotations, mesh: Mesh, device: Device, layers: tuple[Linear, ...] | None = None
 ) -> float:
-    """Seconds of a step that depend on how parameters and inputs are split, roughly; see the module's docstring.
+    """Rough seconds of a step that depend on the specs of parameters and inputs; see the module's docstring.
 
     Args:
         layers: `linears(graph)`, if the caller has it.

@@ -1,4 +1,4 @@
-"""Spatial partitioning of convolutional networks: rows of images over devices, neighbours exchanging edges."""
+"""Spatial partitioning of convolutional networks: image rows split over devices, with halo exchanges."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from autoshard.manual.write import arguments, split
 from autoshard.mesh import Mesh, Spec
 
 _HEIGHT = 2
-"""The dim of an image's rows, as torch lays images out: batch, channels, height, width."""
+"""The height dim of an image in torch's layout: batch, channels, height, width."""
 
 
 def spatial(graph: Graph, mesh: Mesh) -> Annotations:
     """Images split by height over the last axis, by batch over the others; parameters replicated.
 
-    Inputs of four or more dims, what convolutions make and the outputs of repeated blocks are annotated so while the
-    height divides; where it no longer does (deep in the network), the batch is split over all axes instead.
+    Inputs of four or more dims, outputs of convolutions and of repeated blocks are annotated so where the axis divides
+    the height; elsewhere (deep in the network) the batch is split over all axes instead.
 
     Raises:
-        ManualPlanError: fewer than two convolutions make something whose height divides; or the batch does not divide
-            (an axis that splits nothing lets XLA sum a convolution's gradient too often, see `strategies/guard.py`).
+        ManualPlanError: fewer than two convolutions have an output whose height divides; or the batch does not divide
+            (with an idle axis XLA miscomputes a convolution's gradient, see `strategies/guard.py`).
     """
     *data, model = mesh.axis_names
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: Megatron's, with and without the sequence split, with FSDP across it, and of the vocabulary."""
+"""Tensor parallelism: Megatron's, its sequence-parallel form, with FSDP on other axes, and of the vocabulary alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
 
     Column-parallel weights are split on their output dim, row-parallel ones on the contracted dim, the embedding and a
     tied or untied head on the vocabulary dim; column outputs are annotated as split on their last dim, row outputs and
-    the embedding's as whole there, all with the batch split. Within a layer of experts every expert is split alike.
+    the embedding's as replicated there, all with the batch split. Every expert of a layer is split alike.
 
     Raises:
         ManualPlanError: the program has no pair of linear layers and no token embedding (a convolutional network).
@@ -48,9 +48,9 @@ def megatron(graph: Graph, mesh: Mesh) -> Annotations:
 def sequence_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     """Megatron's tensor parallelism with its sequence parallelism (arXiv:2205.05198).
 
-    As `megatron`; between the tensor-parallel blocks, embeddings, row outputs, norms and blocks are annotated as split
-    along the sequence by the last axis too, so that sums of partial results are scattered; what column-parallel
-    layers and the head read is gathered, in an annotated copy, as are the gradients of row outputs.
+    As `megatron`; outside the tensor-parallel regions (embeddings, row outputs, norms, blocks) activations are also
+    split along the sequence by the last axis, so that partial results are reduce-scattered; annotated copies gather the
+    inputs of column-parallel layers and the head, and the gradients of row outputs.
 
     Raises:
         ManualPlanError: as `megatron`; or no row-parallel layer has a sequence dim that the last axis divides.
@@ -101,11 +101,11 @@ def _block_outputs(graph: Graph) -> list[Value]:
 
 
 def fsdp_tensor_parallel(graph: Graph, mesh: Mesh) -> Annotations:
-    """Two-dimensional: Megatron's tensor parallelism over the last axis, FSDP over the others.
+    """Two-dimensional parallelism: Megatron's tensor parallelism over the last axis, FSDP over the others.
 
     As `megatron`, and every parameter is also split over the other axes, on its first dim that divides and that the
-    last axis does not split; the outputs of repeated blocks that hold a row-parallel layer (what is between it and the
-    column-parallel one is split by features) are annotated with the batch split.
+    last axis does not split; the outputs of repeated blocks that contain a row-parallel layer are annotated with the
+    batch split.
 
     Raises:
         ManualPlanError: as `megatron`; or the mesh has one axis.
@@ -135,12 +135,12 @@ def vocabulary_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     """Embedding, head and loss split by vocabulary over the last axis, everything else data parallel over all axes.
 
     Megatron's vocabulary-parallel layers alone (arXiv:1909.08053, section 3). Token tables and the head are split on
-    the vocabulary dim; looked-up vectors and what the head reads are annotated with the batch split by the other
-    axes, logits and what the loss makes of them also as split by vocabulary; outputs of repeated blocks with the batch
+    the vocabulary dim; looked-up vectors and the head's input are annotated with the batch split by the other axes,
+    logits and what the loss computes from them also as split by vocabulary; outputs of repeated blocks with the batch
     split by all axes.
 
     Raises:
-        ManualPlanError: there is no layer that makes logits over the vocabulary of a token table.
+        ManualPlanError: no layer makes logits over the vocabulary of a token table.
     """
     *data, model = mesh.axis_names
     layers = linears(graph)
@@ -170,7 +170,7 @@ def _rows(tables: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> set[i
 
 
 def _logits(graph: Graph, mesh: Mesh, head: Linear) -> dict[Value, Spec]:
-    """The head's output, and what the loss makes of it in its shape: split by batch and vocabulary."""
+    """The head's output, and values of its shape in the loss: split by batch and vocabulary."""
     *data, model = mesh.axis_names
     shape = graph.type_of(head.output).shape
     dims: dict[int, Sequence[str]] = {len(shape) - 1: (model,)}
@@ -185,7 +185,7 @@ def _logits(graph: Graph, mesh: Mesh, head: Linear) -> dict[Value, Spec]:
 
 
 def _tensor_parallel(graph: Graph, mesh: Mesh) -> tuple[dict[str, Spec], dict[Value, Spec]]:
-    """Megatron's: specs of parameters by name, and pins of activations.
+    """Megatron's specs of parameters by name, and pins of activations.
 
     Raises:
         ManualPlanError: as `megatron`.
@@ -229,7 +229,7 @@ def _tensor_parallel(graph: Graph, mesh: Mesh) -> tuple[dict[str, Spec], dict[Va
 
 
 def styles(layers: Sequence[Linear]) -> dict[str, str]:
-    """Column, row, head or whole for every linear layer: by name, or, where no layer has a name, alternating."""
+    """Classify every linear layer as column, row, head or whole (replicated): by name, else alternating."""
     style = {}
     named = any(_COLUMN.search(layer.module) or _ROW.search(layer.module) for layer in layers)
     column_next = True
@@ -246,7 +246,7 @@ def styles(layers: Sequence[Linear]) -> dict[str, str]:
             style[layer.name] = "column" if column_next else "row"
             column_next = not column_next
     if layers and not named:
-        last = layers[-1].name  # a chain's odd last layer has no partner: keep it whole
+        last = layers[-1].name  # a chain's odd last layer has no partner: replicate it
         if style[last] == "column":
             style[last] = "whole"
     return style
@@ -255,7 +255,7 @@ def styles(layers: Sequence[Linear]) -> dict[str, str]:
 def _biases(
     graph: Graph, layers: Sequence[Linear], style: Mapping[str, str], specs: Mapping[str, Spec], model: str
 ) -> dict[str, Spec]:
-    """A column-parallel layer's bias is split as its output is."""
+    """Split a column-parallel layer's bias as its output."""
     column = {layer.module for layer in layers if style[layer.name] == "column" and layer.name in specs}
     return {
         argument.name: ((model,),)

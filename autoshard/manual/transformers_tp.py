@@ -1,8 +1,7 @@
-"""The tensor parallel plan that a model carries: transformers' `base_model_tp_plan`, read at capture.
+"""The tensor parallel plan of a transformers model (`base_model_tp_plan`), recorded at capture.
 
-Styles as transformers 5.23 registers them (`transformers/distributed/tensor_parallel.py`): what each does to the
-parameters and the output of the module that it is named for. They are for one axis: the last; the others split the
-batch.
+Styles are those that transformers 5.23 registers (`transformers/distributed/tensor_parallel.py`); each splits the
+parameters and the output of the module that it is named for over the last axis. The other axes split the batch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _WEIGHT_DIM: Mapping[str, int | None] = {
     "local_params": None,
     "replicate": None,
 }
-"""Style -> the dim of a weight that it splits; None: it splits none."""
+"""Style -> the dim of a weight that it splits; None for none."""
 
 _ON_VECTORS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise")
 """Styles that split a bias as well."""
@@ -58,20 +57,19 @@ _SPLIT_INPUT = ("rowwise", "rowwise_rep", "rowwise_split_input")
 
 
 class UnknownStyleWarning(UserWarning):
-    """A model's tensor parallel plan has a style that is not known here: what it names is replicated."""
+    """A model's tensor parallel plan has an unknown style: its modules are replicated."""
 
 
 def transformers_plan(graph: Graph, mesh: Mesh) -> Annotations:
-    """The plan that the model carries (`base_model_tp_plan`), over the last axis; data parallelism over the others.
+    """The model's own plan (`base_model_tp_plan`) over the last axis; data parallelism over the others.
 
-    Weights are split as each module's style says, evenly or not, packed ones (gate and up in one weight) in
-    contiguous parts: GSPMD has no strided ones. A module's output is annotated as its style leaves it: whole, or split
-    on its last dim; of a row-parallel layer that splits its input, also the input; the sequence under
-    `sequence_parallel`. Parameters that no style names, or one that is not known here (a warning names it), are
-    replicated.
+    Each module's style splits its weights, evenly or not; packed ones (gate and up in one weight) in contiguous parts,
+    since GSPMD has no strided ones. Its output is annotated: replicated, or split on its last dim; also the input of a
+    row-parallel layer that splits it; the sequence under `sequence_parallel`. Parameters without a style, or with an
+    unknown one (a warning names it), are replicated.
 
     Raises:
-        ManualPlanError: the model carries no plan: its class has none, or it was captured from a file.
+        ManualPlanError: the model has no plan, or was captured from a file.
     """
     plan = graph.program.tp_plan
     if not plan:
@@ -130,7 +128,7 @@ def _activations(
     copies: dict[tuple[Value, int], Spec] = {}
 
     def spec(value: Value, dim: int | None) -> Spec | None:
-        """Batch split, and `dim` split by the model axis; None where the axis would have nothing to split."""
+        """Batch split, and `dim` split by the model axis; None where that axis has nothing to split."""
         shape = graph.type_of(value).shape
         if len(shape) < 2 or shape[0] % mesh.ways(data):
             return None

@@ -1,4 +1,4 @@
-"""What manual plans write: specs of arguments, and the batch split of activations."""
+"""Writes the annotations of plans by hand: specs of arguments, and the batch split of activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.mesh import Mesh, Spec, replicated
 
 
 def split(rank: int, dims: Mapping[int, Sequence[str]]) -> Spec:
-    """The spec of a tensor of `rank` dims of which some are split."""
+    """The spec of a tensor of `rank` dims that splits only `dims`."""
     return tuple(tuple(dims.get(dim, ())) for dim in range(rank))
 
 
@@ -33,7 +33,7 @@ def arguments(graph: Graph, mesh: Mesh, specs: Mapping[str, Spec], batch: Sequen
 
 
 def batch_split(graph: Graph, mesh: Mesh, axes: Sequence[str], modules: Sequence[str]) -> dict[Value, Spec]:
-    """Pins of what modules return: split by `axes` on the first dim where that divides."""
+    """Pins of modules' outputs: the first dim split by `axes` where they divide it."""
     outputs = subtree_outputs(graph)
     pins = {}
     for module in modules:

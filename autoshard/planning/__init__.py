@@ -1,1 +1,1 @@
-"""The road from a captured program to a plan."""
+"""From a captured program to a plan."""

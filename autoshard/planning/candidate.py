@@ -1,4 +1,4 @@
-"""What travels along the road until a plan is made of it."""
+"""Candidate plans: annotations on one mesh with their prediction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.strategies.carry import Carried
 
 OPTIMUM = "optimum"
-"""What the solver's choice is called among other candidates."""
+"""Name of the candidate that the solver chose."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the solver chose for a graph: the annotations, and how good they are proved to be.
+    """The solver's choice for a graph: its annotations, and the solution with its bound.
 
     Attributes:
-        solution: of the problem; not called optimal where the annotations had to be changed after it (`guard.py`).
-        counted_bytes: the peak per device that the solver counts; infinite where memory was not limited.
-        carried: what was chosen, for finer meshes to begin with.
+        solution: of the problem; not OPTIMAL where annotations were changed after solving (`guard.py`).
+        counted_bytes: peak per device by the solver's count; infinite without a memory limit.
+        carried: the choice in a form that warm-starts the solver on finer meshes.
     """
 
     annotations: Annotations = field(repr=False)
@@ -40,13 +40,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Annotations on one mesh that a plan may be made of, with what is predicted of them.
+    """Annotations on one mesh that may become the plan, with their prediction.
 
     Attributes:
-        name: `optimum`, what a runner-up may not do, or a plan by hand.
+        name: `optimum`, the constraint of a runner-up, or the name of a plan by hand.
         kind: of the candidates that are compiled; empty for the optimum.
-        memory: bytes per device that it is to keep; None is no limit.
-        solver: how far the solver got; None where it proved nothing.
+        memory: limit in bytes per device; None is no limit.
+        solver: bound and gap; None where nothing is proved.
         decision: the solver's, where it made the annotations.
     """
 
@@ -61,16 +61,16 @@ class Candidate:
 
     @property
     def time(self) -> float:
-        """Seconds of the predicted step."""
+        """Predicted seconds of a step."""
         return self.prediction.step_time_s
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak keeps the memory limit."""
+        """Whether the predicted peak is within the memory limit."""
         return self.memory is None or self.prediction.peak_memory_bytes <= self.memory
 
     def written(self, graph: Graph, options: PlanningOptions) -> Candidate:
-        """The candidate with the annotations that are written: all, or the least that are needed."""
+        """The candidate with the annotations to write: all, or the least annotations."""
         if options.annotations == "all":
             return self
         fewer = least(graph, self.annotations, self.mesh)
@@ -78,7 +78,7 @@ class Candidate:
 
 
 def solver_info(solution: Solution) -> SolverInfo:
-    """What a plan records of a solution."""
+    """The record of a solution in a plan."""
     return SolverInfo(solution.status.value, solution.objective, solution.bound, solution.gap, solution.backend)
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Hold back the cyclic garbage collector: a capture and a graph are many small objects that all stay alive.
+    """Disable the cyclic garbage collector: a capture and a graph are many small objects that all stay alive.
 
-    With torch loaded, walking all objects again and again doubles the time of building a graph.
+    With torch loaded, repeated traversals of all objects double the time of building a graph.
     """
     enabled = gc.isenabled()
     gc.disable()

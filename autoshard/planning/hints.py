@@ -1,7 +1,7 @@
-"""What the user already decided: hints by name, and annotations that the model's tensors carry (`mark_sharding`).
+"""The user's own sharding decisions: hints by name, and annotations on the model's tensors (`mark_sharding`).
 
-`keep` says which of them hold, as XLA's own pass has it (`AutoShardingOption::PreserveShardingsType`): `all`; `io`,
-those of the program's arguments, not of values inside it; `none`, to see what they cost without changing the program.
+`keep` selects those that constrain the plan, as XLA's auto-sharding does (`AutoShardingOption::PreserveShardingsType`):
+`all`; `io`, those of the program's arguments only; `none`, to see what they cost.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autoshard.strategies.space import argument_specs
 
 
 def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) -> dict[str, Spec]:
-    """The hints that hold: those given, and for tensors without one, the annotation that they carry.
+    """The hints that constrain the plan: those given, else the annotation that a tensor carries.
 
-    An axis of one device splits nothing, so it is left out of what is asked for.
+    Hints by axes of one device are dropped: these split nothing.
 
     Raises:
-        ValueError: a tensor's annotation is no sharding by axes of the mesh.
+        ValueError: an annotation is not expressible by axes of the mesh.
     """
     if keep == "none":
         return {}
@@ -46,7 +46,7 @@ def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) ->
 
 
 def value_named(graph: Graph, name: str) -> Value | None:
-    """The value that a name stands for: an argument's name, a module's path for what it returns, `op12`, `op12.1`."""
+    """Resolve a name to a value: an argument's name, a module's path (its output), `op12`, `op12.1`."""
     for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
         if argument.name == name and argument.role != "scalar":
             return Value(op)
@@ -56,10 +56,10 @@ def value_named(graph: Graph, name: str) -> Value | None:
 
 
 def split(graph: Graph, hints: Mapping[str, Spec]) -> tuple[dict[str, Spec], dict[Value, Spec]]:
-    """Hints for arguments by name, and for values inside the program.
+    """Separate hints for arguments, by name, from hints for values inside the program.
 
     Raises:
-        ValueError: a name that nothing in the program has, with those that are near.
+        ValueError: a name that nothing in the program has; suggests similar ones.
     """
     arguments = {argument.name for argument in graph.program.arguments if argument.role != "scalar"}
     inside: dict[Value, Spec] = {}
@@ -81,10 +81,10 @@ def split(graph: Graph, hints: Mapping[str, Spec]) -> tuple[dict[str, Spec], dic
 
 
 def spec_of(text: str, rank: int, mesh: Mesh, name: str) -> Spec:
-    """The spec on `mesh` that a GSPMD sharding of devices numbered row-major over it stands for.
+    """Convert a GSPMD sharding of devices numbered row-major over `mesh` to a spec.
 
     Raises:
-        ValueError: there is none; says what to do.
+        ValueError: no spec expresses it; says what to do.
     """
     wanted = _tiles(text)
     if wanted is not None:
@@ -104,7 +104,7 @@ _TILED = re.compile(r"\{devices=\[([\d,]+)\](<=\[([\d,]+)\](?:T\(([\d,]+)\))?|[\
 def _tiles(text: str) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]] | None:
     """Tiles along each dim, and the devices that hold each tile, row-major; None for what is no tiling.
 
-    Not split at all is `((), ())`, whatever the rank.
+    Replicated is `((), ())`, whatever the rank.
     """
     if text.strip() == "{replicated}":
         return (), ()
@@ -122,7 +122,7 @@ def _tiles(text: str) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]] | No
 
 
 def _devices(match: re.Match[str]) -> list[int]:
-    """The device ids of a tiling: listed, or `<=[2,4]T(1,0)`, row-major numbers of a grid whose dims are permuted."""
+    """Device ids of a tiling: a list, or an iota `<=[2,4]T(1,0)`, row-major numbers of a grid with permuted dims."""
     if match[3] is None:
         return [int(number) for number in match[2].split(",")]
     grid = [int(size) for size in match[3].split(",")]

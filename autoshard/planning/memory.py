@@ -1,8 +1,8 @@
-"""A candidate whose *predicted* memory keeps a limit.
+"""Solve until the *predicted* memory is within a limit.
 
-The solver counts memory in program order, group by group; the prediction counts it as the target's compiler runs the
-program. Where the second is above the limit, the solver is asked again with a lower one; where the solver counts too
-much for there to be a plan, with higher ones, as long as the prediction keeps the limit.
+The solver counts memory in program order, group by group; the prediction follows the target's compiler. Where the
+prediction exceeds the limit, the solver gets a lower one; where the solver's count finds no feasible plan, it gets
+higher ones, as long as the prediction stays within the limit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from autoshard.planning.candidate import Candidate
 from autoshard.plans.value import NoPlanError
 
 TRIES = 5
-"""How often a plan is sought whose predicted memory is within the limit."""
+"""Most solves in search of a plan whose predicted memory is within the limit."""
 TIGHTER = 0.99
-"""Part of the proportional limit that the solver is asked for next, so that it comes nearer from above."""
+"""Factor on the proportional limit for the next solve, so that it undershoots."""
 WORTH_MORE = 1.02
-"""How many times what is predicted the limit must be for the solver to be asked with a higher one."""
+"""How many times the predicted memory the limit must be for a solve with a higher limit."""
 _ABOVE = 1 + 1e-6
-"""Times the least peak that the solver reaches, what it is asked for to reach it."""
+"""Factor on the least peak that the solver reports, to make it feasible as a limit."""
 
 
 class Solvable(Protocol):
     """What can be solved under one memory limit after another."""
 
     def candidate(self, limit: float | None, /) -> Candidate:
-        """The choice where the solver counts at most `limit` bytes per device.
+        """The solver's choice under a limit of `limit` bytes per device.
 
         Raises:
             NoPlanError: there is none, or none was found in time.
@@ -35,16 +35,16 @@ class Solvable(Protocol):
 
 
 def within_limit(problem: Solvable, limit: float | None) -> Candidate:
-    """A candidate whose predicted memory is at most `limit` bytes per device.
+    """A candidate whose predicted peak is at most `limit` bytes per device.
 
     Raises:
-        NoPlanError: no plan was found that keeps it; says the least predicted.
+        NoPlanError: none was found; says the least predicted peak.
     """
     asked, least = limit, math.inf
     refused: NoPlanError | None = None
-    first: float | None = None  # the limit that the solver refused
+    first: float | None = None  # the limit that the solver found infeasible
     best: Candidate | None = None
-    lowest: int | None = None  # predicted of the plan that uses least as the solver counts
+    lowest: int | None = None  # predicted peak of the plan of least memory by the solver's count
     for _ in range(TRIES):
         try:
             found = problem.candidate(asked)
@@ -55,7 +55,7 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
                 if least == math.inf:
                     raise
                 break
-            refused, first, asked = error, asked, error.least * _ABOVE  # what uses least as the solver counts
+            refused, first, asked = error, asked, error.least * _ABOVE  # least memory by the solver's count
             continue
         predicted = found.prediction.peak_memory_bytes
         if limit is None or asked is None or (predicted <= limit and refused is None):
@@ -72,7 +72,7 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         if refused is not None:
             lowest = predicted
             break
-        # As much less than what the solver counts for this plan as the prediction is above the limit.
+        # Lower the solver's limit by the ratio of the limit to the prediction for this plan.
         assert found.decision is not None
         asked = TIGHTER * min(found.decision.counted_bytes, asked) * limit / predicted
     if best is not None:
@@ -93,7 +93,7 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
 
 
 def _lowest(problem: Solvable) -> Candidate | None:
-    """The candidate that uses least memory as the solver counts it; None where it finds none in its time."""
+    """The candidate of least memory by the solver's count; None where the solver finds none in its time."""
     try:
         return problem.candidate(0.0)
     except NoPlanError as error:

@@ -1,4 +1,4 @@
-"""Which meshes there are to plan for."""
+"""Mesh shapes to plan for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autoshard.verify.targets import Target, on_target, parse_target
 def meshes_for(
     mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None, refine: str | None
 ) -> list[Mesh]:
-    """The meshes to plan for; without a device kind, of the target that the choice is refined for.
+    """The meshes to plan for; without a device kind, that of the `refine` target.
 
     Raises:
-        ValueError: there is none, or it does not lie on that target.
+        ValueError: there is none, or it does not match the target's topology.
     """
     if refine is None:
         return candidate_meshes(mesh, devices, device)
@@ -26,10 +26,10 @@ def meshes_for(
 
 
 def check_refine(text: str, mesh: Mesh) -> Target:
-    """The target to refine for, on which the mesh must lie.
+    """Parse the target to refine for; the mesh must match its topology.
 
     Raises:
-        TargetError: there is no such target, its compiler is not installed, or the mesh does not lie on it.
+        TargetError: there is no such target, its compiler is not installed, or the mesh does not match it.
     """
     target = parse_target(text, mesh.size)
     target.packages()
@@ -38,14 +38,14 @@ def check_refine(text: str, mesh: Mesh) -> Target:
 
 
 def device_for(device: str | None, refine: str | None) -> str | None:
-    """The device kind to plan for: as given, else of the target that the choice is refined for."""
+    """The device kind to plan for: as given, else that of the `refine` target."""
     return refine if device is None and refine is not None and not refine.startswith("cpu") else device
 
 
 def candidate_meshes(mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None) -> list[Mesh]:
     """The meshes to plan for: the one given, or every shape of `devices` with up to three axes.
 
-    A device kind with a topology (`h100:2x8`) says itself how many there are; shapes that do not lie on it are out.
+    A device kind with a topology (`h100:2x8`) implies their number; shapes that do not match it are left out.
     """
     if mesh is not None:
         if devices is not None:

@@ -34,12 +34,12 @@ def candidate_on(
     goal: float = math.inf,
     others: Sequence[Carried] = (),
 ) -> Candidate:
-    """The best candidate on `mesh` whose predicted memory keeps the limit.
+    """The best candidate on `mesh` whose predicted memory is within the limit.
 
     Args:
-        seconds: for the solver.
-        goal: seconds of a step that it must undercut to be of use.
-        others: what was chosen on other meshes, to begin with where this one is a finer one.
+        seconds: time limit of the solver.
+        goal: objective, in seconds of a step, that it must undercut.
+        others: choices on other meshes; those of coarser meshes warm-start the solver.
 
     Raises:
         NoPlanError: the memory limit or the hints exclude every plan.
@@ -55,8 +55,8 @@ class OneMesh:
     """A graph on one mesh, to be solved under one memory limit or another.
 
     Attributes:
-        hints: those that hold (`hints.kept`).
-        memory: bytes per device that the plan is to keep; None is no limit.
+        hints: those that constrain the plan (`hints.kept`).
+        memory: limit in bytes per device; None is no limit.
         seconds, goal, others: see `candidate_on`.
     """
 
@@ -70,13 +70,11 @@ class OneMesh:
     others: tuple[Carried, ...] = ()
 
     def candidate(self, limit: float | None) -> Candidate:
-        """The solver's choice where it counts at most `limit` bytes per device.
+        """The solver's choice under a limit of `limit` bytes per device.
 
-        On a TPU, copies of activations run early beside gathers (`strips.py`): all of them, as soon as there is one
-        gather, which no price of that gather alone says. So what is chosen where nothing may be gathered is predicted
-        too, and the faster one taken. The prediction knows these copies, but not all that comes of them, so they count
-        twice: as compiled for v5e, ResNet's plans with gathers took 0.30 and 0.18 ms more against prediction than
-        those without (on 4x4 and 2x4), where 0.23 and 0.47 ms of such copies were predicted.
+        On a TPU, copies of activations run early beside gathers (`strips.py`), all of them as soon as there is one
+        gather: a cost that no edge can carry. So the problem is also solved without gathers, and the faster prediction
+        wins. These copies count twice in that comparison: the prediction covers only part of what follows from them.
         """
         settings = self.settings(limit)
         found = self._solved(limit, settings)
@@ -84,14 +82,14 @@ class OneMesh:
         if early:
             try:
                 other = self._solved(limit, settings, gathers=False)
-            except NoPlanError:  # a hint, or the memory limit, wants one
+            except NoPlanError:  # a hint, or the memory limit, needs a gather
                 pass
             else:
                 found = found if found.time + early <= other.time else other
         return found.written(self.graph, self.options)
 
     def settings(self, limit: float | None) -> Settings:
-        """The solver's; a bound under a lower limit than asked for is not one of the plan asked for."""
+        """Solver settings; the bound under a tightened limit is not one of the plan asked for."""
         options, deadline = self.options, time.perf_counter() + self.seconds
         goal = self.goal if limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
@@ -116,10 +114,10 @@ class OneMesh:
 def formulated(
     graph: Graph, mesh: Mesh, memory: float | None, hints: Mapping[str, Spec], *, gathers: bool = True
 ) -> Formulation:
-    """The problem of a graph on `mesh`, in which what is hinted can only be as it is hinted.
+    """The problem of a graph on `mesh`; hints are hard constraints.
 
     Args:
-        gathers: whether anything may be gathered.
+        gathers: whether strategies and reshards may gather.
     """
     arguments, inside = split(graph, hints)
     for value, spec in inside.items():
@@ -135,10 +133,10 @@ def decide(
     hints: Mapping[str, Spec] | None = None,
     others: Sequence[Carried] = (),
 ) -> Decision:
-    """Solve the problem of a graph on `mesh`; `hints` are those that it was formulated with, for messages.
+    """Solve a formulated problem; `hints` are those that it was formulated with, for messages.
 
     Raises:
-        NoPlanError: nothing keeps the hints and the memory limit, or nothing was found in time.
+        NoPlanError: hints and memory limit are infeasible, or nothing was found in time.
     """
     starts = [choice for other in others for choice in choices_from(other, formulation, mesh)]
     solution = settings.solve(formulation.problem, starts)
@@ -156,16 +154,16 @@ def decide(
 
 
 def _counted_bytes(problem: Problem, choice: Sequence[int]) -> float:
-    """The peak per device as the solver counts it; infinite where memory is not limited."""
+    """Peak per device by the solver's count; infinite without a memory limit."""
     return math.inf if problem.limit is None else evaluate_choice(problem, choice).peak
 
 
 def _no_plan(solution: Solution, mesh: Mesh, hints: Mapping[str, Spec] | None) -> NoPlanError:
-    """Why there is no plan, for a person."""
+    """The message: why there is no plan."""
     shape = "x".join(str(size) for size in mesh.shape)
     least = solution.least_usage
     if solution.status is Status.INFEASIBLE and least is None and hints:
-        # Without hints there is always a plan: everything replicated.
+        # Without hints some plan always exists: everything replicated.
         given = "; ".join(f"{name}={format_spec(spec)}" for name, spec in hints.items())
         return NoPlanError(
             f"no plan exists on mesh {shape}: the hints contradict each other, or what the program allows "

@@ -1,4 +1,4 @@
-"""What a plan is asked for: one value, checked when it is made."""
+"""Options of a planning request, validated on construction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEVICE_MEMORY: Literal["device"] = "device"
 
 
 def silent(stage: str) -> None:
-    """Say nothing of a stage that begins."""
+    """Ignore progress."""
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of `PlanningOptions` as keywords; `hints` in any form that a person writes."""
+    """The fields of `PlanningOptions` as keywords; `hints` in any form that users write."""
 
     memory: float | Literal["device"] | None
     hints: Mapping[str, Hint] | None
@@ -41,14 +41,14 @@ class OptionKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """What a plan is asked for; `autoshard.plan` says what each field means.
+    """Options of a planning request; `autoshard.plan` explains each field.
 
     Attributes:
-        fold: nothing.
-        rivals: also predict the plans by hand that are estimated best, and take one that is faster (`rivals.py`).
+        fold: has no effect.
+        rivals: also predict the plans by hand estimated best, and take a faster one (`rivals.py`).
 
     Raises:
-        ValueError: an option means nothing; says which.
+        ValueError: an option is invalid; names it.
     """
 
     memory: float | Literal["device"] | None = DEVICE_MEMORY
@@ -65,7 +65,7 @@ class PlanningOptions:
     progress: Progress = silent
 
     def __post_init__(self) -> None:
-        """Check every field, and bring hints into one form."""
+        """Validate every field, and normalise hints."""
         object.__setattr__(self, "hints", _hints(self.hints))
         if self.progress is None:
             object.__setattr__(self, "progress", silent)
@@ -79,7 +79,7 @@ class PlanningOptions:
             raise ValueError(f"keep is {', '.join(get_args(Keep))}, not {self.keep!r}")
 
     def memory_on(self, mesh: Mesh) -> int | None:
-        """Bytes per device that a step on `mesh` may use; None is no limit.
+        """Memory limit on `mesh` in bytes per device; None is no limit.
 
         Raises:
             ValueError: `memory` is no number of bytes.

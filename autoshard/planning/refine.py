@@ -1,10 +1,9 @@
-"""`plan(..., refine=TARGET)`: the few best candidates compiled for the target, and the best compiled one taken.
+"""`plan(..., refine=TARGET)`: compile the best few candidates for the target, and take the best compiled one.
 
-Candidates are the solver's optimum; the optimum where communication counts half, as if the other half ran beside
-compute; the best runners-up, each the best plan in which alike parameters, or the inputs, may not be split over the
-axes that the optimum splits them over; and the best of the plans written by hand that are for the program. Those that
-communicate alike count as one. They are compiled, and judged under the device model by what came out
-(`verify/judge.py`). Times are seconds of one step.
+Candidates are the solver's optimum; the optimum with communication at half its cost, as if half of it overlapped with
+compute; the best runners-up, each the optimum under one more constraint: a group of like parameters, or the inputs, not
+split over the axes that the optimum splits them over; and the best plans by hand. Candidates of equal communication
+count as one. The device model times each compiled program (`verify/judge.py`). Times are seconds of one step.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from autoshard.verify.targets import Target
 _BEST = {"runner-up": 2, "by hand": 2}
 """How many of each kind are compiled, beside the optimum and the overlapped one."""
 COMPILED = 2 + sum(_BEST.values())
-"""Candidates that are compiled at most."""
+"""Most candidates that are compiled."""
 _ALIKE = 1e-3
-"""Plans that communicate the same bytes, with steps that differ by less than this part, count as one."""
+"""Candidates that communicate the same bytes and whose steps differ by less than this fraction count as one."""
 _FORBIDDEN = 4
-"""Decisions that runners-up are sought by: the largest parameters, alike ones together, and the inputs."""
+"""Most constraints for runners-up: on the largest parameters (like ones together) and on the inputs."""
 _HIDDEN = 0.5
-"""Part of communication that the overlapped objective takes to run beside compute."""
+"""Fraction of communication that the overlapped objective hides behind compute."""
 
 
 def refined(
     optimum: Candidate, graph: Graph, target: Target, options: PlanningOptions, hints: Mapping[str, Spec]
 ) -> tuple[Candidate, Refinement]:
-    """The best compiled of the solver's choice and its rivals, with what was compiled and how long each takes.
+    """The best compiled candidate, with all that were compiled and their times.
 
     Args:
-        hints: those that hold, for rivals too.
+        hints: those that constrain the plan, and plans by hand too.
 
     Raises:
         CompileError: the target's compiler compiles none of the candidates.
@@ -73,7 +72,7 @@ def refined(
 
 
 def _compiled(candidate: Candidate, graph: Graph, target: Target) -> RefineCandidate:
-    """What the target's compiler makes of a candidate."""
+    """A candidate with the time and memory of its compiled program."""
     mesh, memory = candidate.mesh, candidate.memory
     module = annotate(graph.program, graph, candidate.annotations, mesh)
     report, _ = compare_compiled(graph, candidate.annotations, mesh, target, module)
@@ -91,7 +90,7 @@ def _compiled(candidate: Candidate, graph: Graph, target: Target) -> RefineCandi
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:
-    """The optimum and the best predicted others of each kind that fit, no two of them alike."""
+    """The optimum and, of each kind, the best predicted others that fit, without duplicates."""
     first, *others = candidates
     found, room = [first], dict(_BEST)
     for each in sorted(others, key=lambda each: (each.kind != "", each.time)):
@@ -132,7 +131,7 @@ def _rivals(
         say("solve")
         try:
             decision = decide(problem, mesh, on.settings(optimum.memory), hints)
-        except NoPlanError:  # the hints, or what the program ties together, leave only the optimum's way
+        except NoPlanError:  # under the hints and ties only the optimum's way is feasible
             continue
         annotations = decision.annotations
         info = None
@@ -150,7 +149,7 @@ def _rivals(
 
 
 def _decisions(graph: Graph) -> dict[str, set[Value]]:
-    """The largest parameters by bytes, those of one name but for numbers and of one shape together; and the inputs."""
+    """Groups of parameters of equal names but for numbers and of equal shapes, largest bytes first; and the inputs."""
     alike: dict[tuple[str, tuple[int, ...]], dict[str, Value]] = {}
     for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
         if argument.role == "parameter" and argument.type.shape:
@@ -170,7 +169,7 @@ def _decisions(graph: Graph) -> dict[str, set[Value]]:
 
 
 def _overlapped(graph: Graph, mesh: Mesh, memory: int | None, hints: Mapping[str, Spec]) -> Formulation:
-    """The problem in which part of every collective's bytes are on their way beside compute."""
+    """The problem in which part of every collective overlaps with compute."""
     device = load_device(mesh.device)
     links = tuple(replace(link, bandwidth=link.bandwidth / (1 - _HIDDEN)) for link in device.links)
     arguments, inside = split(graph, hints)

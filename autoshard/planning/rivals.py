@@ -1,7 +1,7 @@
-"""Plans by hand that are predicted faster than what the solver chose.
+"""Plans by hand that are predicted faster than the solver's choice.
 
-The solver prices each op by itself; the prediction follows the whole compiled program, and the two differ by some
-percent. Where a plan that people write is nearly optimal it may be predicted faster than the choice; then it is taken.
+The solver prices op by op; the prediction follows the whole compiled program, and the two differ by some percent. A
+plan by hand that is nearly optimal may be predicted faster than the choice; then it becomes the plan.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from autoshard.planning.options import PlanningOptions
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 10_000
-"""Ops of the program times plans by hand that are predicted, at most: what that takes stays below a second or two."""
+"""Most predictions of plans by hand, times ops of the program: they take a second or two."""
 _SURE = 0.05
-"""Where the solver's gap, or the prediction over its objective, is above this, one plan by hand is always predicted."""
+"""Above this solver gap, or excess of the prediction over the objective, one plan by hand is always predicted."""
 
 _FASTER = 1e-4
-"""Part of a step by which a plan by hand must be faster."""
+"""Fraction of a step by which a plan by hand must be faster."""
 _ROUNDING = 1e-6
-"""Part of a step by which a recorded time is rounded, at most."""
+"""Relative rounding of recorded times, at most."""
 
 
 def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
-    """The plans by hand that hold the hints, best estimated first (`manual/rank.py`); without those XLA gets wrong."""
+    """Plans by hand that satisfy the hints, best estimated first (`manual/rank.py`), without those XLA miscompiles."""
     wanted = {value_named(graph, name): spec for name, spec in hints.items()}
     for name, made in ranked(graph, mesh, load_device(mesh.device), PLANS):
         if any(value is None or made.pins.get(value) != spec for value, spec in wanted.items()):
@@ -45,16 +45,16 @@ def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tup
 
 
 def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]) -> Candidate:
-    """The solver's choice, or the plan by hand that is predicted faster and keeps its memory limit and hints.
+    """The solver's choice, or the plan by hand that is predicted faster within the same memory limit and hints.
 
-    A plan by hand that is the solver's own, predicted alike, is taken too: it pins fewer values, and compilers combine
-    more then (on TPU v5e, where ResNet's plan is data parallel, 2.59 ms with every value pinned and 2.55 without).
+    A plan by hand that is equal to the choice, with an equal prediction, is taken too: it pins fewer values, and
+    compilers then combine more.
     """
     assert found.solver is not None
     proved = found.solver.gap is not None and found.solver.gap <= _SURE
     sure = proved and found.time <= (1 + _SURE) * found.solver.objective
     count = max(PREDICTED_OPS // max(1, len(graph.ops)), 0 if sure else 1)
-    if not count:  # making the plans by hand alone takes 40 CPU s at 200 layers
+    if not count:  # making the plans by hand alone takes long for deep models
         return found
     best = found
     for number, (name, made) in enumerate(by_hand(graph, found.mesh, hints)):
@@ -72,13 +72,13 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
 
 
 def _arguments(graph: Graph, annotations: Annotations) -> list[Spec]:
-    """How every argument is split: one that nothing is said of (a count of batches, by hand) is whole."""
+    """The spec of every argument; one without a pin (a counter, in plans by hand) is replicated."""
     whole = ((Value(op), replicated(len(graph.type_of(Value(op)).shape))) for op in graph.arguments)
     return [annotations.pins.get(value, spec) for value, spec in whole]
 
 
 def _alike(one: Prediction, other: Prediction) -> bool:
-    """Whether both communicate the same, in the same time and memory."""
+    """Whether both predict the same communication, time and memory."""
     close = abs(one.step_time_s - other.step_time_s) <= _ROUNDING * other.step_time_s
     return (
         close

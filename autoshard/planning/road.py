@@ -1,8 +1,8 @@
-"""From a graph to a plan, from top to bottom.
+"""The stages from a graph to a plan.
 
-The solver decides on every mesh (`search.py`, `one_mesh.py`), within the memory limit (`memory.py`). What it chose is
-a candidate; a plan by hand that is predicted faster (`rivals.py`), or what compiles best (`refine.py`), may take its
-place. The plan is made of the last candidate.
+The solver chooses on every mesh (`search.py`, `one_mesh.py`) within the memory limit (`memory.py`). A plan by hand that
+is predicted faster (`rivals.py`), or the candidate that compiles best (`refine.py`), may replace its choice. The last
+candidate becomes the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.solver import iopddl
 
 
 def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -> Plan:
-    """The plan of a captured program; of several meshes on the one whose predicted step is shortest.
+    """Plan a captured program; of several meshes, on the one with the shortest predicted step.
 
     Raises:
         NoPlanError: the memory limit or the hints exclude every plan.

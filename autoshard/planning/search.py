@@ -1,8 +1,8 @@
-"""The search over mesh shapes.
+"""Branch and bound over mesh shapes.
 
-Every shape is planned in turn, those of few axes first, since they are cheap and give the others something to beat. A
-shape is given up as soon as the solver's bound proves that no plan on it is better than the best one so far, and not
-begun where it is the same as one before up to the names of its axes. What came of each is kept in the plan.
+Shapes are planned in turn, those of few axes first: they are cheap and give an incumbent. A shape is pruned once the
+solver's bound proves that no plan on it beats the incumbent, and skipped where it equals an earlier shape up to the
+names of its axes. The plan records the outcome of each.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from autoshard.solver.solve import GoalOutOfReachError
 from autoshard.strategies.carry import Carried
 
 MIN_MESH_GAIN = 1e-3
-"""A shape is given up when no plan on it can be better than the best so far by more than this part."""
+"""A shape is pruned when no plan on it can beat the incumbent by more than this fraction."""
 FIRST_SHARE = 0.25
-"""Part of the time limit that the solver has for each shape; the best is solved again with all of it."""
+"""Fraction of the time limit for the solve on each shape; the best shape is solved again with all of it."""
 
 
 def best_mesh(
     graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions
 ) -> tuple[Candidate, tuple[MeshTried, ...]]:
-    """The candidate on the mesh with the shortest predicted step, and what came of every mesh.
+    """The candidate on the mesh with the shortest predicted step, and the outcome of every mesh.
 
     Raises:
         NoPlanError: no mesh has a plan; that of the mesh that needs least memory.
@@ -67,7 +67,7 @@ def best_mesh(
         if not refused:
             raise PlanError("no mesh to plan for")
         _, mesh = min(refused, key=lambda each: each[0])
-        # It may have been for want of time.
+        # It may have run out of time.
         best = candidate_on(graph, mesh, options, options.time_limit, others=others)
         tried[mesh] = _tried(best)
     elif best.solver is not None and best.solver.status == "time_limit":
@@ -96,9 +96,9 @@ def _text(shape: Sequence[int]) -> str:
 
 
 def _same(mesh: Mesh, other: Mesh) -> bool:
-    """Whether two meshes differ in the order of their axes alone, and every axis lies on one and the same network.
+    """Whether two meshes differ in the order of their axes alone, all of which lie on one network.
 
-    On a torus, and across hosts or slices, the order says where an axis lies.
+    On a torus, and across hosts or slices, the order decides where an axis lies.
     """
     if sorted(mesh.shape) != sorted(other.shape) or mesh.device != other.device or mesh.placement or other.placement:
         return False

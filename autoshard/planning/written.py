@@ -1,4 +1,4 @@
-"""The plan that annotations make, whoever wrote them: made once, last."""
+"""Makes a plan of annotations, whoever wrote them: once, as the last stage."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def written_plan(
     prediction: Prediction | None = None,
     **recorded: Unpack[Recorded],
 ) -> Plan:
-    """The plan that annotations make, with what is predicted of it.
+    """The plan of these annotations, with its prediction.
 
-    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under annotations that no solver chose.
+    Warns (`WrongSumsWarning`) where XLA would miscompute under annotations that the solver did not choose.
 
     Args:
-        recorded: taken over as it is.
+        recorded: further fields of the plan, as they are.
 
     Raises:
         UncompilableError: the compiler would abort under such annotations.
@@ -45,7 +45,7 @@ def written_plan(
 
 
 def totals(prediction: Prediction, graph: Graph) -> Predicted:
-    """What a plan records of a prediction: collectives summed per kind and axes, also per module."""
+    """A prediction as a plan records it: collectives summed per kind and axes, also per module."""
     return Predicted(
         step_time_s=prediction.step_time_s,
         compute_s=prediction.compute_s,

@@ -1,4 +1,4 @@
-"""A plan as annotations on the graph of its program, and annotations as a plan: each the inverse of the other."""
+"""Conversion between a plan and annotations on the graph of its program; the two directions are inverse."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Recorded(TypedDict, total=False):
 
 
 def annotations_of(plan: Plan, graph: Graph) -> Annotations:
-    """The pins and copies that a plan writes on the graph of its program.
+    """The annotations of a plan on the graph of its program.
 
     Raises:
         PlanMismatchError: the graph is of another program.
-        PlanError: two entries pin one value differently, or an entry names a value that the graph has not.
+        PlanError: two entries pin one value differently, or an entry names a value that the graph lacks.
     """
     check_program(plan, graph.program)
     pins: dict[Value, Spec] = {}
@@ -85,7 +85,7 @@ def _name(key: ActivationKey) -> str:
 
 
 def program_info(program: Program) -> ProgramInfo:
-    """What a plan records of its program."""
+    """The record of a program in a plan."""
     return ProgramInfo(
         fingerprint=program.fingerprint,
         kind=program.kind,
@@ -105,7 +105,7 @@ def plan_of(
     outputs: Mapping[Value, Spec] | None = None,
     **recorded: Unpack[Recorded],
 ) -> Plan:
-    """The plan that writes these annotations: `annotations_of(plan_of(graph, mesh, a), graph)` says what `a` does.
+    """The plan of these annotations: `annotations_of(plan_of(graph, mesh, a), graph)` is equivalent to `a`.
 
     Arguments without a pin are replicated. A value that is output of several aten ops (views that compute nothing) is
     annotated at the first of them.
@@ -114,9 +114,9 @@ def plan_of(
         graph: of the program.
         mesh: that the annotations are for.
         annotations: pins and copies on arguments and aten outputs.
-        outputs: value -> spec of the program's results, as propagation has it; a result that is pinned or in neither
-            is recorded as pinned or replicated.
-        recorded: taken over as it is.
+        outputs: value -> propagated spec of the program's results; a result in neither this nor the pins is recorded as
+            replicated.
+        recorded: further fields of the plan, as they are.
 
     Raises:
         PlanError: an annotation on a value that lowering cannot reach.
@@ -157,7 +157,7 @@ def plan_of(
 def _activations(
     graph: Graph, annotations: Annotations, copies: Mapping[Value, list[Copy]], arguments: Container[Value]
 ) -> tuple[ActivationPlan, ...]:
-    """The values inside the program that are annotated, each at the first aten op that it is an output of."""
+    """The annotated values inside the program, each at the first aten op that outputs it."""
     program = graph.program
     found: dict[Value, ActivationPlan] = {}
     for (index, output), value in sorted(graph.aten_outputs.items()):

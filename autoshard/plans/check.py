@@ -1,4 +1,4 @@
-"""Where two programs first differ, for a person who applies a plan to the wrong one."""
+"""Names the first difference between two programs, where a plan is applied to the wrong one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def same_step(plan: Plan, program: Program) -> bool:
-    """Whether a program captured by another frontend than the plan's is the planned one: its scalars may be others."""
+    """Whether a program captured by another front end is the planned one; its scalars may differ."""
     frontends = {plan.program.frontend, program.frontend}
     return frontends == PYTORCH and next(_differences(plan, program), None) is None
 
 
 def first_difference(plan: Plan, program: Program) -> str:
-    """What differs first between the planned program and `program`; never empty."""
+    """The first difference between the planned program and `program`; never empty."""
     return next(
         _differences(plan, program), "it has other arguments or results, in an order that a plan does not record"
     )
@@ -91,7 +91,7 @@ def _in(module: str) -> str:
 
 
 def op_difference(planned: OpSignature, found: OpSignature) -> str | None:
-    """How `found` differs from the op that was planned, continuing a sentence that named it; None if it does not."""
+    """How `found` differs from the planned op, to continue a sentence that named it; None if it does not."""
     if planned.name != found.name:
         return f"is {describe(found)}, the plan has {describe(planned)}"
     if planned.outputs != found.outputs:

@@ -1,4 +1,4 @@
-"""The figures that a plan records: what a step is predicted to take, how far the solver got, what was tried.
+"""The figures that a plan records: prediction, bound and gap of the solver, mesh shapes tried.
 
 Bytes are per device, times are seconds of one step. Floats keep nine significant digits, so that a plan is equal to
 itself read back, and the same call gives the same bytes.
@@ -51,12 +51,12 @@ class CollectiveTotal(_Figures):
 
 @dataclass(frozen=True)
 class ModuleCost(_Figures):
-    """What one module takes of a step, in one phase; its submodules are not counted.
+    """One module's part of a step in one phase, without its submodules.
 
     Attributes:
-        module: its path, `""` for what belongs to none.
-        phase: `forward`, `backward` or `optimizer`; `""` for what is done with its parameters before any op reads them,
-            and where the phase is unknown.
+        module: its path, `""` for ops of no module.
+        phase: `forward`, `backward` or `optimizer`; `""` for reshards of its parameters before any op reads them, and
+            where the phase is unknown.
         compute_s, communication_s: seconds of its kernels (a kernel counts where its last op is) and collectives.
         collectives: totals, per kind and axes.
     """
@@ -70,17 +70,17 @@ class ModuleCost(_Figures):
 
 @dataclass(frozen=True)
 class Predicted(_Figures):
-    """What the cost model says of one step.
+    """Prediction of the cost model for one step.
 
     Attributes:
-        step_time_s: compute and communication one after the other, in seconds.
+        step_time_s: serial step time: compute plus communication, in seconds.
         compute_s, communication_s: its two parts.
-        overlapped_s: step time when gradient collectives hide behind the backward pass.
+        overlapped_s: step time when gradient collectives overlap with the backward pass.
         mfu: useful FLOP (every op counted once over the whole mesh, recomputation not) / (step time x peak FLOP/s of
             all devices).
         collectives: totals, per kind and axes.
         peak_memory_bytes: per device.
-        modules: compute and communication per module and phase, in program order; empty where nobody worked it out.
+        modules: compute and communication per module and phase, in program order; empty where not computed.
     """
 
     step_time_s: float
@@ -95,16 +95,16 @@ class Predicted(_Figures):
 
 @dataclass(frozen=True)
 class SolverInfo(_Figures):
-    """How far the solver got.
+    """Outcome of the solver.
 
     Attributes:
         status: `optimal`, `feasible`, `time_limit` or `interrupted`.
         objective: of the plan, in seconds.
         bound: proven lower bound on the objective, in seconds; None when none is known.
         gap: (objective - bound) / objective; None when no bound is known.
-        backend: what produced the choice.
-        overruled: the plan by hand that was taken instead of the solver's choice, because it is predicted no slower
-            (`rivals.py`); the other figures are the choice's.
+        backend: what found the choice.
+        overruled: the plan by hand that replaced the solver's choice, because it is predicted no slower (`rivals.py`);
+            the other figures are of the choice.
     """
 
     status: str
@@ -115,7 +115,7 @@ class SolverInfo(_Figures):
     overruled: str | None = None
 
     def __post_init__(self) -> None:
-        """A bound that bounds nothing is none."""
+        """Turn an infinite bound into None."""
         if self.bound is None or not math.isfinite(self.bound):
             object.__setattr__(self, "bound", None)
             object.__setattr__(self, "gap", None)
@@ -124,13 +124,13 @@ class SolverInfo(_Figures):
 
 @dataclass(frozen=True)
 class ReplicatedOp(_Figures):
-    """An op that is replicated because there is no rule for it.
+    """An op that is replicated for want of a sharding rule.
 
     Attributes:
         op: its StableHLO kind, or a custom call's target.
         module: path of its module.
         reason: why, for a person.
-        cost_s: seconds of a step that it takes, replicated.
+        cost_s: seconds of a step, replicated.
     """
 
     op: str
@@ -141,12 +141,12 @@ class ReplicatedOp(_Figures):
 
 @dataclass(frozen=True)
 class MeshTried(_Figures):
-    """What came of one mesh shape, where all shapes of a number of devices were tried.
+    """Outcome of one mesh shape, where all shapes of a number of devices were tried.
 
     Attributes:
         shape: of the mesh.
         outcome: `planned`; `pruned`, where `bound` proves that it has no better plan than another; `same`, where it is
-            another up to the names of its axes; `no plan`, where nothing keeps the memory limit or the hints.
+            another up to the names of its axes; `no plan`, where memory limit or hints are infeasible.
         step_time_s: predicted of its plan.
         objective, bound: of the solver, in seconds; None where unknown.
         peak_memory_bytes: predicted, per device.
@@ -162,7 +162,7 @@ class MeshTried(_Figures):
     note: str = ""
 
     def __post_init__(self) -> None:
-        """A bound that bounds nothing is none."""
+        """Turn an infinite bound into None."""
         if self.bound is not None and not math.isfinite(self.bound):
             object.__setattr__(self, "bound", None)
         super().__post_init__()
@@ -173,12 +173,12 @@ class RefineCandidate(_Figures):
     """One plan that was compiled to refine a choice (`refine.py`).
 
     Attributes:
-        name: `optimum` for the predicted choice; what a runner-up may not do, `overlapped`, or a plan by hand.
-        predicted_s, predicted_overlapped_s: its step, serial, and with gradient collectives beside the backward pass.
+        name: `optimum` for the predicted choice; the constraint of a runner-up, `overlapped`, or a plan by hand.
+        predicted_s, predicted_overlapped_s: its step time, serial, and with gradient collectives overlapped.
         compiled_s, compiled_overlapped_s: of the compiled program under the device model, serial, and as scheduled;
             None where it was not compiled.
         peak_memory_bytes: as compiled, per device.
-        note: why it cannot be taken; empty where it can.
+        note: why it is not eligible; empty where it is.
     """
 
     name: str
@@ -192,7 +192,7 @@ class RefineCandidate(_Figures):
 
 @dataclass(frozen=True)
 class Refinement:
-    """What was compiled to refine a choice, and what was taken.
+    """The candidates that were compiled to refine a choice, and the one taken.
 
     Attributes:
         target: that the candidates were compiled for.

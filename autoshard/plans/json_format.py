@@ -1,8 +1,8 @@
 """Plans as JSON, version 1, and back; the format is `plan_schema.json` (JSON Schema, draft 2020-12).
 
-The fields of the values, under their names, are the format. Written so that a plan is small and can be read and
-compared by line: one line per tensor, value and op; fixed key order; no time of day and no duration, so the same plan
-gives the same bytes. jsonschema checks a file, cattrs makes the values.
+The fields of the values, under their names, are the format. A plan diffs well: one line per tensor, value and op, fixed
+key order, no timestamps or durations, so equal plans give equal bytes. jsonschema checks a file, cattrs makes the
+values.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ _UNSAID: Mapping[type, Sequence[str]] = {
     Predicted: ("modules",),
     SolverInfo: ("overruled",),
 }
-"""Fields that are left out where they are empty."""
+"""Fields that are omitted where empty."""
 
 
 @cache
 def _keys(kind: Any) -> tuple[tuple[str, bool], ...]:
-    """The names of a value's fields that are written, and whether an empty one is."""
+    """The fields of a value that are written, and whether each is written where empty."""
     left_out = next((_UNSAID[base] for base in kind.__mro__ if base in _UNSAID), ())
     return tuple((each.name, each.name not in left_out) for each in fields(kind) if each.compare)
 
 
 def _said(value: Any) -> Any:
-    """The fields of a value by name; what splits part of an axis as text."""
+    """A value's fields by name; partial axes as text."""
     if isinstance(value, AxisPart):
         return str(value)
     said = {key: found for key, always in _keys(value.__class__) if (found := getattr(value, key)) or always}
@@ -85,7 +85,7 @@ def _said(value: Any) -> Any:
 
 
 _ONE_LINE_EACH = frozenset({"candidates", "collectives", "hints", "modules", "ops"})
-"""Collections below the second level that get a line per entry; those at the top all do."""
+"""Collections below the second level that get a line per entry; those at the top level all do."""
 
 
 def _lines(value: Json) -> Iterator[str]:
@@ -150,7 +150,7 @@ def loads(text: str | bytes, source: str = "plan") -> Plan:
     check(value, source)
     try:
         return from_dict(value)
-    except ValueError as error:  # what a schema cannot say: specs that do not fit, clashing axis names
+    except ValueError as error:  # what a schema cannot express: specs that do not fit, clashing axis names
         raise PlanError(f"{source}: {error}") from None
 
 
@@ -180,7 +180,7 @@ def check(value: Any, source: str) -> None:
 
 
 _ERRORS = 20
-"""How many errors are looked at to name the one that matters: a large file may have one in every entry."""
+"""Most validation errors examined for the relevant one: a large file may have one in every entry."""
 
 
 def _path(parts: Sequence[str | int]) -> str:

@@ -1,11 +1,11 @@
-"""What was decided: the sharding of every tensor that lowering annotates, and what it is predicted to cost.
+"""A plan: the sharding of every annotated tensor, and its predicted cost.
 
-A `Plan` is a value; `api.Plan` has its methods. `json_format.py` writes and reads it (`plan_schema.json` describes the
-format), `annotations_of` gives the pins and copies on a graph that prediction, verification and lowering share, and
-`plan_of` is its inverse: the Plan that says what given annotations say.
+`Plan` is a bare value; `api.Plan` adds methods. `json_format.py` reads and writes it (`plan_schema.json` is the
+format); `annotations_of` gives the annotations on a graph that prediction, verification and lowering share, and
+`plan_of` is its inverse.
 
-Bytes are per device, times are seconds of one step. Floats keep nine significant digits, so that a plan is equal to
-itself read back, and the same call gives the same bytes.
+Bytes are per device, times are seconds of one step. Floats are rounded to nine significant digits, so that a plan
+survives a round trip and equal calls give equal bytes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ROLES: Mapping[str, str] = {
     "input": "inputs",
     "optimizer_state": "optimizer_state",
 }
-"""Argument role -> the field of a Plan that holds its tensors. Scalars are never split, and in no plan."""
+"""Argument role -> the field of a Plan that holds its tensors. Scalars are never split, and not in a plan."""
 
 
 class NoPlanError(PlanError):
-    """No plan exists: the memory limit or the hints exclude every one.
+    """Infeasible: the memory limit or the hints exclude every plan.
 
     Attributes:
-        least: bytes per device of the least peak that a plan reaches; infinite where memory is not what excludes them.
+        least: least peak of any plan, in bytes per device; infinite where memory is not the reason.
     """
 
     def __init__(self, message: str, least: float = float("inf")) -> None:
@@ -57,18 +57,18 @@ class NoPlanError(PlanError):
 
 
 class PlanMismatchError(PlanError):
-    """A good plan, for another program or another mesh; the message says what differs first."""
+    """The plan is for another program or another mesh; the message names the first difference."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A second annotated copy of a value, read by one aten op in place of the value.
+    """A second annotation of a value, which one aten op reads in place of the value.
 
     Attributes:
         consumer: index of the aten op that reads it.
-        spec: how the copy is split.
-        hops: the specs that it passes through on the way from the value's, each annotated too; the same for all
-            copies of a value with one spec.
+        spec: sharding of the copy.
+        hops: the intermediate specs between the value's and this one, each annotated too; the same for all copies of a
+            value with one spec.
     """
 
     consumer: int
@@ -78,10 +78,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How one argument or result of the program is split.
+    """Sharding of one argument or result of the program.
 
     Attributes:
-        shape, dtype: of the whole tensor; dtype in StableHLO's words.
+        shape, dtype: of the full tensor; dtype in StableHLO's spelling.
         spec: one tuple of mesh axes per dim.
         copies: for arguments, the consumers that read it under another sharding.
     """
@@ -94,7 +94,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class ActivationKey:
-    """Which value of the program: output `output` of aten op number `index`, whose name is `name`."""
+    """A value of the program: output `output` of aten op number `index`, whose name is `name`."""
 
     frontend: str
     index: int
@@ -104,13 +104,13 @@ class ActivationKey:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """How one value inside the program is split.
+    """Sharding of one value inside the program.
 
     Attributes:
-        key: where it is made.
-        module: path of the module it belongs to, `""` where unknown.
-        shape, dtype: of the whole value.
-        spec: what it is pinned to; None when it is not pinned and only has copies.
+        key: the aten output that makes it.
+        module: path of its module, `""` where unknown.
+        shape, dtype: of the full value.
+        spec: its pin; None where it only has copies.
         copies: the consumers that read it under another sharding.
     """
 
@@ -124,12 +124,12 @@ class ActivationPlan:
 
 @dataclass(frozen=True)
 class OpSignature:
-    """What must be the same for an aten op to be the one that was planned.
+    """Signature by which an aten op is recognised as the planned one.
 
     Attributes:
         name: such as `aten.addmm.default`.
-        outputs: per tensor result its type, written `f32[8,512,768]`.
-        inputs: who produced each tensor that it reads.
+        outputs: type of each tensor result, written `f32[8,512,768]`.
+        inputs: the producer of each tensor that it reads.
         options: `AtenOp.options`.
     """
 
@@ -150,7 +150,7 @@ class ProgramInfo:
         versions: package -> version that captured it.
         switches: capture switches by name; the same must be on at lowering.
         ops: the aten sequence.
-        reads: the values that the step took to the host when it was captured; `apply` looks at them again.
+        reads: the values that the step read on the host during capture; `apply` checks them again.
     """
 
     fingerprint: str
@@ -164,13 +164,14 @@ class ProgramInfo:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The user's request.
 
     Attributes:
         memory: limit in bytes per device, or None for no limit.
         hints: tensor name -> the spec that it must have.
-        keep: which of the user's hints hold: `all`, `io` (none inside the program), `none`; `hints` are those that do.
-        fold: of the format's version 1, which wants it; it says nothing.
+        keep: which of the user's hints constrain the plan: `all`, `io` (none inside the program), `none`; `hints` are
+            those.
+        fold: required by version 1 of the format; without effect.
         seed: of the solver.
     """
 
@@ -186,13 +187,13 @@ class Plan:
     """How a program is split over a mesh; see the module's docstring.
 
     Attributes:
-        program: what it is for.
-        mesh: the devices it is for.
-        options: what was asked.
+        program: the program that it is for.
+        mesh: the mesh that it is for.
+        options: the user's request.
         parameters, buffers, inputs, optimizer_state: arguments of the program by name, in its order.
         outputs: results that replace no argument (an updated parameter has its argument's sharding).
         activations: values inside the program that lowering annotates, in program order.
-        predicted: what the cost model says; None for a plan that was written by hand and not evaluated.
+        predicted: prediction of the cost model; None for a plan by hand without one.
         solver: None for a plan that no solver made.
         replicated_ops: what was replicated for want of a rule.
         search: every mesh shape that was tried, where the shape was left open.
@@ -203,7 +204,7 @@ class Plan:
         applied: what `lower/torch_xla` keeps of a plan that was applied in this process; likewise.
 
     Raises:
-        PlanError: a spec that does not fit its tensor or the mesh, naming the tensor.
+        PlanError: a spec does not fit its tensor or the mesh; names the tensor.
     """
 
     program: ProgramInfo
@@ -243,18 +244,18 @@ class Plan:
             specs = _copied(value.copies)
             yield f"activations[{i}]", value.shape, specs if value.spec is None else (value.spec, *specs)
 
-    # What it says.
+    # Queries.
 
     def argument(self, argument: Argument) -> TensorPlan | None:
-        """What the plan says of an argument of its program; None for scalars."""
+        """The entry of an argument of the program; None for scalars."""
         section = ROLES.get(argument.role)
         return None if section is None else getattr(self, section).get(argument.name)
 
     def tensor(self, name: str) -> TensorPlan:
-        """What the plan says of a parameter, buffer, input or optimizer state.
+        """The entry of a parameter, buffer, input or optimizer state.
 
         Raises:
-            KeyError: it has none of that name.
+            KeyError: there is none of that name.
         """
         for section in ROLES.values():
             if name in getattr(self, section):

@@ -1,1 +1,1 @@
-"""What a person sees of a plan: report, page, plots, explanations."""
+"""Presents a plan: report, page, plots, explanations."""

@@ -1,4 +1,4 @@
-"""Which device holds which part of a tensor, as a grid to draw: for plots and for the HTML page alike."""
+"""A tensor's shards and their devices as a grid, for plots and for the HTML page."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoshard.mesh import Mesh, Spec
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tensor as a grid of the parts it is split into.
+    """A tensor as a grid of shards.
 
     Attributes:
-        dims: the dims along the grid's rows and columns; None where nothing is drawn along it.
-        ways: into how many parts each of the two is split.
-        devices: per row and column the devices that hold the part, numbered row-major over the mesh.
+        dims: the dims along the grid's rows and columns; None where the grid has none.
+        ways: number of parts of each of the two.
+        devices: per row and column the devices that hold the shard, numbered row-major over the mesh.
     """
 
     dims: tuple[int | None, int | None]
@@ -27,7 +27,7 @@ class Tiles:
 def tiles(spec: Spec, mesh: Mesh) -> Tiles:
     """The grid of a tensor under `spec`: its first two split dims, or its last two where fewer are split.
 
-    A third split dim (three axes on three dims) is drawn at its first part only.
+    Of a third split dim (three axes on three dims) only the first part is drawn.
     """
     rows, columns, *rest = _drawn(spec)
     row_axes, column_axes = (() if dim is None else spec[dim] for dim in (rows, columns))
@@ -54,7 +54,7 @@ def _drawn(spec: Spec) -> list[int | None]:
 
 
 def _part(axes: Sequence[str], at: dict[str, int], mesh: Mesh) -> int:
-    """Number of the part that a device holds along a dim split by `axes`, major to minor."""
+    """Index of a device's part along a dim split by `axes`, major to minor."""
     part = 0
     for axis in axes:
         part = part * mesh.axis_size(axis) + at[axis]
@@ -62,7 +62,7 @@ def _part(axes: Sequence[str], at: dict[str, int], mesh: Mesh) -> int:
 
 
 def holders(devices: Sequence[int], total: int) -> str:
-    """`0 4`, `0-3`, `0 4 … (16)`, or `all`: who holds a part."""
+    """The devices that hold a shard as text: `0 4`, `0-3`, `0 4 … (16)`, or `all`."""
     if len(devices) == total:
         return "all"
     if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):

@@ -1,7 +1,7 @@
-"""Why a tensor is split as it is: what each other sharding of it would cost.
+"""What each other sharding of a tensor would cost.
 
-The program is solved again with the tensor fixed to each of its possible shardings; everything else is free to follow
-it. Times are those predicted of the plan that comes out, in seconds; bytes are per device.
+The program is solved again with the tensor constrained to each of its possible shardings, all else free. Times are
+predictions for the resulting plans, in seconds; bytes are per device.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from autoshard.strategies.formulate import Formulation
 from autoshard.text import columns
 
 _EQUAL = 1e-6
-"""Steps whose times differ by no more than this part are called equal: plans round what they record."""
+"""Steps whose times differ by at most this fraction count as equal: plans round what they record."""
 _MAX_LISTED_TENSORS = 3
-"""Names of changed tensors that are listed before the rest is counted."""
+"""Most names of changed tensors that are listed."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best plan that was found with the tensor split one way.
+    """The best plan under one sharding of the tensor.
 
     Attributes:
-        spec: how the tensor is split.
-        step_time_s, compute_s, communication_s, overlapped_s: predicted of that plan; None where there is none.
+        spec: the tensor's sharding.
+        step_time_s, compute_s, communication_s, overlapped_s: prediction for that plan; None without one.
         peak_memory_bytes: per device.
-        changed: parameters, buffers and inputs that it splits otherwise than the chosen plan, the tensor left out.
-        error: why there is no such plan, for a person; empty where there is one.
+        changed: other parameters, buffers and inputs that it splits otherwise than the chosen plan.
+        error: why there is no such plan, in words; empty where there is one.
     """
 
     spec: Spec
@@ -62,7 +62,7 @@ class Alternative:
     error: str = ""
 
     def changes(self) -> str:
-        """What it splits otherwise, the numbers of alike tensors left open: `h.*.mlp.c_fc.weight` and 3 more."""
+        """Tensors split otherwise, numbers of like ones as `*`: `h.*.mlp.c_fc.weight` and 3 more."""
         names = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in self.changed)
         listed = ", ".join(list(names)[:_MAX_LISTED_TENSORS])
         return f"{listed} and {len(names) - _MAX_LISTED_TENSORS} more" if len(names) > _MAX_LISTED_TENSORS else listed
@@ -70,13 +70,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What every sharding of a tensor would cost.
+    """Costs of every sharding of a tensor.
 
     Attributes:
-        tensor: its name as it was asked for.
-        type: of the whole tensor.
-        chosen: how the plan splits it.
-        alternatives: shortest step first, then those that there is no plan for; the chosen sharding is among them.
+        tensor: its name in the request.
+        type: of the full tensor.
+        chosen: its sharding in the plan.
+        alternatives: shortest step first, then those without a plan; includes the chosen sharding.
         mesh: of the plan.
     """
 
@@ -87,7 +87,7 @@ class Explanation:
     mesh: Mesh
 
     def more(self, other: Alternative) -> str:
-        """How much longer a step takes than under the chosen sharding: `+1.2 ms (+3.4 %)`."""
+        """Step time over the chosen sharding's: `+1.2 ms (+3.4 %)`."""
         mine = next((each.step_time_s for each in self.alternatives if each.spec == self.chosen), None)
         if mine is None or other.step_time_s is None or other.spec == self.chosen:
             return ""
@@ -109,7 +109,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        """A table for a person."""
+        """A table for the terminal."""
         lines = [("split", "step", "more than chosen", "compute", "communication", "memory", "splits otherwise")]
         errors = []
         for each in self.alternatives:
@@ -142,16 +142,15 @@ def explain(
     time_limit: float = 20.0,
     progress: Progress | None = None,
 ) -> Explanation:
-    """What each sharding of a tensor would cost, everything else planned again around it.
+    """Plan again under each sharding of a tensor, and compare costs.
 
     Args:
-        plan: of the program; its options (memory, hints, seed) hold for the others too, a hint for the tensor
-            itself excepted.
-        tensor: name of a parameter, buffer, input or optimizer state; with `*` for several that are fixed alike
-            (`transformer.h.*.mlp.c_fc.weight`); or a value inside the program: a module's path for what it returns, or
-            `op12` or `op12.1` for output 0 or 1 of aten op 12.
-        program: what `autoshard.capture` gave; needed for a plan that was read from a file.
-        time_limit: seconds for the solver, for each sharding.
+        plan: of the program; its options (memory, hints, seed) apply, except a hint for the tensor itself.
+        tensor: name of a parameter, buffer, input or optimizer state; with `*` for several that get the same sharding
+            (`transformer.h.*.mlp.c_fc.weight`); or a value inside the program: a module's path (its output), or `op12`
+            or `op12.1` (output 0 or 1 of aten op 12).
+        program: result of `autoshard.capture`; needed for a plan from a file.
+        time_limit: of the solver in seconds, per sharding.
         progress: called with the name of each stage as it begins.
 
     Raises:
@@ -170,7 +169,7 @@ def explain_all(
     time_limit: float = 20.0,
     progress: Progress | None = None,
 ) -> tuple[Explanation, ...]:
-    """`explain`, of several tensors."""
+    """`explain` for several tensors."""
     say = progress or silent
     program = program or plan.captured
     if program is None:
@@ -195,7 +194,7 @@ def explain_all(
 
 
 def _asked(graph: Graph, plan: Plan, name: str) -> tuple[Value, ...]:
-    """The values that a name stands for."""
+    """Resolve a name to values."""
     arguments = {
         argument.name: (Value(op), argument.type)
         for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
@@ -231,7 +230,7 @@ def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, val
     common = [spec for spec in per_value[0] if all(spec in specs for specs in per_value)]
     planned = annotations_of(plan, graph)
     chosen = planned.pins.get(values[0])
-    if chosen is None:  # of a plan that pins no more than it has to
+    if chosen is None:  # of a plan that pins only the least
         chosen = predict(graph, planned, plan.mesh).specs[values[0]]
     others = []
     for spec in dict.fromkeys([chosen, *common]):
@@ -258,13 +257,13 @@ def _predicted(spec: Spec, figures: Predicted | Prediction, changed: tuple[str, 
 
 @dataclass(frozen=True)
 class _Fixed:
-    """The problem in which a tensor can only be split one way."""
+    """The problem with a tensor constrained to one sharding."""
 
     on: OneMesh
     formulation: Formulation
 
     def candidate(self, limit: float | None) -> Candidate:
-        """The solver's choice where it counts at most `limit` bytes per device."""
+        """The solver's choice under a limit of `limit` bytes per device."""
         on = self.on
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=limit))
         decision = decide(limited, on.mesh, on.settings(limit), on.hints)
@@ -273,7 +272,7 @@ class _Fixed:
 
 
 def _alternative(plan: Plan, problem: _Fixed, spec: Spec, values: Sequence[Value]) -> Alternative:
-    """The best plan in which the tensor can only be split as `spec` says."""
+    """The best plan under one sharding of the tensor."""
     try:
         found = within_limit(problem, plan.options.memory)
     except NoPlanError as error:
@@ -287,7 +286,7 @@ def _alternative(plan: Plan, problem: _Fixed, spec: Spec, values: Sequence[Value
 
 
 def _changed(plan: Plan, graph: Graph, written: Annotations, fixed: Container[int]) -> tuple[str, ...]:
-    """Parameters, buffers and inputs that are split otherwise than planned."""
+    """Parameters, buffers and inputs split otherwise than planned."""
     pins = {value.op: spec for value, spec in written.pins.items()}
     planned = {
         op: (argument, plan.argument(argument))

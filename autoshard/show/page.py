@@ -1,7 +1,7 @@
-"""A plan as one self-contained HTML page: what is split how and drawn on the mesh, what it costs, module by module.
+"""A plan as one self-contained HTML page: shardings drawn on the mesh, and costs, module by module.
 
-Nothing is loaded from anywhere: styles, drawings (SVG) and the few lines of script are in the page. Modules whose
-numbers differ but whose contents do not (`layers.0` to `layers.30`) are shown once, with the sum of what they take.
+Styles, drawings (SVG) and script are in the page; nothing is loaded. Numbered modules of equal contents (`layers.0` to
+`layers.30`) are shown once, with their summed costs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 OPTIMIZER = "(optimizer step)"
 PHASES = (("", "weights"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
-"""Phase of a ModuleCost -> what the page calls it."""
+"""Phase of a ModuleCost -> its name on the page."""
 _WIDTH, _HEIGHT, _COLOURS, _LABELS, _LEGIBLE = 120, 48, 8, 32, 4.0
 _MAX_LISTED_ROWS = 12
 
@@ -50,7 +50,7 @@ class Cost:
     collectives: dict[tuple[str, AxisGroup], list[int]] = field(default_factory=dict)
 
     def add(self, compute_s: float, communication_s: float, totals: Iterable[CollectiveTotal]) -> None:
-        """Take in what a part takes."""
+        """Add the costs of a part."""
         self.compute_s += compute_s
         self.communication_s += communication_s
         for each in totals:
@@ -77,12 +77,12 @@ class TensorRow:
 
 @dataclass
 class Node:
-    """A module of the tree, or several alike.
+    """A module of the tree, or several equal ones.
 
     Attributes:
-        label: last part of its path, or the numbers of all that it stands for.
-        members: how many modules it stands for.
-        own: phase -> what it takes itself, summed over its members.
+        label: last part of its path, or the numbers of its members.
+        members: number of modules it stands for.
+        own: phase -> its own costs, summed over members.
         tensors, values: of one member.
     """
 
@@ -112,13 +112,13 @@ class Node:
         return own + sum(child.device_bytes for child in self.children)
 
     def signature(self) -> object:
-        """Equal for modules that differ in their numbers alone."""
+        """A key, equal for modules that differ in numbers alone."""
         below = tuple((child.label, child.members, child.signature()) for child in self.children)
         return tuple(self.tensors), tuple(self.values), below
 
 
 def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
-    """The page of a plan, with what other shardings of some tensors would cost."""
+    """The page of a plan, with explanations of some tensors."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -206,7 +206,7 @@ class Drawings:
 
 
 def tree(plan: Plan) -> Node:
-    """The modules of a plan, equal numbered ones joined; its root is what lies outside any module."""
+    """The modules of a plan, equal numbered ones merged; ops outside any module are at the root."""
     root = Node("", "")
     nodes = {"": root}
     order = _own_contents(plan, nodes)
@@ -216,7 +216,7 @@ def tree(plan: Plan) -> Node:
 
 
 def _own_contents(plan: Plan, nodes: dict[str, Node]) -> list[str]:
-    """Fill in what each module holds and takes itself; the paths, in the order of the program."""
+    """Fill in each module's own tensors and costs; return the paths in program order."""
     costs = plan.predicted.modules if plan.predicted is not None else ()
     states = states_of(plan)
     for title, tensors in (("", plan.parameters), ("buffer", plan.buffers)):
@@ -243,7 +243,7 @@ def _node(nodes: dict[str, Node], path: str) -> Node:
 
 
 def _joined(node: Node) -> Node:
-    """The node with its numbered children of one content as one."""
+    """The node with its equal numbered children merged."""
     node.children = sorted(
         (_joined(child) for child in node.children), key=lambda child: (child.label == OPTIMIZER, natural(child.label))
     )
@@ -256,7 +256,7 @@ def _joined(node: Node) -> Node:
 
 
 def _one(members: Sequence[Node]) -> Node:
-    """Modules alike, as one with the sum of what they take."""
+    """Merge equal modules, summing their costs."""
     first, *others = members
     for other in others:
         _add(first, other)
@@ -307,7 +307,7 @@ def shard_bytes(shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> int
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a bar: what, how much, which colour."""
+    """A segment of a bar: label, size, colour."""
 
     name: str
     amount: float
@@ -315,7 +315,7 @@ class Part:
 
 
 def _parts(plan: Plan) -> list[Part]:
-    """The step time: compute and communication, per phase where it is known."""
+    """Segments of the step time: compute and communication, per phase where known."""
     predicted = plan.predicted
     if predicted is None:
         return []
@@ -359,12 +359,12 @@ def _collectives(plan: Plan) -> list[CollectiveRow]:
 
 
 def _numberless(module: str) -> str:
-    """`layers.*.mlp`: the path with its numbers left open."""
+    """`layers.*.mlp`: the path with `*` for its numbers."""
     return ".".join("*" if part.isdecimal() else part for part in module.split("."))
 
 
 def _memory(plan: Plan) -> list[Part]:
-    """Memory per device: arguments by what they are, and the rest of the predicted peak."""
+    """Memory per device: arguments by role, and the rest of the predicted peak."""
     if plan.predicted is None:
         return []
     sections = (
@@ -390,12 +390,12 @@ class Undivided:
     """Tensors that some mesh axis does not split.
 
     Attributes:
-        name: of the tensor, its numbers left open where several are alike.
-        members: how many tensors it stands for.
+        name: of the tensor, with `*` for numbers where several are equal.
+        members: number of tensors it stands for.
         idle: the axes that do not split it.
-        device_bytes: on one device, together.
-        saved_bytes: what splitting them evenly over the idle axes too would save on every device.
-        why: for a person.
+        device_bytes: per device, summed.
+        saved_bytes: saving per device if they were also split evenly over the idle axes.
+        why: the reason, in words.
     """
 
     name: str
@@ -409,7 +409,7 @@ class Undivided:
 
 
 def undivided(plan: Plan, explanations: Sequence[Explanation] = ()) -> list[Undivided]:
-    """Parameters, buffers and inputs that are not split over the whole mesh, the largest first, and why."""
+    """Parameters, buffers and inputs not split over the whole mesh, with the reason, largest first."""
     explained = {each.tensor: each for each in explanations}
     found: dict[tuple[str, str, Spec, str], list[tuple[str, TensorPlan]]] = {}
     for section in (plan.parameters, plan.buffers, plan.inputs):
@@ -457,7 +457,7 @@ def _why(plan: Plan, name: str, tensor: TensorPlan, explained: Mapping[str, Expl
 
 
 def _unruled(plan: Plan) -> list[tuple[str, int, str, float, str]]:
-    """Ops without a rule: kind, how many, reason, seconds, modules; costliest first."""
+    """Ops without a rule: kind, number, reason, seconds, modules; most expensive first."""
     found: dict[tuple[str, str], list[Any]] = {}
     for each in plan.replicated_ops:
         entry = found.setdefault((each.op, each.reason), [0, 0.0, {}])
@@ -472,7 +472,7 @@ def _unruled(plan: Plan) -> list[tuple[str, int, str, float, str]]:
 
 
 def _at_dots(text: str) -> Markup:
-    """Names may go on in a new line after their dots; numbers may not."""
+    """Allow line breaks after the dots of names, not of numbers."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(text))))

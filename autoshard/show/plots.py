@@ -1,6 +1,6 @@
 """Comparisons, sweeps and shardings as matplotlib figures (the extra `notebooks`).
 
-Figures are made without pyplot: nothing is shown or kept by itself, and no display is needed.
+Figures are made without pyplot: no display, no global state.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ KIND_COLORS: Mapping[str, str] = {
     "all-to-all": "#CCBB44",
     "collective-permute": "#66CCEE",
 }
-"""Kind of collective -> colour (Paul Tol's bright scheme, which colour-blind readers tell apart)."""
+"""Kind of collective -> colour (Paul Tol's bright scheme, safe for colour-blind readers)."""
 OTHER_KIND = "#BBBBBB"
 PART_COLORS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#BBBBBB", "#EE8866")
-"""Colours of a tensor's parts, in turn."""
+"""Colours of a tensor's shards, in turn."""
 _LABELLED_PARTS = 64
 _BESIDE = 6
-"""Names of plans that have room beside one another."""
+"""Most names of plans that fit side by side."""
 _FAR = 6
 """A limit more than this many times the highest bar is not drawn."""
 
@@ -83,7 +83,7 @@ def plot_comparison(plans: Mapping[str, Predicted], limit: int | None, title: st
 
 
 def _limit(axes: Axes, limit: int, most: int) -> None:
-    """A line at the memory limit, or, where bars beside it would be too low to read, a word on how far away it is."""
+    """A line at the memory limit, or, where it would dwarf the bars, a note of its distance."""
     if limit > _FAR * most:
         axes.set_title(f"the limit of {size(limit)} is {limit / most:.0f} times the most that is used", fontsize=8)
         return
@@ -117,7 +117,7 @@ def _stacked_bytes(axes: Axes, plans: Mapping[str, Predicted]) -> None:
 
 
 def _legend_above(axes: Axes) -> None:
-    """What the colours are, over the bars and not on them."""
+    """A legend above the bars."""
     axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.2)
 
 
@@ -129,10 +129,10 @@ def plot_sweep(
     ylabel: str = "step time, ms",
     log: bool = True,
 ) -> Figure:
-    """One line per plan over batch sizes, devices…: `of` its predicted figures, open marks where memory does not fit.
+    """One line per plan over batch sizes, devices…: `of` its prediction, open marks where it does not fit in memory.
 
     Args:
-        comparisons: x -> the `autoshard.Comparison` there; a plan need not be in all.
+        comparisons: x -> the `autoshard.Comparison` there; plans may be missing in some.
     """
     from matplotlib.ticker import LogLocator
 
@@ -166,7 +166,7 @@ def plot_sweep(
 def plot_search(plan: Plan) -> Figure:
     """The mesh shapes that were tried, shortest predicted step first: bars, the chosen one full, and the proven bounds.
 
-    Shapes without a bar were given up because of their bound; those with neither are left out.
+    Shapes without a bar were pruned by their bound; those with neither are left out.
 
     Raises:
         ValueError: the plan was made for one mesh, no others were tried.
@@ -191,7 +191,7 @@ def plot_search(plan: Plan) -> Figure:
 
 
 def plot_shardings(plan: Plan, names: Sequence[str]) -> Figure:
-    """Tensors of a plan as the parts that they are split into, each with the devices that hold it.
+    """The shards of tensors of a plan, each with the devices that hold it.
 
     Args:
         names: of parameters, buffers, inputs or optimizer states.

@@ -1,4 +1,4 @@
-"""Plans as text for a person: what is split how, what it costs, how good it is proved to be."""
+"""Plans as text: shardings, costs, bound and gap."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SHOWN_OPS, _COLUMN = 5, 32
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """A mesh for a person, with the link of each axis where axes lie on several."""
+    """A mesh as text, with the link of each axis where axes lie on several."""
     try:
         placement = default_placement(mesh)
-    except DeviceError:  # a plan can be shown where its device file is not
+    except DeviceError:  # a plan can be shown without its device file
         placement = mesh.placement
     return describe_mesh(mesh, placement if len(set("+".join(placement).split("+"))) > 1 else ())
 
@@ -81,7 +81,7 @@ def layout(spec: Spec) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts `h.2` before `h.10`."""
+    """Sort key: `h.2` before `h.10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -95,9 +95,9 @@ class _Row:
 
 
 def module_table(plan: Plan) -> list[str]:
-    """One line per tensor of each module, equal lines of numbered modules (`h.0`, `h.1`…) joined into one.
+    """One line per tensor of each module, equal lines of numbered modules (`h.0`, `h.1`…) merged.
 
-    The values inside the program follow, per module those that are split alike together.
+    Values inside the program follow, per module grouped by sharding.
     """
     rows: list[_Row] = []
     for title, tensors in (("inputs", plan.inputs), ("parameters", plan.parameters), ("buffers", plan.buffers)):
@@ -126,12 +126,12 @@ def _reads(copies: Sequence[Copy]) -> str:
 
 
 def _join(rows: Iterable[_Row]) -> list[_Row]:
-    """Rows that differ in numbers only, as one with the numbers it stands for: tensors of a list, then modules."""
+    """Merge rows that differ in numbers only: tensors of a list, then modules."""
     return _join_by(_join_by(rows, "tensor"), "module")
 
 
 def _join_by(rows: Iterable[_Row], name: Literal["tensor", "module"]) -> list[_Row]:
-    """Rows that differ in the numbers of one of their names only, as one."""
+    """Merge rows that differ only in the numbers of one name."""
     found: dict[tuple[tuple[str, ...], _Row], list[tuple[str, ...]]] = {}
     for row in rows:
         path: str = getattr(row, name)
@@ -141,13 +141,13 @@ def _join_by(rows: Iterable[_Row], name: Literal["tensor", "module"]) -> list[_R
 
 
 def _numbered(between: Sequence[str], numbers: Sequence[tuple[str, ...]]) -> str:
-    """What lies between the numbers of a path (`h.`, `.attn`), and the numbers of its members, as `h.0-11.attn`."""
+    """A path (`h.`, `.attn`) with the numbers of its members: `h.0-11.attn`."""
     places = [ranges(sorted({int(number) for number in each})) for each in zip(*numbers, strict=True)]
     return between[0] + "".join(place + text for place, text in zip(places, between[1:], strict=True))
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-2,5`, of increasing numbers."""
+    """Increasing numbers as ranges: `0-2,5`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -158,7 +158,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _optimizer_state(plan: Plan) -> list[_Row]:
-    """One line when every state is split as its parameter, else those that are not."""
+    """One line where every state is split like its parameter, else the others."""
     state = plan.optimizer_state
     if not state:
         return []
@@ -176,7 +176,7 @@ def _optimizer_state(plan: Plan) -> list[_Row]:
 
 
 def states_of(plan: Plan) -> dict[str, str]:
-    """Parameter -> what the optimizer keeps for it: `2 optimizer states alike`, or how those split otherwise are."""
+    """Parameter -> its optimizer states: `2 optimizer states alike`, or how the others are split."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for name, state in plan.optimizer_state.items():
         parameter, _, short = name.rpartition(".")
@@ -199,10 +199,10 @@ def _parameter_of(state: str, parameters: Mapping[str, TensorPlan]) -> TensorPla
 
 @dataclass(frozen=True)
 class ValueGroup:
-    """Values of one module that are split alike, and read alike.
+    """Values of one module with equal shardings and copies.
 
     Attributes:
-        module: its path; `(optimizer step)` for what comes after the last op of a module.
+        module: its path; `(optimizer step)` for values after the last op of any module.
         members: the values, in program order.
     """
 
@@ -220,7 +220,7 @@ class ValueGroup:
 
 
 def activation_groups(activations: Sequence[ActivationPlan]) -> list[ValueGroup]:
-    """Per module one group for all values that are split alike; the optimizer's last."""
+    """Per module, values grouped by sharding; the optimizer's last."""
     last = max((each.key.index for each in activations if each.module), default=-1)
     groups: dict[tuple[str, str, str], list[ActivationPlan]] = {}
     for each in activations:
@@ -235,7 +235,7 @@ def _split(value: ActivationPlan) -> str:
 
 
 def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
-    """A row per group of values, with the ops that most of them come from."""
+    """A row per group of values, with the ops that make most of them."""
     return [
         _Row(group.module, group.names, "", _split(group.members[0]), _reads(group.members[0].copies))
         for group in activation_groups(activations)
@@ -243,7 +243,7 @@ def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
 
 
 def _values(names: Counter[str]) -> str:
-    """`5 values: add, gelu, ...`: the commonest ops, as many as fit the column."""
+    """`5 values: add, gelu, ...`: the most frequent ops that fit the column."""
     text = f"{names.total()} value{'s' if names.total() > 1 else ''}:"
     left = len(names)
     for name, _ in sorted(names.items(), key=lambda item: (-item[1], item[0])):
@@ -302,7 +302,7 @@ def search_lines(tried: Sequence[MeshTried], chosen: Sequence[int]) -> list[str]
 
 
 def refined_lines(refined: Refinement) -> list[str]:
-    """A line per candidate that was compiled: the predicted choice first, the one that was taken marked."""
+    """A line per compiled candidate: the predicted choice first, the one taken marked."""
     rows: list[tuple[str, ...]] = [
         ("candidate", "predicted", "overlapped", "compiled", "overlapped", "compiled memory", "")
     ]
@@ -330,7 +330,7 @@ def solver_line(solver: SolverInfo) -> str:
 
 
 def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:
-    """What has no rule, costliest first; one line saying so when there is nothing."""
+    """Ops without a rule, most expensive first; one line where there are none."""
     if not ops:
         return ["Every op has a sharding rule."]
     total = sum(each.cost_s for each in ops)
@@ -345,7 +345,7 @@ def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """`12.3 ms`; three significant digits in the unit that suits."""
+    """`12.3 ms`; three significant digits in a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"

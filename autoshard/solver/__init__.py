@@ -1,1 +1,1 @@
-"""A solver for strategy-selection problems: it knows arrays, not models."""
+"""Solver of strategy-selection problems (a pairwise model with memory constraints). It knows arrays, not models."""

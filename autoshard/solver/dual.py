@@ -1,11 +1,12 @@
-"""A lower bound for problems of any size: TRW-S messages and one multiplier per memory row.
+"""Lagrangian dual bound for problems of any size: TRW-S messages and one multiplier per memory row.
 
-Relaxing row r with a multiplier lambda_r >= 0 adds lambda_r * usage to the costs and -lambda_r * room to the bound;
-what remains is pairwise, and TRW-S (Kolmogorov, PAMI 2006) bounds it by its local polytope. Both ascend together:
-a sweep of messages, a step of the multipliers (`multipliers.py`). The bound is valid at any time, for any messages and
-multipliers.
+Relaxing memory row r with a multiplier lambda_r >= 0 adds lambda_r * usage to the costs and subtracts lambda_r * room
+from the bound. What remains is a pairwise energy, whose local polytope TRW-S (Kolmogorov, PAMI 2006) bounds. Dual
+ascent alternates a sweep of messages and a step of the multipliers (`multipliers.py`). The bound is valid for any
+messages and multipliers.
 
-The same state gives `fix`: a label or pair that provably costs more than a known choice is forbidden.
+From the same state `fix` does reduced-cost fixing: it forbids labels and pairs that provably cost more than the
+incumbent.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ LARGEST_PAIRS = 80_000_000
 LARGEST_MATRIX = 40_000
 """In larger matrices only whole strategies are forbidden: a mask of pairs would make each edge's matrix its own."""
 REPAIRS = 400
-"""Moves of one repair at most: a choice that needs more is better rounded anew."""
+"""Most moves of one repair: a choice that needs more is better rounded anew."""
 CHECKED = 100
 """Sweeps after which the ascent ends unless they helped."""
 STEPS, PASSES = 40, 200
-"""Moves of a repair between two looks at the clock; passes of local moves over all nodes at most."""
+"""Moves of a repair between two looks at the clock; most passes of local search over all nodes."""
 
 
 class Dual:
-    """Messages and multipliers over a network (which is left as it is), and the best of them so far.
+    """Messages and multipliers of a network (which does not change), and the best of them so far.
 
     Attributes:
         bound: the best lower bound on the network's cost so far.
-        x: rounded in the latest sweep, after `ascend` in that of the best bound; it may overflow memory rows.
+        x: primal rounding of the latest sweep (after `ascend`: of the best bound's sweep); it may violate memory rows.
     """
 
     def __init__(self, net: Network) -> None:
-        """Zero messages and multipliers."""
-        from autoshard.solver import kernels  # numba: only when a bound is asked for
+        """Start at zero messages and multipliers."""
+        from autoshard.solver import kernels  # numba: imported only when a bound is asked for
 
         self._kernels: Any = kernels
         self.net = net
@@ -74,7 +75,7 @@ class Dual:
         self._halted = False
 
     def _read_matrices(self) -> None:
-        """Matrices by class into one pool, each distinct one once, except where memory terms make an edge's own."""
+        """Pool the matrices by class, each distinct one once, except those that memory terms make unique."""
         place: dict[int, tuple[int, int, int, tuple[int, int]]] = {}
         chunks: list[Array] = []
         kinds: list[np.ndarray] = []
@@ -107,14 +108,14 @@ class Dual:
         self.moff = np.concatenate(([0], np.cumsum(classes))).astype(np.int64)
         self.pairwise = np.concatenate(chunks) if chunks else np.empty(0)
         finite = [float(np.abs(c[np.isfinite(c)]).max(initial=0.0)) for c in chunks]
-        # Anything above what a whole choice can cost acts as forbidden; infinities themselves would make NaNs.
+        # A value above the cost of any complete choice stands for infinity, which would make NaNs.
         unary = float(np.abs(self.unary[np.isfinite(self.unary)]).sum())
         self.forbidden = 4.0 * (unary + len(self._edges) * max(finite, default=0.0)) or 1e9
         self.unary = np.minimum(self.unary, self.forbidden)
         np.minimum(self.pairwise, self.forbidden, out=self.pairwise)
 
     def _joint(self, matrices: list[Array], axis: int) -> np.ndarray:
-        """Classes of the labels along `axis` that all `matrices` together can tell apart."""
+        """The coarsest classes of the labels along `axis` that keep the rows of all `matrices` apart."""
         maps = [self.net.memo.get(("classes",), (m,), merge_classes)[1][axis] for m in matrices]
         return np.unique(np.stack(maps), axis=1, return_inverse=True)[1].ravel()
 
@@ -148,7 +149,7 @@ class Dual:
         return self.priced(self.multipliers)
 
     def priced(self, multipliers: Array) -> Any:
-        """The arrays of the graph (see `kernels.py`), with the usage of each memory row priced."""
+        """The arrays of the Lagrangian relaxation (see `kernels.py`): costs plus multipliers times usage."""
         prefix: Array = np.concatenate(([0.0], np.cumsum(multipliers)))
         return self._shape(self._unary(prefix), self._pairwise(prefix))
 
@@ -170,7 +171,7 @@ class Dual:
         return values
 
     def sweep(self) -> float:
-        """A forward and a backward pass; the better bound of the two, which is remembered if it is the best."""
+        """Run a forward and a backward TRW-S pass; return the better bound, remembered where it is the best."""
         graph = self._graph()
         paid = float(self.multipliers @ self.room)
         bound = -math.inf
@@ -184,9 +185,9 @@ class Dual:
         return bound
 
     def ascend(self, sweeps: int, upper: float, *, deadline: float = math.inf, precision: float = 1e-7) -> None:
-        """Raise the bound by up to `sweeps` sweeps; `upper` is the cost of a choice (infinite if none is known).
+        """Dual ascent for up to `sweeps` sweeps; `upper` is the incumbent's cost (infinite without one).
 
-        Ends early when `upper` is met or the bound rises by less than `precision` of the gap in `CHECKED` sweeps.
+        Stops early once the bound meets `upper`, or rises by less than `precision` of the gap in `CHECKED` sweeps.
         """
         checkpoint = self.bound
         self._halted = False
@@ -206,11 +207,11 @@ class Dual:
 
     @property
     def impossible(self) -> bool:
-        """Whether the bound is above what any choice without a forbidden strategy or pair can cost."""
+        """Whether the bound exceeds the cost of every choice of finite cost: the network is infeasible."""
         return self.bound - self.net.offset > 0.5 * self.forbidden
 
     def halt(self) -> None:
-        """End an `ascend` that runs in another thread, after its sweep; the next one starts anew."""
+        """Stop an `ascend` that runs in another thread after its current sweep; the next `ascend` is not affected."""
         self._halted = True
 
     def _step(self, gap: float, upper: float) -> None:
@@ -227,38 +228,38 @@ class Dual:
 
     # --- choices -----------------------------------------------------------------------------------------------------
     def usage(self, x: np.ndarray | None = None) -> Array:
-        """Usage per memory row of the rounded (or another) choice, in units of `self.unit`."""
+        """Usage per memory row of a choice (by default the rounded one), in units of `self.unit`."""
         x = self.x if x is None else x
         used: Array = self._kernels.usage_of(x, len(self.room), self._costs(), self.node_items, self.edge_items)
         return used
 
     @property
     def best_multipliers(self) -> Array:
-        """Of the best bound, in cost per `self.unit`."""
+        """The multipliers of the best bound, in cost per `self.unit`."""
         return self._best[1]
 
     def shared(self) -> Array:
-        """Usage per memory row that the bound of the latest pass implies, in units of `self.unit`."""
+        """Usage per memory row in the latest pass's relaxed solution, in units of `self.unit`: the supergradient."""
         used: Array = self._kernels.usage_shared(
             self._share, self._picked, len(self.room), self.noff, self.node_items, self.edge_items
         )
         return used
 
     def prices(self, times: np.ndarray) -> Array:
-        """The best multipliers, in cost per byte, of the memory rows at these points of time (0 for others)."""
+        """The best multipliers, in cost per byte, of the memory rows at these points of time (else 0)."""
         by_time = dict(zip(self.net.times.tolist(), (self._best[1] / self.unit).tolist(), strict=True))
         return np.array([by_time.get(t, 0.0) for t in times.tolist()])
 
     def memory(self) -> Any:
-        """Room per memory row for a local search, and the terms of nodes and edges."""
-        # Local search decides on running sums, whose rounding must not admit an overflow.
+        """Room per memory row for local search, and the memory terms of nodes and edges."""
+        # Local search keeps running sums; their rounding must not admit a violation.
         room = self.room * (1.0 - 1e-12) if self.net.slack else self.room + 0.25 / self.unit
         return self._kernels.Memory(room, self.node_items, self.edge_items)
 
     def rounded(self, *, deadline: float = math.inf) -> list[int] | None:
-        """The cheaper, once improved, of the choices rounded at the best bound and in the latest sweep, or None.
+        """The cheaper of two primal roundings after local search, of the best bound and of the latest sweep; or None.
 
-        A rule of the multipliers on trial may have led the latest sweep astray; the best bound may long be the same.
+        The multiplier rule on trial may have led the latest sweep astray; the best bound may be many sweeps old.
         """
         one = self._improve(self.x.copy(), deadline)
         if np.array_equal(self._latest, self.x) or time.perf_counter() > deadline:
@@ -267,7 +268,7 @@ class Dual:
         return one if two is None or (one is not None and self.net.value(one) <= self.net.value(two)) else two
 
     def improved(self, choice: list[int], *, deadline: float = math.inf) -> list[int] | None:
-        """A choice, brought within the memory rows and improved by local moves, or None."""
+        """Repair a choice until it is feasible and improve it by local moves; None where repair fails."""
         return self._improve(np.array([choice[int(v)] for v in self.nodes], np.int64), deadline)
 
     def _improve(self, x: np.ndarray, deadline: float) -> list[int] | None:
@@ -281,13 +282,13 @@ class Dual:
         return self.named(x)
 
     def repaired(self, *, deadline: float = math.inf) -> list[int]:
-        """The rounded choice with the overflow of the memory rows brought down as far as single moves do."""
+        """The rounded choice with its memory violation reduced as far as moves of single nodes do."""
         x = self.x.copy()
         self._repair(x, deadline)
         return self.named(x)
 
     def _repair(self, x: np.ndarray, deadline: float) -> bool:
-        """Bring `x` within the memory rows; whether it is."""
+        """Repair `x` in place; return whether it is feasible."""
         banned = np.zeros(len(x), np.bool_)
         left = min(2 * len(x) + 16, REPAIRS)
         while left > 0:
@@ -302,7 +303,7 @@ class Dual:
         return self._shape(self.unary, self.pairwise)
 
     def named(self, x: np.ndarray) -> list[int]:
-        """A choice by position as one per node of the network (0 where the node is gone)."""
+        """Translate a choice by position into one per node of the network (0 for eliminated nodes)."""
         out = [0] * len(self.net.cost)
         for v, s in zip(self.nodes, x, strict=True):
             out[int(v)] = int(s)
@@ -310,9 +311,9 @@ class Dual:
 
     # --- fixing ------------------------------------------------------------------------------------------------------
     def fix(self, net: Network, upper: float) -> int:
-        """Forbid in `net` (the network this was built from) what cannot be in a choice cheaper than `upper`.
+        """Reduced-cost fixing: forbid in `net`, from which this was built, what no choice below `upper` contains.
 
-        Returns how many labels and pairs were forbidden. Every choice that costs less than `upper` survives.
+        Returns the number of labels and pairs forbidden. Every choice that costs less than `upper` survives.
         """
         found = self._slacks(upper)
         if found is None:
@@ -336,12 +337,12 @@ class Dual:
         return count
 
     def share(self, upper: float) -> float:
-        """The share of the labels that may be in a choice cheaper than `upper`."""
+        """The fraction of labels that survives fixing at `upper`."""
         found = self._slacks(upper) if math.isfinite(upper) else None
         return 1.0 if found is None else float((found[2] <= found[4]).mean())
 
     def _slacks(self, upper: float) -> tuple[np.ndarray, np.ndarray, Array, Array, float] | None:
-        """(classes per edge, offsets of pairs, slack per label, slack per pair of classes, slack allowed)."""
+        """(classes per edge, offsets of pairs, reduced cost per label, reduced cost per pair of classes, threshold)."""
         self._restore()
         classes = np.diff(self.moff).reshape(-1, 2)
         poff = np.concatenate(([0], np.cumsum(classes[:, 0] * classes[:, 1]))).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Exact dynamic programming over a whole `Network`: min-plus bucket elimination (Bertelè and Brioschi, 1972).
+"""Exact dynamic programming over a `Network`: min-plus bucket elimination (Bertelè and Brioschi, 1972).
 
-A table over several nodes is indexed by *classes* of their strategies: strategies that the table cannot tell apart
-share a class. A reshard cost sees only the sharding of one tensor, so that a node with 60 strategies often has a
-dozen classes, and a table over five nodes has 10^5 entries instead of 10^9.
+A table over several nodes is indexed by *classes* of their strategies: strategies with equal slices share a class. A
+reshard cost depends on the sharding of one tensor alone, so a node with 60 strategies often has a dozen classes, and a
+table over five nodes 10^5 entries instead of 10^9.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
 
 HASHED = 20_000
-"""Entries from which equal rows and columns are found by hashing."""
+"""Tables of at least so many entries find equal rows and columns by hashing."""
 CROWDED = 200
 """A node in more tables than this goes last: its estimate would be looked up anew for each of its neighbours."""
 
@@ -37,12 +37,12 @@ class Table:
 def exact_minimum(
     net: Network, *, largest: int = 2_000_000, work: float = 4e8, deadline: float = np.inf
 ) -> tuple[list[int], float] | None:
-    """The cheapest choice of `net`, memory left out, and its cost; None when the tables would get too large.
+    """The cheapest choice of `net` without its memory rows, and its cost; None where the tree width is too large.
 
     Args:
-        net: left as it is.
-        largest: entries of the largest table allowed.
-        work: additions allowed in all.
+        net: not modified.
+        largest: most entries of a table.
+        work: most additions in all.
         deadline: `time.perf_counter()` at which to give up.
     """
     order = elimination_order(net)
@@ -95,7 +95,7 @@ def exact_minimum(
 
 
 class _TooMuchError(Exception):
-    """A table would get too large, or all of them together, or it is too late."""
+    """One table, or all together, would get too large, or the deadline has passed."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class _Budget:
     deadline: float
 
     def spend(self, entries: float, additions: float) -> None:
-        """Take the work of a table off what is left."""
+        """Charge a table's work to the budget."""
         self.work -= additions
         if entries > self.largest or self.work < 0 or time.perf_counter() > self.deadline:
             raise _TooMuchError
@@ -114,12 +114,12 @@ class _Budget:
 def _without(
     scopes: tuple[tuple[int, ...], ...], budget: _Budget, costs: Array, *arrays: Array
 ) -> tuple[Array, tuple[np.ndarray, ...]]:
-    """What tables over a node, 0, and others, 1, 2, …, come to when it is minimised out: a table over the others.
+    """Eliminate node 0: sum the tables over it and its neighbours (1, 2, …) and minimise; a table over the neighbours.
 
     Args:
-        scopes: of the tables.
-        budget: raises `_TooMuchError` when it does not suffice.
-        costs: of the node's strategies.
+        scopes: nodes of each table.
+        budget: raises `_TooMuchError` when it is exceeded.
+        costs: of the eliminated node's strategies.
         arrays: of each table its values and then its maps.
     """
     tables: list[Table] = []
@@ -147,7 +147,7 @@ def _without(
 
 
 class _Heap:
-    """Nodes by the estimated size of the table their elimination makes; estimates follow the tables."""
+    """Elimination order: nodes by the estimated size of the table that eliminating them makes, kept up to date."""
 
     def __init__(self, net: Network, tables: defaultdict[int, dict[int, Table]], order: dict[int, int]) -> None:
         self._net, self._tables, self._order = net, tables, order
@@ -183,12 +183,12 @@ class _Heap:
 
 
 def elimination_order(net: Network) -> dict[int, int]:
-    """Position of each node for breaking ties: as numbered, which follows the program."""
+    """Rank of each node for breaking ties: node numbers, which follow the program."""
     return {v: i for i, v in enumerate(net.alive)}
 
 
 def joint_classes(maps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Classes that all `maps` together can tell apart: (map from strategies, first strategy of each class)."""
+    """The coarsest common refinement of `maps`: (map from strategies to classes, first strategy of each class)."""
     key = maps[0].astype(np.int64)
     for m in maps[1:]:
         key = key * (int(m.max()) + 1) + m

@@ -1,8 +1,8 @@
-"""The problem as an integer linear program, behind one interface over OR-Tools (HiGHS, CP-SAT, SCIP) and PuLP (CBC).
+"""The problem as an integer linear program, for OR-Tools (HiGHS, CP-SAT, SCIP) and PuLP (CBC).
 
 One 0/1 variable per strategy (one-hot per node) and one continuous variable per finite pair of an edge, whose rows
 and columns both sum to the node variables (Alpa, OSDI'22, section 4.2, there with <=): the linear relaxation of this
-form is the local polytope, far tighter than e >= s + s' - 1. Memory rows weigh node and pair variables.
+form is the local polytope, far tighter than e >= s + s' - 1. Memory rows have coefficients on node and pair variables.
 
 Solvers run in one thread with a given seed and a relative gap of 0.
 """
@@ -31,8 +31,8 @@ ILP_SOLVERS = ("highs", "scip", "cp-sat", "cbc")
 """In order of preference."""
 _ORTOOLS = {"highs": "highs", "scip": "scip", "cp-sat": "sat"}
 SPAN, WHOLE_SPAN = 2.0**20, 2.0**40
-"""Costs are scaled so that the range that matters is this wide: solvers in float64 stop at absolute gaps of 1e-6, which
-is then 1e-12 of the range; CP-SAT, which takes whole numbers only, gets a finer grid."""
+"""Costs are scaled so that the relevant range is this wide: solvers in float64 stop at absolute gaps of 1e-6, which
+is then 1e-12 of the range; CP-SAT, which takes integers only, gets a finer grid."""
 
 
 GRACE, LOOK = 0.5, 0.1
@@ -50,10 +50,10 @@ class BackendMissingError(RuntimeError):
 class IlpResult:
     """Attributes.
 
-    choice: per node of the network (0 where the node is gone), or None.
+    choice: per node of the network (0 for eliminated nodes), or None.
     bound: proven lower bound on the cost, `-inf` when there is none.
-    infeasible: proven that there is no choice.
-    finished: whether the solver ended by itself (then `choice` is optimal or `infeasible` holds).
+    infeasible: proven infeasible.
+    finished: whether the solver ended within its limit (then `choice` is optimal or `infeasible` holds).
     """
 
     choice: list[int] | None
@@ -63,7 +63,7 @@ class IlpResult:
 
 
 def available() -> tuple[str, ...]:
-    """The backends that can run here, in order of preference. Imports nothing heavy."""
+    """The backends installed here, in order of preference, found without importing them."""
     found = []
     if importlib.util.find_spec("ortools") is not None and importlib.util.find_spec("scipy") is not None:
         found += ["highs", "scip", "cp-sat"]
@@ -96,12 +96,12 @@ def require(backend: str) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """Minimise cost·x subject to lower <= rows·x <= upper and 0 <= x <= most, the first `integers` of x whole."""
+    """Minimise cost·x subject to lower <= rows·x <= upper and 0 <= x <= most; the first `integers` of x are integer."""
 
     cost: Array
     most: Array  # per variable 1, or 0 for a forbidden strategy
     integers: int
-    columns: int  # strategies and pairs, without the overflow
+    columns: int  # strategies and pairs, without the overflow variable
     row: np.ndarray
     column: np.ndarray
     value: Array
@@ -111,9 +111,9 @@ class Model:
 
 
 def build(net: Network, *, cost_scale: float, whole: bool, overflow: float = 0.0) -> Model:
-    """The program of a network; costs times `cost_scale`, rounded down when they must be `whole`.
+    """The integer program of a network, costs multiplied by `cost_scale` and rounded down when they must be `whole`.
 
-    With `overflow` (bytes) a last variable x says that all memory rows may overflow by overflow * x.
+    With `overflow` (bytes) a last slack variable x in [0, 1] relaxes every memory row by overflow * x.
     """
     nodes = net.alive
     first: dict[int, int] = {}
@@ -185,7 +185,7 @@ def build(net: Network, *, cost_scale: float, whole: bool, overflow: float = 0.0
 
 
 def _summed(row: np.ndarray, column: np.ndarray, value: Array, width: int) -> tuple[np.ndarray, np.ndarray, Array]:
-    """Each place of the matrix once: usages of one node may overlap in time, and PuLP keeps the last of two."""
+    """Sum the entries of each place of the matrix: usages of one node may overlap, and PuLP keeps the last of two."""
     places, number = np.unique(row * width + column, return_inverse=True)
     total = np.zeros(len(places))
     np.add.at(total, number, value)
@@ -196,13 +196,13 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
     """Minimise a network's cost under its memory rows.
 
     Args:
-        net: left as it is.
+        net: not modified.
         backend: one of `ILP_SOLVERS`, available.
         time_limit: seconds.
         seed: for the solver's random choices.
         largest: the range of total cost that matters, to choose the scale (default: from the costs).
 
-    The bound holds in spite of the rounding of costs to whole numbers where CP-SAT needs them.
+    The bound stays valid where CP-SAT needs costs rounded to integers.
     """
     scale = _scale(net, largest, WHOLE_SPAN if backend == "cp-sat" else SPAN)
     model = build(net, cost_scale=scale, whole=backend == "cp-sat")
@@ -212,7 +212,7 @@ def solve_ilp(net: Network, *, backend: str, time_limit: float, seed: int = 0, l
 
 
 def nonzeros(net: Network) -> int:
-    """Entries of the program's matrix, about."""
+    """Estimate of the nonzeros of the constraint matrix."""
     pairs = sum(m.size for i in net.alive for j, m in net.adj[i].items() if j > i)
     terms = (*(net.node_terms[i] for i in net.alive), *net.edge_terms.values())
     return 2 * pairs + sum((last - first) * a.size for t in terms for (first, last), a in t.items())
@@ -221,13 +221,13 @@ def nonzeros(net: Network) -> int:
 def solve_least_overflow(
     net: Network, *, backend: str, time_limit: float, most: float, seed: int = 0
 ) -> tuple[list[int] | None, float, bool]:
-    """The least bytes by which the memory rows must overflow, costs left out.
+    """The least violation of the memory rows, in bytes, that some choice reaches; costs do not count.
 
     Args:
         net: finite costs must be 0.
-        backend: not "cp-sat": the overflow is not a whole number.
+        backend: not "cp-sat": the violation is not an integer.
         time_limit: seconds.
-        most: bytes of overflow that some choice is known to stay within.
+        most: an upper bound on the least violation, in bytes.
         seed: for the solver's random choices.
 
     Returns:
@@ -247,7 +247,7 @@ def _decode(net: Network, model: Model, x: Array) -> list[int]:
 
 
 def _scale(net: Network, largest: float, span: float) -> float:
-    """Power of two that brings the range of costs that matters (at most `largest`) to `span`."""
+    """Power of two that maps the relevant range of costs (at most `largest`) to `span`."""
     high = 0.0
     for i in net.alive:
         for v in (net.costs(i), *(m for j, m in net.adj[i].items() if j > i)):
@@ -265,15 +265,15 @@ _workers: list[threading.Thread] = []
 
 
 def left_behind() -> bool:
-    """Whether a solver still runs that nobody waits for."""
+    """Whether an abandoned solver thread still runs."""
     return any(worker.is_alive() for worker in _workers)
 
 
 def _run(model: Model, backend: str, time_limit: float, seed: int) -> IlpOutcome:
-    """What the solver finds in its time.
+    """Run a backend within its time limit.
 
-    It works in a thread of its own: presolve ignores limits and interrupts. One that does not end is left behind; an
-    interpreter that ends by itself waits for it.
+    It gets a thread of its own: presolve ignores limits and interrupts. A thread that does not end is abandoned; the
+    interpreter waits for it at exit.
     """
     found: list[IlpOutcome] = []
     failed: list[BaseException] = []
@@ -287,7 +287,7 @@ def _run(model: Model, backend: str, time_limit: float, seed: int) -> IlpOutcome
                 if name is None
                 else _run_ortools(model, name, time_limit, seed, stops)
             )
-        except BaseException as error:  # handed on to the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             failed.append(error)
 
     worker = threading.Thread(target=work)
@@ -315,7 +315,7 @@ def _run_ortools(model: Model, name: str, time_limit: float, seed: int, stops: l
     program = helper.ModelBuilderHelper()
     arguments: list[Any] = [np.zeros(n), model.most, model.cost, model.lower, model.upper, matrix]
     program.fill_model_from_sparse_data(*arguments)
-    # CP-SAT knows whole numbers only; with whole node variables the pair variables are whole in every solution anyway.
+    # CP-SAT takes integers only; with integer node variables the pair variables are integer in every solution anyway.
     # SCIP (of OR-Tools 9.15) has cut off the optimum in presolve with continuous ones: see the test.
     for i in range(model.integers if name == "highs" else model.columns):
         program.set_var_integrality(i, True)
@@ -383,7 +383,7 @@ def _run_pulp(model: Model, time_limit: float, seed: int) -> IlpOutcome:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the solvers' banners off standard output: HiGHS prints one from C++ whatever it is told."""
+    """Keep the solvers' banners off standard output: HiGHS prints one from C++ in spite of its options."""
     sys.stdout.flush()
     try:
         saved = os.dup(1)

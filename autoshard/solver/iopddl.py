@@ -4,10 +4,10 @@
 "edges": {"nodes": [[u, v], …], "costs": [row-major, …]}, "usage_limit": …}}`; costs of 10^18 and more are forbidden
 choices. A solution is a list with one strategy index per node.
 
-The format has one usage vector and one interval per node, and none for edges. What does not fit becomes extra nodes
-behind the real ones, tied to them (or, for an edge's usage, one strategy per pair, tied to both ends). Amounts and
-costs are whole numbers there: `write` scales costs, and rounds usages up and the limit down. Arrays of millions of
-numbers are checked as arrays: a JSON schema would look at them one by one.
+The format has one usage vector and one interval per node, and none for edges. Further usages become extra nodes after
+the real ones, tied to them (for an edge's usage: one strategy per pair, tied to both ends). Usages and costs are
+integers: `write` scales costs, and rounds usages up and the limit down. Arrays of millions of numbers are checked as
+arrays: a JSON schema would visit them one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read(path: str | Path) -> Problem:
     """The problem in a file, gzipped when its name ends in .gz.
 
     Raises:
-        FormatError: the content is not what the format asks for, with the place.
+        FormatError: the content breaks the format; the message says where.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -59,7 +59,7 @@ def from_json(document: Any) -> Problem:
     """The problem in a parsed document.
 
     Raises:
-        FormatError: with the place of what is wrong.
+        FormatError: the document breaks the format; the message says where.
     """
     if not isinstance(document, dict) or not isinstance(document.get("problem"), dict):
         raise FormatError('the document has no object "problem"')
@@ -136,7 +136,7 @@ def _costs(values: Any, where: str) -> Array:
 
 
 def write(problem: Problem, path: str | Path, *, name: str = "autoshard") -> float:
-    """Write a problem; returns the number that the file's costs must be divided by to get the problem's.
+    """Write a problem; return its cost scale: costs in the file ÷ costs of the problem.
 
     Raises:
         FileError: the file cannot be written; nothing is left behind.
@@ -149,10 +149,10 @@ def write(problem: Problem, path: str | Path, *, name: str = "autoshard") -> flo
 
 
 def to_json(problem: Problem, *, name: str = "autoshard") -> tuple[dict[str, Any], float]:
-    """The document of a problem, and what its costs were multiplied by.
+    """The document of a problem, and its cost scale.
 
-    The first nodes are the problem's; further ones carry usages that the format has no place for. Beside `problem`,
-    which is the format, `autoshard` holds that factor (`cost_scale`) and what the first nodes are (`names`).
+    The first nodes are the problem's; further ones carry usages that the format cannot express. The extension field
+    `autoshard` holds the scale (`cost_scale`) and the nodes' names (`names`).
     """
     scale = _scale(problem)
     costs = list(problem.node_costs)
@@ -208,7 +208,7 @@ def to_json(problem: Problem, *, name: str = "autoshard") -> tuple[dict[str, Any
 
 
 def _scale(problem: Problem) -> float:
-    """1 for whole costs; else a power of two that keeps the sum of the largest costs exact in float64."""
+    """1 for integer costs; else a power of two that keeps the sum of the largest costs exact in float64."""
     arrays = {id(a): a for a in (*problem.node_costs, *problem.edge_costs)}
     finite = {key: a[np.isfinite(a)] for key, a in arrays.items()}
     if all(bool(np.all(a == np.floor(a))) for a in finite.values()):

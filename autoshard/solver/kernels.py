@@ -1,12 +1,12 @@
-"""The hot loops of the bound and of the local search, compiled by numba over flat arrays.
+"""The hot loops of dual ascent and local search, compiled by numba over flat arrays.
 
-Node i has labels `noff[i]:noff[i+1]` of `unary`. Edge e joins `low[e] < high[e]`; side 0 is its lower end. Labels that
-a matrix cannot tell apart share a *class* (a reshard sees the sharding of one tensor: hundreds of strategies, a dozen
-classes): label a of side s has class `kind[koff[2 e + s] + a]`, the matrix by class is `pairwise[eoff[e]:]`, row-major
-with the lower end slow and rows `width[e]` long. Entry q of `first[i]:first[i+1]` is an edge `edge[q]` of node i, with
-`side[q]` 0 when i is its lower end. `message[moff[2 e + side]:]` is the message, by class, that arrives at that end.
-Memory item t (a term of a node or of an edge) adds `amount[aoff[t]:]`, by label or pair of classes, to rows
-`start[t]:stop[t]`; items `ifirst[o]:ifirst[o + 1]` are those of owner o.
+Node i has labels `noff[i]:noff[i+1]` of `unary`. Edge e joins `low[e] < high[e]`; side 0 is its lower end. Labels with
+equal rows of a matrix share a *class* (a reshard cost depends on the sharding of one tensor: hundreds of strategies, a
+dozen classes): label a of side s has class `kind[koff[2 e + s] + a]`; the matrix by class is `pairwise[eoff[e]:]`,
+row-major, a row of `width[e]` entries per class of the lower end. Entry q of `first[i]:first[i+1]` is an edge
+`edge[q]` of node i, with `side[q]` 0 when i is its lower end. `message[moff[2 e + side]:]` is the message, by class,
+that arrives at that end. Memory item t (a term of a node or of an edge) adds `amount[aoff[t]:]`, by label or pair of
+classes, to rows `start[t]:stop[t]`; items `ifirst[o]:ifirst[o + 1]` are those of owner o.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """`function` compiled by numba, kept on disk between processes; bound and search run beside each other."""
+    """`function` compiled by numba without the GIL and cached on disk: dual ascent and search run in two threads."""
     made: Callable[..., T] = numba.njit(cache=True, nogil=True)(function)
     return made
 
 
 def inlined(function: Callable[..., T]) -> Callable[..., T]:
-    """The same, part of what calls it: for small functions in the hottest loops."""
+    """`compiled`, and inlined by its callers: for small functions in the hottest loops."""
     made: Callable[..., T] = numba.njit(cache=True, nogil=True, forceinline=True)(function)
     return made
 
@@ -65,7 +65,7 @@ class Items(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes that each row has room for, and what nodes and edges use of it."""
+    """Right-hand side of each memory row in bytes, and the terms of nodes and edges."""
 
     room: F
     node_items: Items
@@ -82,14 +82,14 @@ def _widest(noff: I) -> int:
 
 @compiled
 def _pair(e: int, a: int, b: int, width: I, koff: I, kind: I) -> int:
-    """Where in edge e's matrix labels a (lower end) and b are."""
+    """Index into edge e's matrix of labels a (lower end) and b (higher end)."""
     place: int = kind[koff[2 * e] + a] * width[e] + kind[koff[2 * e + 1] + b]
     return place
 
 
 @inlined
 def least(values: F, count: int) -> int:
-    """Where the first of the least of `count` values is."""
+    """Argmin of the first `count` values, the first of equals."""
     place = 0
     for a in range(1, count):
         if values[a] < values[place]:
@@ -98,8 +98,8 @@ def least(values: F, count: int) -> int:
 
 
 @inlined
-def _received(i: int, backward: bool, graph: Graph, message: F, x: I, theta: F, taste: F) -> int:
-    """Costs of node i's labels with all messages, and with the rounded labels of earlier nodes; its later edges."""
+def _received(i: int, backward: bool, graph: Graph, message: F, x: I, theta: F, rounding: F) -> int:
+    """`theta`: node i's costs plus messages; `rounding`: costs given earlier nodes, plus later messages."""
     eoff, pairwise, width, koff, kind, moff = (
         graph.eoff,
         graph.pairwise,
@@ -112,7 +112,7 @@ def _received(i: int, backward: bool, graph: Graph, message: F, x: I, theta: F, 
     later = 0
     for a in range(k):
         theta[a] = graph.unary[graph.noff[i] + a]
-        taste[a] = theta[a]
+        rounding[a] = theta[a]
     for q in range(graph.first[i], graph.first[i + 1]):
         e, s = graph.edge[q], graph.side[q]
         m, c = moff[2 * e + s], koff[2 * e + s]
@@ -121,24 +121,24 @@ def _received(i: int, backward: bool, graph: Graph, message: F, x: I, theta: F, 
             for a in range(k):
                 t = message[m + kind[c + a]]
                 theta[a] += t
-                taste[a] += t
+                rounding[a] += t
             continue
         for a in range(k):
             theta[a] += message[m + kind[c + a]]
         if s == 1:
             base = eoff[e] + kind[koff[2 * e] + x[graph.low[e]]] * width[e]
             for a in range(k):
-                taste[a] += pairwise[base + kind[c + a]]
+                rounding[a] += pairwise[base + kind[c + a]]
         else:
             base = eoff[e] + kind[koff[2 * e + 1] + x[graph.high[e]]]
             for a in range(k):
-                taste[a] += pairwise[base + kind[c + a] * width[e]]
+                rounding[a] += pairwise[base + kind[c + a] * width[e]]
     return later
 
 
 @inlined
-def _passed_on(base: int, s: int, mine: int, other: int, pairwise: F, given: F, out: F) -> None:
-    """The least of `given` and a matrix, per class of the other end; this end is side s."""
+def _min_sum(base: int, s: int, mine: int, other: int, pairwise: F, given: F, out: F) -> None:
+    """Min-sum message: the least of `given` plus the matrix, per class of the other end; this end is side s."""
     if s == 0:
         for b in range(other):
             out[b] = np.inf
@@ -157,26 +157,26 @@ def _passed_on(base: int, s: int, mine: int, other: int, pairwise: F, given: F, 
 
 @compiled
 def sweep(backward: bool, graph: Graph, message: F, x: I, share: F, picked: I) -> float:
-    """One pass of TRW-S (Kolmogorov, PAMI 2006) in the order of nodes or against it; returns a valid bound.
+    """One TRW-S pass (Kolmogorov, PAMI 2006) in the order of nodes or against it; returns a valid bound.
 
-    Reparametrised, the cost is sum_i theta_i + sum_e theta_e with theta_i = unary + messages and
-    theta_e = pairwise - both messages. Each node gives the share gamma of theta_i to each later edge; the bound is the
-    sum of the minima of what nodes and edges then have, and holds for any messages. The labels at which these minima
-    lie, `share` of each, and the pairs `picked[e]`, make a supergradient of it in the costs. `x` becomes the rounded
-    choice.
+    The reparametrised cost is sum_i theta_i + sum_e theta_e with theta_i = unary + messages and
+    theta_e = pairwise - both messages. Each node gives the fraction gamma of theta_i to each later edge; the bound is
+    the
+    sum of the minima over nodes and edges. Their argmins, the fraction `share` of each label and the pairs `picked[e]`,
+    are a supergradient of the bound. `x` receives the rounded choice.
     """
     noff, eoff, pairwise, koff, kind, moff = graph.noff, graph.eoff, graph.pairwise, graph.koff, graph.kind, graph.moff
     n = len(noff) - 1
     bound = 0.0
     widest = _widest(noff)
-    theta, taste, out, given = np.empty(widest), np.empty(widest), np.empty(widest), np.empty(widest)
+    theta, rounding, out, given = np.empty(widest), np.empty(widest), np.empty(widest), np.empty(widest)
     holder = np.empty(widest, np.int64)
     share[:] = 0.0
     for step in range(n):
         i = n - 1 - step if backward else step
         k, edges = noff[i + 1] - noff[i], graph.first[i + 1] - graph.first[i]
-        later = _received(i, backward, graph, message, x, theta, taste)
-        x[i] = least(taste, k)
+        later = _received(i, backward, graph, message, x, theta, rounding)
+        x[i] = least(rounding, k)
         cheapest = least(theta, k)
         gamma = 1.0 / max(1, later, edges - later)
         bound += (1.0 - later * gamma) * theta[cheapest]
@@ -195,7 +195,7 @@ def sweep(backward: bool, graph: Graph, message: F, x: I, share: F, picked: I) -
                     holder[kind[c + a]] = a
             for a in range(mine):
                 given[a] -= message[m + a]
-            _passed_on(eoff[e], s, mine, other, pairwise, given, out)
+            _min_sum(eoff[e], s, mine, other, pairwise, given, out)
             b = least(out, other)
             lowest = out[b]
             bound += lowest
@@ -212,12 +212,11 @@ def sweep(backward: bool, graph: Graph, message: F, x: I, share: F, picked: I) -
 
 @compiled
 def slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
-    """By how much each label and pair of classes exceeds the bound at least, and the bound (of any messages).
+    """Reduced costs (a lower bound of the excess over the bound) of labels and pairs of classes, and the bound.
 
-    The reparametrisation of a backward `sweep`: after one, the bound is the one that it returned, which after another
-    pass it would be far from until messages have converged. `node_slack` is what lies on the node and its edges;
-    `pair_slack` what lies on the pair, both its nodes and all their edges (edge e from `poff[e]` on, where `pairwise`
-    may be shared).
+    Uses the reparametrisation of a backward `sweep`: after one, the bound equals that sweep's. `node_slack` counts what
+    lies on the node and its edges; `pair_slack` the pair, both its nodes and all their edges (edge e from `poff[e]` on,
+    where `pairwise` may be shared).
     """
     bound = _own_slacks(graph, message, poff, node_slack, pair_slack)
     noff, low, high, koff, kind = graph.noff, graph.low, graph.high, graph.koff, graph.kind
@@ -231,7 +230,7 @@ def slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F) -> f
             node_slack[noff[low[e]] + a] += row_least[kind[koff[2 * e] + a]]
         for b in range(noff[high[e] + 1] - noff[high[e]]):
             node_slack[noff[high[e]] + b] += column_least[kind[koff[2 * e + 1] + b]]
-    for e in range(len(low)):  # at last: a pair has its own excess and that of its ends' other edges
+    for e in range(len(low)):  # last: a pair has its own excess and that of its ends' other edges
         other = graph.width[e]
         mine = (poff[e + 1] - poff[e]) // other
         _edge_least(e, graph, poff, pair_slack, row_least, column_least)
@@ -251,7 +250,7 @@ def slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F) -> f
 
 @compiled
 def _own_slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F) -> float:
-    """What nodes keep, and the share they give to edges to earlier nodes: each by its excess; the bound."""
+    """Reduced costs of nodes and of the shares they give to edges to earlier nodes; returns the sum of the minima."""
     noff, unary, eoff, pairwise, koff = graph.noff, graph.unary, graph.eoff, graph.pairwise, graph.koff
     kind, first, edge, side, moff = graph.kind, graph.first, graph.edge, graph.side, graph.moff
     bound = 0.0
@@ -282,7 +281,7 @@ def _own_slacks(graph: Graph, message: F, poff: I, node_slack: F, pair_slack: F)
             given[:mine] = np.inf
             for a in range(k):
                 given[kind[c + a]] = min(given[kind[c + a]], gamma * theta[a])
-            for a in range(k):  # what a label has above the best of its class stays with it
+            for a in range(k):  # a label keeps its excess over the best of its class
                 node_slack[noff[i] + a] += gamma * theta[a] - given[kind[c + a]]
             for a in range(mine):
                 given[a] -= message[moff[2 * e + 1] + a]
@@ -313,7 +312,7 @@ def _edge_least(e: int, graph: Graph, poff: I, pair_slack: F, row_least: F, colu
 
 @compiled
 def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F) -> None:
-    """Add `amount` times the summed row weights (`weight` is a prefix sum) of every memory item to its labels."""
+    """Add `amount` times the multipliers of its rows (`weight`: their prefix sum) to every memory item's labels."""
     for t in range(len(start)):
         w = weight[stop[t]] - weight[start[t]]
         if w != 0.0:
@@ -323,7 +322,7 @@ def price(weight: F, start: I, stop: I, aoff: I, amount: F, target: I, values: F
 
 @compiled
 def usage_shared(share: F, picked: I, rows: int, noff: I, node_items: Items, edge_items: Items) -> F:
-    """Bytes per memory row of shares of labels and of the pairs `picked`: the supergradient of `sweep`'s bound."""
+    """Usage per memory row of the supergradient of `sweep`'s bound: shares of labels and the pairs `picked`."""
     change = np.zeros(rows + 1)
     ifirst, start, stop, aoff, amount = node_items
     for i in range(len(noff) - 1):
@@ -365,7 +364,7 @@ def usage_of(x: I, rows: int, graph: Graph, node_items: Items, edge_items: Items
 
 @compiled
 def shift(i: int, label: int, sign: float, x: I, used: F, graph: Graph, node_items: Items, edge_items: Items) -> None:
-    """Add `sign` times what node i (with label `label`) and its edges use to `used`."""
+    """Add `sign` times the usage of node i (at `label`) and its edges to `used`."""
     low, high, width = graph.low, graph.high, graph.width
     koff, kind, first, edge = graph.koff, graph.kind, graph.first, graph.edge
     ifirst, start, stop, aoff, amount = node_items
@@ -429,7 +428,7 @@ def _best_of_classes(costs: F, k: int, classes: int, base: int, kind: I, best: I
 
 @compiled
 def descend(x: I, memory: Memory, graph: Graph, smallest: float) -> bool:
-    """One pass over a feasible choice in place: moves of one node, or else of the two nodes of an edge. Whether any."""
+    """A pass of local search over a feasible choice, in place: moves of a node, else of an edge's two. Whether any."""
     noff, low, high = graph.noff, graph.low, graph.high
     eoff, pairwise, koff, kind = graph.eoff, graph.pairwise, graph.koff, graph.kind
     moff = graph.moff
@@ -498,9 +497,8 @@ def descend(x: I, memory: Memory, graph: Graph, smallest: float) -> bool:
 
 @compiled
 def repair(x: I, banned: Any, memory: Memory, graph: Graph, steps: int) -> int:
-    """Bring a choice within the room in place: again and again the move with the least cost per byte taken off the
-    overflowing rows (never one that raises the overflow; `banned` nodes have no other). 1: done, 0: not yet, -1: no
-    move is left."""
+    """Repair a choice in place, greedily: the move with the least cost per byte taken off violated rows (never one that
+    raises the violation; `banned` nodes do not move). 1: feasible, 0: out of `steps`, -1: no move is left."""
     noff, low, high, width = graph.noff, graph.low, graph.high, graph.width
     koff, kind, first, edge = graph.koff, graph.kind, graph.first, graph.edge
     room, node_items, edge_items = memory
@@ -518,7 +516,7 @@ def repair(x: I, banned: Any, memory: Memory, graph: Graph, steps: int) -> int:
         for i in range(len(noff) - 1):
             if banned[i]:
                 continue
-            touches = False  # most nodes use nothing where it overflows: their labels need no look
+            touches = False  # most nodes use nothing in violated rows: skip them
             ifirst, start, stop, aoff, amount = node_items
             for t in range(ifirst[i], ifirst[i + 1]):
                 touches = touches or weight[stop[t]] > weight[start[t]]
@@ -561,7 +559,7 @@ def repair(x: I, banned: Any, memory: Memory, graph: Graph, steps: int) -> int:
         if now < overflow:
             x[best_i] = best_a
             overflow = now
-        else:  # it only moves the overflow elsewhere
+        else:  # it only moves the violation elsewhere
             shift(best_i, best_a, -1.0, x, used, graph, node_items, edge_items)
             shift(best_i, old_label, 1.0, x, used, graph, node_items, edge_items)
             banned[best_i] = True

@@ -1,8 +1,8 @@
-"""Moves of whole regions, compiled by numba: the names and the layout of arrays are those of `kernels.py`.
+"""Very large neighbourhoods: moves of regions, compiled by numba. Names and array layout are those of `kernels.py`.
 
-The labels of a region (a ball around a node, hundreds of nodes) are chosen anew, exactly, all else fixed, by bucket
-elimination (Bertelè and Brioschi, 1972). Where a table would get too large, nodes of the region are held at the labels
-they have (conditioning on a cutset, Dechter, 1990): a few per cent of them, others each time.
+The labels of a region (a ball around a node, hundreds of nodes) are re-optimised exactly, all else fixed, by bucket
+elimination (Bertelè and Brioschi, 1972). Where a table would get too large, nodes are conditioned on: held at the
+labels they have (cutset conditioning, Dechter, 1990), a few per cent of them, others each time.
 
 Local node t of a region is `members[t]`. Table j is over the local nodes `scope[j, :dims[j]]`, the last one fastest,
 with its values in `pool` from `place[j]` on (-1 - e: those of edge e). `head`, `link` and `item` are linked lists of
@@ -25,14 +25,14 @@ DRAWN = 8
 OPEN, GONE, HELD = 0, 1, 2
 
 
-class Bench(NamedTuple):
-    """Room to work in, and what searches remember.
+class Workspace(NamedTuple):
+    """Workspace of region moves.
 
-    Per node of the graph: `stamp`, the number of the region that it was in last, and `place_of`, its local node. Per
-    local node: its node in `members`, how many labels it has, whether it is open, `gone` or held; its tables; the
-    order in which nodes go; `estimate`, additions to minimise it out (negative: not known), and from `seen` whether it
-    was met; the `own_dims` nodes `own_scope` that its best label depends on, that label at `own_place` of `follow`; its
-    `new` label. Per table: see the module's docstring; `alive` until a node of it goes.
+    Per node of the graph: `stamp`, the number of its latest region, and `place_of`, its local node. Per local node: its
+    node in `members`, its number of labels, whether it is open, `gone` (eliminated) or held; its tables; the
+    elimination order; `estimate`, additions to eliminate it (negative: unknown), and the marks `seen`; the `own_dims`
+    nodes `own_scope` that its best label depends on, that label from `own_place` of `follow` on; its `new` label. Per
+    table: see the module's docstring; `alive` until a node of it is eliminated.
     """
 
     state: I
@@ -65,8 +65,8 @@ class Bench(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What is taken: where `strict`, rows stay within the room for them (those above it do not rise); costs fall by
-    more than `smallest`. Tables have up to `largest` entries."""
+    """Which moves are accepted: where `strict`, no memory row becomes violated or more violated; costs fall by more
+    than `smallest`. Tables have up to `largest` entries."""
 
     strict: bool
     smallest: float
@@ -74,12 +74,11 @@ class Rule(NamedTuple):
 
 
 TABLES, LINKS, USED, FOLLOWED, TICK = range(5)
-"""Of `Bench.filled`: how many tables and links there are, how much of `pool` and `follow` is used, how often nodes were
-looked around from."""
+"""Of `Workspace.filled`: numbers of tables and links, entries used of `pool` and `follow`, a mark for `seen`."""
 
 
-def bench(nodes: int, edges: int, entries: int, seed: int = 0) -> Bench:
-    """For regions of up to all `nodes`, whose tables have `entries` numbers at most."""
+def bench(nodes: int, edges: int, entries: int, seed: int = 0) -> Workspace:
+    """A workspace for regions of up to all `nodes`, with tables of at most `entries` numbers."""
     tables = edges + nodes
     lists = (edges * 2 + nodes * DIMS) if nodes else 1
     arrays: list[Any] = [np.array([2 * seed + 0x9E3779B97F4A7C15], np.uint64), np.zeros(1, np.int64)]
@@ -88,11 +87,11 @@ def bench(nodes: int, edges: int, entries: int, seed: int = 0) -> Bench:
     arrays += [np.zeros(tables, np.int64), np.zeros(tables, np.int64), np.zeros(tables, np.bool_)]
     arrays += [np.zeros(lists, np.int64), np.zeros(lists, np.int64), *(np.zeros(DIMS, np.int64) for _ in range(3))]
     arrays += [np.zeros(5, np.int64), np.empty(entries), np.empty(entries, np.int32)]
-    return Bench(*arrays)
+    return Workspace(*arrays)
 
 
 @compiled
-def _ball(seed: int, most: int, mark: int, graph: Graph, bench: Bench) -> int:
+def _ball(seed: int, most: int, mark: int, graph: Graph, bench: Workspace) -> int:
     """The nodes nearest to `seed`, up to `most`, stamped with `mark`; how many."""
     low, high, first, edge, side = graph.low, graph.high, graph.first, graph.edge, graph.side
     stamp, members, state = bench.stamp, bench.members, bench.state
@@ -117,8 +116,8 @@ def _ball(seed: int, most: int, mark: int, graph: Graph, bench: Bench) -> int:
 
 
 @compiled
-def _estimate(t: int, bench: Bench) -> float:
-    """Additions per table to minimise local node t out; infinite with too many neighbours."""
+def _estimate(t: int, bench: Workspace) -> float:
+    """Additions per table to eliminate local node t; infinite with too many neighbours."""
     size, seen, dims, scope = bench.size, bench.seen, bench.dims, bench.scope
     product, n = float(size[t]), 0
     bench.filled[TICK] += 1
@@ -139,7 +138,7 @@ def _estimate(t: int, bench: Bench) -> float:
 
 
 @compiled
-def _link(t: int, j: int, bench: Bench) -> None:
+def _link(t: int, j: int, bench: Workspace) -> None:
     """Add table j to those of local node t."""
     links = bench.filled[LINKS]
     bench.link[links], bench.item[links] = bench.head[t], j
@@ -148,8 +147,8 @@ def _link(t: int, j: int, bench: Bench) -> None:
 
 
 @compiled
-def _begin(count: int, mark: int, x: I, graph: Graph, bench: Bench) -> Any:
-    """Nothing minimised out: costs of every local node's labels, and the region's edges as tables."""
+def _begin(count: int, mark: int, x: I, graph: Graph, bench: Workspace) -> Any:
+    """Nothing eliminated yet: costs of every local node's labels, and the region's edges as tables."""
     bench.filled[:] = 0
     widest = 1
     for t in range(count):
@@ -169,7 +168,7 @@ def _begin(count: int, mark: int, x: I, graph: Graph, bench: Bench) -> Any:
                 continue
             s, j = bench.place_of[graph.high[e]], bench.filled[TABLES]
             bench.scope[j, 0], bench.scope[j, 1] = t, s
-            bench.dims[j], bench.place[j], bench.alive[j] = 2, -1 - e, True  # values of edges stay where they are
+            bench.dims[j], bench.place[j], bench.alive[j] = 2, -1 - e, True  # an edge's values are read in place
             _link(t, j, bench)
             _link(s, j, bench)
             bench.filled[TABLES] += 1
@@ -177,8 +176,8 @@ def _begin(count: int, mark: int, x: I, graph: Graph, bench: Bench) -> Any:
 
 
 @compiled
-def _next(count: int, largest: int, bench: Bench) -> int:
-    """The local node to minimise out now; -1 - v where instead node v is to be held."""
+def _next(count: int, largest: int, bench: Workspace) -> int:
+    """The local node to eliminate next; -1 - v where node v is to be held instead."""
     now, size, estimate = bench.now, bench.size, bench.estimate
     entries = len(bench.pool)
     v = -1
@@ -204,8 +203,8 @@ def _next(count: int, largest: int, bench: Bench) -> int:
 
 
 @compiled
-def _hold(v: int, x: I, bench: Bench) -> None:
-    """Local node v keeps the label that it has."""
+def _hold(v: int, x: I, bench: Workspace) -> None:
+    """Condition on local node v: it keeps its present label."""
     bench.now[v] = HELD
     at = bench.head[v]
     while at >= 0:
@@ -218,8 +217,8 @@ def _hold(v: int, x: I, bench: Bench) -> None:
 
 
 @compiled
-def _look_around(v: int, bench: Bench) -> Any:
-    """The open nodes `around` local node v: how many, and how many labels they have together."""
+def _look_around(v: int, bench: Workspace) -> Any:
+    """The open neighbours `around` local node v: their number, and their number of joint labels."""
     bench.filled[TICK] += 1
     tick = bench.filled[TICK]
     bench.seen[v] = tick
@@ -240,8 +239,8 @@ def _look_around(v: int, bench: Bench) -> Any:
 
 
 @compiled
-def _minimise_out(v: int, x: I, graph: Graph, bench: Bench, theta: Any, buffer: F) -> None:
-    """Replace the tables of local node v by their minimum over its labels, a table over the nodes around it."""
+def _minimise_out(v: int, x: I, graph: Graph, bench: Workspace, theta: Any, buffer: F) -> None:
+    """Eliminate local node v: replace its tables by their minimum over its labels, a table over its neighbours."""
     n, product = _look_around(v, bench)
     k, around = bench.size[v], bench.around
     for p in range(product):
@@ -286,8 +285,8 @@ def _minimise_out(v: int, x: I, graph: Graph, bench: Bench, theta: Any, buffer: 
 
 
 @compiled
-def _best_labels(count: int, mark: int, x: I, graph: Graph, bench: Bench, largest: int) -> None:
-    """The cheapest labels `new` of the region, but for nodes that are held, all else fixed."""
+def _best_labels(count: int, mark: int, x: I, graph: Graph, bench: Workspace, largest: int) -> None:
+    """The region's optimal labels `new`, held nodes excepted, all else fixed."""
     theta = _begin(count, mark, x, graph, bench)
     buffer = np.empty(largest + theta.shape[1])
     order, size, new = bench.order, bench.size, bench.new
@@ -309,7 +308,7 @@ def _best_labels(count: int, mark: int, x: I, graph: Graph, bench: Bench, larges
 
 
 @compiled
-def _add_edge(j: int, v: int, n: int, product: int, x: I, graph: Graph, bench: Bench, buffer: F) -> None:
+def _add_edge(j: int, v: int, n: int, product: int, x: I, graph: Graph, bench: Workspace, buffer: F) -> None:
     """Add table j of local node v, an edge's costs, to `buffer`, over the `n` nodes around it and (fastest) v."""
     eoff, pairwise, width, koff, kind = graph.eoff, graph.pairwise, graph.width, graph.koff, graph.kind
     size, around = bench.size, bench.around
@@ -338,7 +337,7 @@ def _add_edge(j: int, v: int, n: int, product: int, x: I, graph: Graph, bench: B
 
 
 @compiled
-def _add_table(j: int, v: int, n: int, product: int, x: I, bench: Bench, buffer: F) -> None:
+def _add_table(j: int, v: int, n: int, product: int, x: I, bench: Workspace, buffer: F) -> None:
     """Add table j to `buffer`, over the `n` nodes around v and (fastest) v."""
     size, around, stride, at_label = bench.size, bench.around, bench.stride, bench.at_label
     pool, k = bench.pool, bench.size[v]
@@ -372,7 +371,7 @@ def _add_table(j: int, v: int, n: int, product: int, x: I, bench: Bench, buffer:
 
 @compiled
 def _change(i: int, label: int, sign: float, x: I, change: F, graph: Graph, memory: Memory) -> None:
-    """Add `sign` times what node i (with `label`) and its edges use to `change`, the differences of rows."""
+    """Add `sign` times the usage of node i (at `label`) and its edges to `change`, a difference array over rows."""
     low, high, width, koff = graph.low, graph.high, graph.width, graph.koff
     kind, first, edge = graph.kind, graph.first, graph.edge
     ifirst, start, stop, aoff, amount = memory.node_items
@@ -407,8 +406,8 @@ def _edges_cost(i: int, x: I, graph: Graph) -> float:
 
 
 @compiled
-def _connected(seed: int, mark: int, graph: Graph, bench: Bench, part: I, stack: I) -> int:
-    """The local nodes that change (`part` 0) and hang together with `seed`, in `stack`; how many. `part` becomes 1."""
+def _connected(seed: int, mark: int, graph: Graph, bench: Workspace, part: I, stack: I) -> int:
+    """The local nodes that change (`part` 0) and are connected with `seed`, in `stack`; their number. Sets `part`."""
     stack[0] = seed
     part[seed] = 1
     size, at = 1, 0
@@ -425,10 +424,10 @@ def _connected(seed: int, mark: int, graph: Graph, bench: Bench, part: I, stack:
 
 
 @compiled
-def _take(count: int, x: I, used: F, memory: Memory, graph: Graph, bench: Bench, rule: Rule) -> float:
-    """Give the region its new labels, each connected part of the change by itself: what fits and helps.
+def _take(count: int, x: I, used: F, memory: Memory, graph: Graph, bench: Workspace, rule: Rule) -> float:
+    """Move the region to its new labels, each connected component of the change by itself, where `rule` accepts it.
 
-    Parts do not touch, so that their costs add up; `used` follows. Returns by how much the costs fell.
+    Components do not touch, so their costs add up; `used` follows. Returns by how much the costs fell.
     """
     members, part, stack, new = bench.members, bench.head, bench.order, bench.new
     limit, rows = memory.room, len(used)
@@ -442,7 +441,7 @@ def _take(count: int, x: I, used: F, memory: Memory, graph: Graph, bench: Bench,
         size = _connected(seed, bench.marks[0], graph, bench, part, stack)
         change[:] = 0.0
         fall = 0.0
-        for z in range(size):  # one after the other: each step counts its own edges before and after
+        for z in range(size):  # one by one: each step counts its own edges before and after
             t = stack[z]
             v = members[t]
             fall += _edges_cost(v, x, graph)
@@ -473,11 +472,11 @@ def _take(count: int, x: I, used: F, memory: Memory, graph: Graph, bench: Bench,
 
 @compiled
 def move_regions(
-    x: I, memory: Memory, graph: Graph, used: F, bench: Bench, trials: int, most: int, rule: Rule
+    x: I, memory: Memory, graph: Graph, used: F, bench: Workspace, trials: int, most: int, rule: Rule
 ) -> float:
-    """Improve a choice in place: `trials` random regions of up to `most` nodes are given their best labels.
+    """Improve a choice in place: `trials` random regions of up to `most` nodes get their optimal labels.
 
-    `graph` holds the costs to improve, which may contain prices of memory; `used` is the usage of `x` and follows it.
+    `graph` holds the costs, which may include multipliers times usage; `used` is the usage of `x` and follows it.
     Returns by how much the costs fell.
     """
     n = len(graph.noff) - 1

@@ -1,4 +1,4 @@
-"""Moves of whole trees, compiled by numba: the names and the layout of arrays are those of `kernels.py`."""
+"""Moves of induced trees, compiled by numba. Names and array layout are those of `kernels.py`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def random_below(state: I, below: int) -> int:
 
 
 class Tree(NamedTuple):
-    """Members of an induced tree, parents before children.
+    """An induced tree, parents before children.
 
-    `parent` is a place among them, `by` the edge to it, `new` their new labels; `stamp` of a node is the number of the
-    tree that it was in last.
+    `parent` is an index into the members, `by` the edge to it, `new` the new labels; `stamp` of a node is the number of
+    its latest tree.
     """
 
     members: I
@@ -37,9 +37,9 @@ class Tree(NamedTuple):
 
 @compiled
 def _grow(seed: int, most: int, state: I, graph: Graph, mark: int, tree: Tree) -> int:
-    """Make `tree` number `mark`, around `seed`, of up to `most` members; how many it has.
+    """Grow tree number `mark` around `seed` to at most `most` members; return its size.
 
-    A node joins when just one member is its neighbour.
+    A node joins when exactly one member is its neighbour.
     """
     low, high, first, edge, side = graph.low, graph.high, graph.first, graph.edge, graph.side
     members, parent, by, _, stamp = tree
@@ -73,7 +73,7 @@ def _grow(seed: int, most: int, state: I, graph: Graph, mark: int, tree: Tree) -
 
 @inlined
 def label_costs(v: int, mark: int, stamp: I, x: I, graph: Graph, out: F) -> None:
-    """Cost of each label of node v and of its edges to nodes that are not stamped with `mark`."""
+    """Cost of each label of node v given its neighbours outside the tree `mark`."""
     noff, eoff, pairwise, width, koff, kind = (
         graph.noff, graph.eoff, graph.pairwise, graph.width, graph.koff, graph.kind,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def label_costs(v: int, mark: int, stamp: I, x: I, graph: Graph, out: F) -> None
 
 @compiled
 def _best_labels(count: int, mark: int, x: I, graph: Graph, tree: Tree) -> Any:
-    """The cheapest labels `new` of a tree's members, all else fixed, by dynamic programming; (their cost, the old)."""
+    """Optimal labels `new` of a tree, all else fixed, by dynamic programming; (their cost, the present labels')."""
     noff, low, high, eoff, pairwise = graph.noff, graph.low, graph.high, graph.eoff, graph.pairwise
     width, koff, kind, moff = graph.width, graph.koff, graph.kind, graph.moff
     members, parent, by, new, stamp = tree
@@ -149,7 +149,7 @@ def _best_labels(count: int, mark: int, x: I, graph: Graph, tree: Tree) -> Any:
 
 @inlined
 def _swap(t: int, tree: Tree, x: I, used: F, graph: Graph, memory: Memory) -> None:
-    """Exchange the label of member `t` and its new one; `used` follows. Twice is as before."""
+    """Exchange the present and the new label of member `t`; `used` follows. Its own inverse."""
     i, new = tree.members[t], tree.new
     if new[t] != x[i]:
         old = x[i]
@@ -161,7 +161,7 @@ def _swap(t: int, tree: Tree, x: I, used: F, graph: Graph, memory: Memory) -> No
 
 @inlined
 def _take(count: int, tree: Tree, x: I, used: F, graph: Graph, memory: Memory) -> bool:
-    """Give the members their new labels if that fits (`used` follows), else leave all as it is."""
+    """Move the tree to its new labels where that is feasible (`used` follows)."""
     for t in range(count):
         _swap(t, tree, x, used, graph, memory)
     fits = True
@@ -178,10 +178,10 @@ def _take(count: int, tree: Tree, x: I, used: F, graph: Graph, memory: Memory) -
 
 @compiled
 def move_trees(x: I, memory: Memory, graph: Graph, used: F, state: I, trials: int, most: int, smallest: float) -> float:
-    """Improve a feasible choice in place: `trials` random trees of up to `most` nodes are given their best labels.
+    """Improve a feasible choice in place: `trials` random trees of up to `most` nodes get their optimal labels.
 
-    A tree whose best labels do not fit is tried again at half its size. `graph` holds the costs to improve, which may
-    contain prices of memory; `used` is the usage of `x` and follows it. Returns by how much the costs fell.
+    A tree whose move is infeasible is tried again at half its size. `graph` holds the costs, which may include
+    multipliers times usage; `used` is the usage of `x` and follows it. Returns by how much the costs fell.
     """
     n = len(graph.noff) - 1
     members, parent = np.empty(most, np.int64), np.empty(most, np.int64)

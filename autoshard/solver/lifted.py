@@ -1,10 +1,9 @@
-"""Messages of repeated parts worked out once: a dual over classes of nodes that are alike, handed to all of them.
+"""Lifted message passing (Kersting, Ahmadi and Natarajan, UAI 2009): messages computed once per class of equal nodes.
 
-What repeats (the layers of a deep model) gives a quotient of the network: a node per class of alike nodes, an edge per
-class of alike edges, each weighted with how many there are (lifted message passing: Kersting, Ahmadi and Natarajan,
-UAI 2009). TRW-S on that costs as much as on the few layers that differ, however many repeat. Its messages, divided by
-the weights, are messages of the whole network. Any messages give a valid bound; near the ends of a stack, where nodes
-that are not quite alike share a class, a few sweeps of the whole network put them right.
+The repeated layers of a deep model give a quotient network: a node per class of nodes, an edge per class of edges,
+each weighted with its number. TRW-S on the quotient costs as much as on the few layers that differ. Its messages,
+divided by the weights, are messages of the whole network. Any messages give a valid bound; near the ends of a stack,
+where nodes that are not quite equal share a class, a few sweeps of the whole network correct them.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from autoshard.solver.dual import Dual
 from autoshard.solver.kernels import F, Graph, compiled
 
 REDUCED_COLOR_ROUNDS = 6
-"""Edges that classes look along. The ends of a stack of layers differ from its middle as far as this; with much fewer,
-unlike ops of one layer fall together; with much more, no two layers are alike."""
+"""Radius, in edges, of colour refinement. The ends of a stack of layers differ from its middle as far as this; much
+less
+puts unlike ops of one layer into one class, much more leaves no two layers equal."""
 MAX_QUOTIENT_SHARE = 0.2
 """Largest share of the nodes that the quotient may have."""
 QUOTIENT_SWEEPS = 100
 """Sweeps of the quotient."""
 
 
-def hand_on(dual: Dual) -> bool:
-    """Give `dual` the messages of its quotient; whether there is one that is small enough."""
+def warm_start(dual: Dual) -> bool:
+    """Warm-start `dual` with the messages of its quotient; whether there is a quotient that is small enough."""
     classes = alike(dual)
     if len(classes) == 0 or classes.max() + 1 > MAX_QUOTIENT_SHARE * len(classes):
         return False
@@ -56,7 +56,7 @@ def alike(dual: Dual) -> np.ndarray:
 
 
 def _looks(dual: Dual) -> np.ndarray:
-    """Per edge, numbers that are equal where its matrix is."""
+    """A number per edge and direction, equal where the matrices are."""
     return np.stack((dual.eoff, dual.koff[::2], dual.koff[1::2]), axis=1)
 
 
@@ -70,7 +70,7 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 @compiled
 def sweep(backward: bool, graph: Graph, portion: F, message: F) -> None:
-    """`kernels.sweep` of a quotient: of entry q of a class, each member has `portion[q]` edges; no bound, no choice."""
+    """`kernels.sweep` of a quotient, messages only: each member of a class has `portion[q]` edges of entry q."""
     noff, unary, eoff, pairwise, width = graph.noff, graph.unary, graph.eoff, graph.pairwise, graph.width
     koff, kind, first, edge, side, moff = graph.koff, graph.kind, graph.first, graph.edge, graph.side, graph.moff
     n = len(noff) - 1
@@ -118,11 +118,11 @@ def sweep(backward: bool, graph: Graph, portion: F, message: F) -> None:
 
 
 class _Quotient:
-    """A network's classes, as arrays of the form of `kernels.py`.
+    """The quotient of a network by its classes, as arrays of the form of `kernels.py`.
 
-    Edges keep the direction that they have in the network: an edge from one layer to the next leads back to where the
-    pass has been, and its message counts from the next sweep on. So every node shares out its costs as its members do
-    in the network, which no order of the classes would do.
+    Edges keep their direction in the network: an edge from one layer to the next leads back to a class already visited,
+    and its message counts from the next sweep on. So every class divides its costs among edges as its members do, which
+    no order of the classes would achieve.
     """
 
     def __init__(self, dual: Dual, classes: np.ndarray) -> None:
@@ -161,7 +161,7 @@ class _Quotient:
         self.message = np.zeros(int(self.moff[-1]))
 
     def ascend(self) -> None:
-        """Sweep."""
+        """Run sweeps of the quotient."""
         matrices = self.eoff, self.pairwise, self.width, self.koff, self.dual.kind
         graph = Graph(
             self.noff, self.unary, self.low, self.high, *matrices, self.first, self.edge, self.side, self.moff
@@ -171,7 +171,7 @@ class _Quotient:
                 sweep(backward, graph, self.portion, self.message)
 
     def give(self) -> None:
-        """The messages of each edge's class, as its part of them."""
+        """Divide the messages of each class of edges among its members."""
         dual = self.dual
         parts = self.message / np.repeat(self.weight, np.diff(self.moff[::2]))
         for e, number in enumerate(self.of):

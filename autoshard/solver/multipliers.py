@@ -1,9 +1,9 @@
-"""How the multipliers of memory rows climb: a portfolio of first-order rules, each with a step length of its own.
+"""Subgradient steps of the memory rows' multipliers: a portfolio of first-order rules, each with its own step length.
 
-No single rule suits all problems. Where a few of thousands of rows bind, exponentiated gradients (Kivinen and Warmuth,
-1997) find them fast; where many bind a little, additive steps of Polyak's length along an averaged direction (Barahona
-and Anbil's volume algorithm, 2000) do. The direction is either the supergradient of the bound, or the usage of the
-rounded choice: that one is not a supergradient, but it is ahead of messages that have not converged. Each trial starts
+No single rule suits all problems. Where few of thousands of rows bind, exponentiated gradients (Kivinen and Warmuth,
+1997) find them fast; where many bind, additive steps of Polyak's length along an averaged direction (Barahona and
+Anbil's volume algorithm, 2000) do. The direction is either the supergradient of the bound, or the usage of the rounded
+choice, which is no supergradient but leads messages that have not converged. Each trial starts
 from the best multipliers and messages; what raises the bound most per sweep is tried most.
 """
 
@@ -31,7 +31,7 @@ FIRST_MASS, LEAST_MASS = 1e-2, 1e-6
 
 @dataclass
 class Rule:
-    """One way to step. `worth` is the gain of the bound per sweep, averaged over trials; `tried` the latest trial."""
+    """A step rule. `worth` is the gain of the bound per sweep, averaged over trials; `tried` the latest trial."""
 
     exponential: bool
     rounded: bool
@@ -44,14 +44,14 @@ class Ascent:
     """The state of the portfolio: which rule is on trial, and its averaged direction."""
 
     def __init__(self) -> None:
-        """No trial yet."""
+        """Start without a trial."""
         self._rules = [Rule(e, r, 0.2 if e else 0.1) for e in (True, False) for r in (True, False)]
         self._rule: Rule | None = None
         self._direction: Array | None = None
         self._trials, self._left, self._start = 0, 0, -math.inf
 
     def trial_over(self, bound: float, gap: float) -> bool:
-        """Count a sweep; at the end of a trial judge its rule, choose the next, and say whether to go back to the best.
+        """Count a sweep; at a trial's end score its rule and choose the next; whether to restart from the best.
 
         Args:
             bound: the best so far.
@@ -80,7 +80,7 @@ class Ascent:
 
     @property
     def rounded(self) -> bool:
-        """Whether the rule on trial looks at the rounded choice."""
+        """Whether the rule on trial steps along the usage of the rounded choice."""
         return self._rule is not None and self._rule.rounded
 
     def step(self, multipliers: Array, over: Array, gap: float, scale: float) -> Array:
@@ -88,7 +88,7 @@ class Ascent:
 
         Args:
             multipliers: per row.
-            over: usage less room, per row.
+            over: usage minus room (the violation), per row.
             gap: between the cost of a choice and the present bound.
             scale: magnitude of the cost.
         """

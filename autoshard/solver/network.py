@@ -1,7 +1,7 @@
-"""The working form of a problem: a graph of cost tables that reductions shrink, and the way back.
+"""The working form of a problem: a graph of cost tables that presolve shrinks, with the undo stack of its steps.
 
-Arrays in a `Network` are never changed in place: every step makes new ones, and results are remembered by the
-identity of their inputs, so that the many equal matrices of repeated layers stay one object and are worked on once.
+Arrays in a `Network` are immutable by convention: every step makes new ones, and results are memoised by the
+identity of their inputs, so that the equal matrices of repeated layers stay one object and are processed once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 
 class ImpossibleError(Exception):
-    """No choice exists: around `node`, or at point of time `time`; both None if only the whole is at fault."""
+    """The network is infeasible: at `node`, or at point of time `time`; both None if only as a whole."""
 
     def __init__(self, *, node: int | None = None, time: int | None = None) -> None:
-        """Where it shows."""
+        """Name the place."""
         super().__init__("no choice exists")
         self.node, self.time = node, time
 
 
 class Memo:
-    """Results of pure functions of arrays, remembered by the identity of the arrays (which it keeps alive)."""
+    """Memo of pure functions of arrays, keyed by the identity of the arrays (which it keeps alive)."""
 
     def __init__(self, parent: Memo | None = None) -> None:
-        """Nothing remembered but what `parent` knows, which learns nothing (and so keeps nothing alive)."""
+        """An empty memo that also looks things up in `parent`, to which it adds nothing."""
         self._known: dict[tuple[Any, ...], tuple[tuple[Array, ...], Any]] = {}
         self._parent = parent
 
@@ -44,7 +44,7 @@ class Memo:
         return self._parent._find(key) if hit is None and self._parent is not None else hit
 
     def get(self, key: tuple[Any, ...], arrays: tuple[Array, ...], make: Callable[..., T]) -> T:
-        """`make(*arrays)`; `key` names the function and whatever else it depends on."""
+        """`make(*arrays)`, memoised; `key` names the function and its other parameters."""
         full = (*key, *map(id, arrays))
         hit = self._known.get(full) if self._parent is None else self._find(full)
         if hit is None:
@@ -64,7 +64,7 @@ class Memo:
         return self.get(("T",), (matrix,), make)
 
     def intern(self, array: Array) -> Array:
-        """One object for all arrays of these bytes."""
+        """One object for all arrays of equal bytes."""
         key = ("same", array.shape, array.tobytes())
         hit = self._find(key)
         if hit is None:
@@ -77,13 +77,13 @@ class Network:
     """Nodes with cost vectors, at most one cost matrix per pair of nodes, memory terms on nodes and pairs.
 
     Attributes:
-        cost: per node a vector over its strategies, or None once the node is gone.
+        cost: per node a vector over its strategies, or None once the node is eliminated.
         adj: `adj[u][v]` has shape (strategies of u, strategies of v); `adj[v][u]` is its transpose.
         node_terms: per node, bytes by span of memory rows; every vector has minimum 0.
         edge_terms: per pair u < v, bytes by span of memory rows, shape as `adj[u][v]`.
-        room: per memory row the bytes left to the terms.
+        room: per memory row its right-hand side: the bytes left to the terms.
         times: per memory row the point of time it stands for.
-        offset: cost of what is decided.
+        offset: constant term of the cost.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Network:
 
     @classmethod
     def of(cls, problem: Problem, *, memory: bool = True) -> Network:
-        """The network of a problem; `memory=False` leaves the limit out."""
+        """The network of a problem; `memory=False` drops the memory rows."""
         net = cls()
         intern = net.memo.intern
         seen: dict[int, Array] = {}  # by identity first: hashing the bytes of each of many shared matrices is slow
@@ -121,7 +121,7 @@ class Network:
         return net
 
     def _read_usages(self, problem: Problem, array: Callable[[Array], Array]) -> None:
-        """Memory rows: the segments of time after whose start something ends before anything else starts."""
+        """One memory row per segment of time between consecutive starts and ends of usages."""
         assert problem.limit is not None
         usages = [u for u in (*problem.node_usages, *problem.edge_usages) if u.start < u.end and np.any(u.amount)]
         if not usages:
@@ -143,9 +143,9 @@ class Network:
                     self.add_node_term(usage.index, (first, last), array(usage.amount))
 
     def copy(self, *, memory: bool = True, passing: bool = False) -> Network:
-        """An independent network over the same arrays, with an empty way back (of the copy's own steps only).
+        """An independent network over the same arrays, with an empty undo stack.
 
-        What is worked out on a `passing` copy is forgotten with it.
+        What is memoised on a `passing` copy is dropped with it.
         """
         other = Network()
         other.cost = list(self.cost)
@@ -158,9 +158,9 @@ class Network:
         return other
 
     def priced(self, prices: Array) -> Network:
-        """A copy without memory rows whose costs have `prices[row]` per byte used added, and less what the room pays.
+        """The Lagrangian relaxation: memory rows move into the costs, at `prices[row]` per byte.
 
-        Its least cost is a lower bound for this network when no price is negative.
+        Its minimum is a lower bound for this network when no price is negative.
         """
         other = self.copy(memory=False)
         weight = np.concatenate(([0.0], np.cumsum(prices)))
@@ -178,11 +178,11 @@ class Network:
     # --- reading -----------------------------------------------------------------------------------------------------
     @property
     def alive(self) -> list[int]:
-        """Nodes still to be decided, in order."""
+        """Nodes not eliminated, in order."""
         return [i for i, c in enumerate(self.cost) if c is not None]
 
     def costs(self, node: int) -> Array:
-        """The cost vector of a node that is still there."""
+        """The cost vector of a node that is not eliminated."""
         cost = self.cost[node]
         assert cost is not None
         return cost
@@ -192,7 +192,7 @@ class Network:
         return len(self.costs(node))
 
     def has_memory(self, node: int) -> bool:
-        """Whether the node's choice matters to any memory row."""
+        """Whether the node occurs in any memory row."""
         return bool(self.node_terms[node]) or any(self.pair_terms(node, v) for v in self.adj[node])
 
     def pair_terms(self, u: int, v: int) -> dict[Span, Array]:
@@ -200,7 +200,7 @@ class Network:
         return self.edge_terms.get((min(u, v), max(u, v)), {})
 
     def expand(self, choice: Iterable[int]) -> list[int]:
-        """A choice of the present network, per node (anything for nodes that are gone), as one of the original."""
+        """Postsolve: extend a choice of the present network (any value for eliminated nodes) to the original one."""
         full = list(choice)
         for undo in reversed(self._undo):
             undo(full)
@@ -215,7 +215,7 @@ class Network:
         return total
 
     def usage(self, choice: list[int]) -> Array:
-        """Bytes used of `room`, per memory row."""
+        """Bytes used per memory row, to compare with `room`."""
         change = np.zeros(len(self.room) + 1)
         for i in self.alive:
             for (first, last), amount in self.node_terms[i].items():
@@ -229,7 +229,7 @@ class Network:
         return used
 
     def fits(self, choice: list[int]) -> bool:
-        """Whether no memory row overflows."""
+        """Whether every memory row holds."""
         return bool(np.all(self.usage(choice) <= self.room + self.slack))
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Network:
         self.cost[node] = self.memo.intern(self.costs(node) + extra)
 
     def add_node_term(self, node: int, span: Span, amount: Array) -> None:
-        """Add a memory term; what every strategy uses comes off the room."""
+        """Add a memory term; its minimum moves into `room`."""
         low = float(amount.min())
         if low != 0.0:
             self.room[span[0] : span[1]] -= low
@@ -279,8 +279,7 @@ class Network:
         if old is not None:
             a, b = old, amount
             amount = self.memo.get(("add",), (a, b), self._sum)
-        # What a strategy of u uses whatever v does belongs to u (and the other way round): memory that depends on one
-        # side only does not stand in the way of eliminating the other.
+        # A pair's terms that depend on one node only move to that node, so as not to keep the other from elimination.
         rows = amount.min(axis=1)
         rest = amount - rows[:, None]
         columns = rest.min(axis=0)
@@ -298,7 +297,7 @@ class Network:
         return [(span, m if u < v else self.memo.transposed(m)) for span, m in terms.items()]
 
     def restrict(self, node: int, keep: np.ndarray) -> None:
-        """Keep only these strategies (increasing indices)."""
+        """Restrict a node to these strategies (increasing indices)."""
         if len(keep) == self.size(node):
             return
         if len(keep) == 0:
@@ -322,7 +321,7 @@ class Network:
         self._undo.append(undo)
 
     def contract(self, node: int, into: int, follow: np.ndarray) -> None:
-        """`node` takes strategy `follow[s]` whenever `into` takes s: it goes, `into` carries its costs and memory."""
+        """Eliminate `node`, which takes strategy `follow[s]` whenever `into` takes s; `into` takes over its terms."""
         between = self.adj[into][node]
         picks = np.arange(len(follow))
         self.add_node_cost(into, self.costs(node)[follow] + between[picks, follow])
@@ -349,7 +348,7 @@ class Network:
         self._undo.append(undo)
 
     def remove(self, node: int, undo: Undo) -> None:
-        """Drop a node whose costs and edges the caller has moved elsewhere."""
+        """Eliminate a node whose costs and edges the caller has moved elsewhere; `undo` goes on the stack."""
         for v in list(self.adj[node]):
             self.cut(node, v)
         self.cost[node] = None
@@ -379,5 +378,5 @@ class Network:
 
 
 def least(values: Array) -> float:
-    """Minimum, infinite when everything is forbidden."""
+    """Minimum; infinite for empty arrays."""
     return float(values.min()) if values.size else math.inf

@@ -1,6 +1,6 @@
-"""What a choice costs and uses, computed straight from the problem.
+"""Evaluates a choice directly on the problem: cost, peak usage, violated constraints.
 
-Shares no code with the search on purpose: `solve` checks every answer with it.
+Deliberately shares no code with the search: `solve` checks every answer with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Evaluation:
     objective: the summed costs (infinite when a forbidden strategy or pair is chosen).
     peak: the highest usage over time, in bytes per device (0 when nothing uses memory).
     peak_time: the first time at which it is reached, or None.
-    violations: one sentence per thing that is wrong; empty for a choice within the limit.
+    violations: one sentence per violated constraint; empty for a feasible choice.
     """
 
     objective: float

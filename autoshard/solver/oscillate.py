@@ -1,8 +1,9 @@
-"""Oscillation about the limit of memory (after Glover's strategic oscillation, 1977), by moves of whole regions.
+"""Strategic oscillation about the memory limit (Glover, 1977), by moves of regions.
 
-A choice is improved by regions (`kernels_region.py`) under the costs and a price of every memory row; rows may
-overflow. Where they do, their prices rise, elsewhere they fall. The last choice that fits before rows overflow again is
-improved within the limit, under falling prices, so that free memory goes where it buys most.
+Region moves (`kernels_region.py`) improve a choice under costs plus multipliers times usage; memory rows may be
+violated. Multipliers of violated rows rise, the others fall. Each time the choice is about to become infeasible, its
+last feasible state is improved within the limit, under falling multipliers, so that free memory goes where it buys
+most.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ COVER = 2.0
 CHUNK = 4
 """Regions between two looks at the clock."""
 LIFT, RISE, FALL, SINK, LEAST = 0.05, 4.0, 1.0, 0.95, 1e-2
-"""Prices of rows that overflow change by the factor exp(LIFT + RISE * overflow), of others by exp(-FALL * free), in
-fractions of the largest room, and once all fit by the factor SINK as well; the least price of a row that overflows,
-as a fraction of the mean."""
+"""Multipliers of violated rows change by the factor exp(LIFT + RISE * violation), of others by exp(-FALL * free), in
+fractions of the largest room, and once all rows hold by the factor SINK as well; the least multiplier of a violated
+row, as a fraction of the mean."""
 HEIGHTS, PASSES = (0.7, 0.4, 0.2), 5
 """Factors on the prices within the limit; passes at most without prices after that."""
 MAX_COST_RATIO = 1.03
 """What costs more than this times the best is not improved within the limit."""
 NOISE, TIRED = 0.3, 60
-"""After TIRED rounds without a better choice the search starts again from the best, at prices times random factors
-whose logarithm has this standard deviation; every other time from the dual's prices."""
+"""After TIRED rounds without a better choice the search restarts from the best, at multipliers times random factors
+whose logarithm has this standard deviation; every other time from the dual's multipliers."""
 MIN_IMPROVEMENT = 1e-12
 """What falls by less than this share of the cost is rounding."""
 
 
 class Oscillation:
-    """A search over the network of a `Dual`; goes on where it stopped."""
+    """A resumable search over the network of a `Dual`."""
 
     def __init__(self, dual: Dual, seed: int = 0) -> None:
         """Start at the choice and the multipliers of the dual's best bound."""
@@ -69,15 +70,15 @@ class Oscillation:
         return None if self._best is None else self._dual.named(self._best)
 
     def learn(self, choice: list[int]) -> None:
-        """Take over a choice that fits, if it is better."""
+        """Take over a feasible choice if it is better."""
         self._keep(np.array([choice[int(v)] for v in self._dual.nodes], np.int64))
 
     def exchange(self) -> None:
-        """Read the dual's best multipliers, and remember them: it may go on ascending while the search runs."""
+        """Copy the dual's best multipliers: it may go on ascending while the search runs."""
         self._multipliers = self._dual.best_multipliers.copy()
 
     def run(self, rounds: int, deadline: float) -> None:
-        """Look for better choices; `rounds` of prices."""
+        """Search for `rounds` updates of the multipliers."""
         largest = float(self._limit.max(initial=1.0))
         for _ in range(rounds if len(self._x) else 0):
             self._moves(self._x, self._prices, deadline, strict=False)
@@ -109,7 +110,7 @@ class Oscillation:
         self._prices = prices * np.exp(NOISE * self._rng.standard_normal(len(prices)))
 
     def _within(self, x: np.ndarray, deadline: float) -> None:
-        """Improve a choice that fits, and keep it if it is the best."""
+        """Improve a feasible choice, and keep it if it is the best."""
         for height in HEIGHTS:
             self._moves(x, self._prices * height, deadline, strict=True)
         for _ in range(PASSES):
@@ -126,7 +127,7 @@ class Oscillation:
         return self._dual.net.value(self._dual.named(x))
 
     def _moves(self, x: np.ndarray, prices: Array | None, deadline: float, *, strict: bool) -> float:
-        """One pass of regions over all nodes; by how much the costs fell."""
+        """One pass of region moves over all nodes; returns by how much the costs fell."""
         graph: Any = self._plain if prices is None else self._dual.priced(prices)
         size = min(len(x), REGIONS[self._turn % len(REGIONS)])
         self._turn += 1

@@ -1,4 +1,4 @@
-"""The least peak usage that any choice reaches: what to tell a user whose memory limit cannot be met."""
+"""The least peak usage of any choice: what to tell a user whose memory limit is infeasible."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class LeastPeak:
 
 
 def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 10.0, seed: int = 0) -> LeastPeak:
-    """Minimise the peak usage over all choices that the costs allow; the limit is left out.
+    """Minimise the peak usage over all choices of finite cost; the limit is ignored.
 
     Raises:
-        ImpossibleError: the costs allow no choice at all.
+        ImpossibleError: no choice has finite cost.
     """
     deadline = time.perf_counter() + time_limit
     known: dict[int, Array] = {}
@@ -70,7 +70,7 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
         contract_functions(net, deadline=deadline)
         remove_dominated(net, deadline=deadline)
         eliminate_low_degree(net, deadline=deadline)
-    # `room` is now minus what is used whatever is chosen; the largest is a bound, and rows that cannot reach it go.
+    # `room` is now minus the usage common to all choices; the largest is a bound, and rows that cannot reach it go.
     bound = max(0.0, float((-net.room).max(initial=0.0)))
     first = int(net.times[np.argmin(net.room)]) if len(net.room) else None
     net.room = net.room + bound
@@ -80,7 +80,7 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
     best = _repaired(problem, net, deadline)
     if len(net.room):
         most = evaluate(usage_only, best).peak - bound if best is not None else _most(net)
-        name = "highs" if backend == "cp-sat" else ilp.require(backend)  # the overflow is not a whole number
+        name = "highs" if backend == "cp-sat" else ilp.require(backend)  # the violation is not an integer
         left = max(0.1, deadline - time.perf_counter())
         if most > 0.0 and time.perf_counter() < deadline and ilp.nonzeros(net) <= LARGEST_PROGRAM:
             choice, overflow, _ = ilp.solve_least_overflow(net, backend=name, time_limit=left, most=most, seed=seed)
@@ -97,12 +97,12 @@ def least_peak(problem: Problem, *, backend: str = "auto", time_limit: float = 1
 
 
 def _repaired(problem: Problem, net: Network, deadline: float) -> list[int] | None:
-    """A choice with a low peak, from local search; None if it violates a pair."""
+    """A choice with a low peak, from local search; None if it contains a forbidden pair."""
     choice = [0] * len(net.cost)
     if net.alive:
         dual = Dual(net)
         dual.multipliers[:] = (
-            1.0  # there are no costs: every row weighs the same, and the choice uses little everywhere
+            1.0  # without costs every row has the same multiplier, and the choice uses little everywhere
         )
         for _ in range(PEAK_SWEEPS):
             dual.sweep()
@@ -121,13 +121,13 @@ def _better(problem: Problem, one: list[int] | None, two: list[int]) -> list[int
 
 
 def _most(net: Network) -> float:
-    """An overflow that every choice stays within."""
+    """A violation that no choice exceeds."""
     highest = sum(float(a.max()) for terms in (*net.node_terms, *net.edge_terms.values()) for a in terms.values())
     return max(0.0, highest - float(net.room.min(initial=0.0)))
 
 
 def live_at(problem: Problem, choice: list[int], when: int) -> list[tuple[float, str]]:
-    """What uses memory at a point of time under a choice: (bytes per device, name), largest first."""
+    """What is live at a point of time under a choice: (bytes per device, name), largest first."""
 
     def name(node: int) -> str:
         return problem.names[node] if problem.names else f"node {node}"
@@ -146,7 +146,7 @@ def live_at(problem: Problem, choice: list[int], when: int) -> list[tuple[float,
 
 
 def explain(problem: Problem, found: LeastPeak, *, proven: bool) -> str:
-    """For a person: the least that is possible, when, and what is live there."""
+    """A message: the least memory that is possible, when, and what is live there."""
     assert problem.limit is not None
     least = found.least
     if least.bound == least.reached:

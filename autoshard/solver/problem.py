@@ -4,7 +4,7 @@ minimise   sum_i cost_i[s_i] + sum_e cost_e[s_u(e), s_v(e)]
 subject to, at every time t: sum of the usages live at t <= limit.
 
 Nodes and edges both may use memory (an edge: the temporary of a reshard). Infinite costs are forbidden choices; a tie
-(two nodes that must take matching strategies) is an edge whose cost is 0 on matches and infinite elsewhere.
+(a hard equality constraint between two nodes) is an edge of cost 0 on matches and infinite elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Problem:
         edge_costs: per edge an array of shape (strategies of u, strategies of v).
         node_usages, edge_usages: several per node or edge may occur, they add.
         limit: bytes per device, or None.
-        names: per node what to call it in messages; may be empty.
+        names: per node its name in messages; may be empty.
     """
 
     node_costs: Sequence[Array]
@@ -55,7 +55,7 @@ class Problem:
 
 
 class Status(enum.Enum):
-    """How far a solve got."""
+    """The outcome of a solve."""
 
     OPTIMAL = "optimal"
     """The bound meets the objective (to the rounding of float64 sums, see `solve.GAP_TOLERANCE`)."""
@@ -76,7 +76,7 @@ class LeastUsage:
     """The least peak usage that any choice reaches, in bytes per device.
 
     No choice has a peak below `bound`; `reached` (infinite if none was found) is the peak of a choice that exists.
-    They are equal when the minimisation was exact.
+    They are equal where the minimisation was exact.
     """
 
     bound: float
@@ -85,15 +85,15 @@ class LeastUsage:
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` found.
+    """The outcome of `solve`.
 
     Attributes:
-        choice: one strategy index per node; empty when there is none.
+        choice: one strategy index per node; empty when none was found.
         status: see `Status`.
-        objective: of `choice`, re-evaluated by `evaluate`; infinite when there is no choice.
+        objective: of `choice`, re-evaluated by `evaluate`; infinite without a choice.
         bound: proven lower bound on the objective of the whole problem.
-        backend: what produced the choice, for example "dynamic programming" or "highs".
-        least_usage: with status INFEASIBLE because of the memory limit (or UNKNOWN), the least that is possible.
+        backend: what found the choice, for example "dynamic programming" or "highs".
+        least_usage: with status INFEASIBLE because of the memory limit (or UNKNOWN), the least peak that is possible.
         message: for a person, when there is no choice; otherwise empty.
     """
 

@@ -1,11 +1,11 @@
-"""Exact reductions of a `Network`: each keeps the optimum, and `Network.expand` leads back.
+"""Presolve: exact reductions of a `Network`. Each keeps an optimal choice; `Network.expand` undoes them.
 
-arc consistency    strategies and pairs that no finite choice contains go (also those that alone overflow a memory row)
-memory rows        a row that cannot overflow, or that another row implies, goes
-contraction        a node whose strategy follows from a neighbour's (a tie, in general a function) joins that neighbour
-dominance          a strategy goes when another costs no more whatever the neighbours do, and uses no more at any time
-modular edges      a matrix that is a row vector plus a column vector becomes node costs
-low degree         a node with at most two neighbours and no memory is minimised out (min-plus product)
+arc consistency    drops strategies and pairs in no finite choice (also those that alone violate a memory row)
+memory rows        drops redundant rows: those that cannot be violated, or that another row implies
+contraction        merges a node whose strategy is a function of a neighbour's (as in a tie) into that neighbour
+dominance          drops a strategy if another costs no more whatever the neighbours do, and uses no more at any time
+modular edges      turns a matrix that is a row vector plus a column vector into node costs
+low degree         eliminates a node with at most two neighbours and no memory (min-plus product)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, dead
     """Apply all reductions until nothing changes, or until `deadline` (of `time.perf_counter`).
 
     Raises:
-        ImpossibleError: there is no choice.
+        ImpossibleError: the network is infeasible.
     """
     steps: list[Callable[..., None]] = [tighten_rows, arc_consistency, contract_functions, drop_modular_edges]
     steps += [remove_dominated] * dominance + [eliminate_low_degree] * eliminate
@@ -61,10 +61,10 @@ def _measure(net: Network) -> tuple[int, int, int, int]:
 
 # --- memory rows -----------------------------------------------------------------------------------------------------
 def tighten_rows(net: Network, *, deadline: float = np.inf) -> None:
-    """Drop rows that cannot overflow or that follow from a neighbour; forbid what alone overflows a row.
+    """Drop redundant memory rows; forbid strategies that alone violate one.
 
     Raises:
-        ImpossibleError: a row overflows whatever is chosen.
+        ImpossibleError: a row is violated by every choice.
     """
     if (net.room < -net.slack).any():
         raise ImpossibleError(time=int(net.times[np.argmin(net.room)]))
@@ -74,10 +74,10 @@ def tighten_rows(net: Network, *, deadline: float = np.inf) -> None:
 
 
 def drop_rows(net: Network, *, deadline: float = np.inf) -> None:
-    """Drop rows that cannot overflow, or that earlier or later rows imply.
+    """Drop redundant memory rows: those that cannot be violated, or that earlier or later rows imply.
 
-    Row s follows from row r < s when its room is larger by at least as much as usage can rise from r to s, which the
-    sum of what it can rise by at each row between bounds; and the other way round.
+    Row r implies a later row s when room grows from r to s by at least as much as usage can; the sum over the rows
+    between of how much usage can rise bounds the latter. Likewise backward.
     """
     while len(net.room) and time.perf_counter() < deadline:
         count = len(net.room)
@@ -91,7 +91,7 @@ def drop_rows(net: Network, *, deadline: float = np.inf) -> None:
 
 
 def _most_used(net: Network) -> Array:
-    """Per memory row the sum of the largest amounts."""
+    """Per memory row the sum of the terms' largest amounts."""
     change = np.zeros(len(net.room) + 1)
     for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
         for (first, last), amount in terms.items():
@@ -103,7 +103,7 @@ def _most_used(net: Network) -> Array:
 
 
 def _rises(net: Network, *, backward: bool = False) -> Array:
-    """Per memory row how much more it can use than the row before it (`backward`: how much less)."""
+    """Per memory row an upper bound on its usage minus that of the row before (`backward`: the row after)."""
     sign = -1.0 if backward else 1.0
     rise = np.zeros(len(net.room) + 1)
     for terms in itertools.chain(net.node_terms, net.edge_terms.values()):
@@ -120,7 +120,7 @@ def _forbid_overflowing(net: Network) -> None:
     largest = float(net.room.max()) + net.slack
 
     def too_much(first: int, last: int, amount: Array) -> Array | None:
-        # `largest` first: the minimum over a span is dear when there are many rows.
+        # `largest` first: a minimum over a span is costly when there are many rows
         room = float(net.room[first:last].min()) + net.slack
         return np.where(amount > room, np.inf, 0.0) if room <= largest and bool((amount > room).any()) else None
 
@@ -137,7 +137,7 @@ def _forbid_overflowing(net: Network) -> None:
 
 
 class _Queue:
-    """Nodes to be looked at, each once, first in, first out (the front of a dict gets slow to find)."""
+    """A FIFO queue of distinct nodes (the front of a dict gets slow to find)."""
 
     def __init__(self, nodes: Iterable[int]) -> None:
         self._nodes = deque(nodes)
@@ -175,7 +175,7 @@ def arc_consistency(net: Network, *, deadline: float = np.inf) -> None:
         ImpossibleError: a node has no strategy left.
     """
     keep = {i: np.isfinite(net.costs(i)) for i in net.alive}
-    queue = _Queue(keep)  # of nodes whose neighbours are to be looked at
+    queue = _Queue(keep)  # of nodes whose neighbours are to be revised
     while queue and time.perf_counter() < deadline:
         u = queue.pop()
         if not keep[u].any():
@@ -201,7 +201,7 @@ def _supported(keep: np.ndarray, matrix: Array) -> np.ndarray | None:
 
 
 def settle(net: Network, node: int) -> None:
-    """Give the edges of a node with one strategy to its neighbours: it stands alone then."""
+    """Move the edges of a node with one strategy into its neighbours' costs."""
     for v, matrix in list(net.adj[node].items()):
         terms = net.take_pair_terms(node, v)
         net.cut(node, v)
@@ -211,7 +211,7 @@ def settle(net: Network, node: int) -> None:
 
 
 def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
-    """Merge every node whose strategy is fixed by a neighbour's into that neighbour. Expects arc consistency."""
+    """Merge every node whose strategy is a function of a neighbour's into that neighbour. Expects arc consistency."""
 
     def functional(matrix: Array) -> np.ndarray | None:
         mask = _finite(net, matrix)
@@ -237,7 +237,7 @@ def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
             if follow is None:
                 continue
             gone, kept = v, u
-            if len(net.adj[v]) > max(HUB, len(net.adj[u])):  # moving a hub is dear: rather the other way round
+            if len(net.adj[v]) > max(HUB, len(net.adj[u])):  # moving a hub is costly: rather the other way round
                 back = net.memo.get(("functional",), (net.adj[v][u],), functional)
                 if back is None:
                     continue
@@ -253,13 +253,13 @@ def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
 
 # --- dominance -------------------------------------------------------------------------------------------------------
 def _worst_by_class(matrix: Array) -> tuple[Array, np.ndarray]:
-    """(`[c, d]`: how much dearer rows of class d can be than rows of class c, over the columns; class per row)."""
+    """(`[c, d]`: the most by which rows of class d exceed rows of class c, over the columns; class per row)."""
     matrix, (kind, _) = merge_classes(matrix)  # many strategies, few shardings of one tensor
     return _worst_change_of_classes(matrix), kind
 
 
 def _worst_change(net: Network, matrix: Array) -> Array:
-    """`[a, b]`: how much dearer row b can be than row a (only the table by class is remembered: it is small)."""
+    """`[a, b]`: the most by which row b exceeds row a (memoised by class: that table is small)."""
     table, kind = net.memo.get(("worst",), (matrix,), _worst_by_class)
     worst: Array = table[np.ix_(kind, kind)]
     return worst
@@ -281,7 +281,7 @@ def _worst_change_of_classes(matrix: Array) -> Array:
 
 
 def merge_twins(net: Network, *, deadline: float = np.inf) -> None:
-    """Of the strategies of a node that no neighbour and no memory row can tell apart, keep the cheapest (the first)."""
+    """Of strategies with equal rows in every edge and memory term, keep the cheapest (the first of equals)."""
     for i in net.alive:
         if time.perf_counter() > deadline:
             break
@@ -299,7 +299,7 @@ def merge_twins(net: Network, *, deadline: float = np.inf) -> None:
 
 
 def _cheapest_twins(net: Network, ends: tuple[int, int, int], cost: Array, *arrays: Array) -> np.ndarray:
-    """The strategies to keep of a node; `arrays` are so many matrices, terms of its own, and of pairs either way."""
+    """The strategies to keep; `ends` counts the matrices, own memory terms and pair terms (either way) in `arrays`."""
     matrices, terms, below = ends
     maps = [_classes(net, m)[1][0] for m in arrays[:matrices]]
     maps += [np.unique(a, return_inverse=True)[1] for a in arrays[matrices : matrices + terms]]
@@ -311,7 +311,7 @@ def _cheapest_twins(net: Network, ends: tuple[int, int, int], cost: Array, *arra
 
 
 def remove_dominated(net: Network, *, deadline: float = np.inf) -> None:
-    """Drop each strategy for which another is at least as good in cost and memory, whatever the neighbours do."""
+    """Drop dominated strategies: another costs no more and uses no more, whatever the neighbours do."""
     merge_twins(net, deadline=deadline)
     for i in net.alive:
         if time.perf_counter() > deadline:
@@ -358,7 +358,7 @@ def _undominated(net: Network, node: int | None, cost: Array, *matrices: Array) 
 
 
 def drop_modular_edges(net: Network, *, deadline: float = np.inf) -> None:
-    """Turn a matrix that is r[a] + c[b] into node costs."""
+    """Turn modular matrices, r[a] + c[b], into node costs."""
 
     def split(matrix: Array) -> tuple[Array, Array] | None:
         if _finite(net, matrix) is not None:
@@ -400,7 +400,7 @@ def min_plus(left: Array, middle: Array, right: Array) -> Array:
 
 
 def eliminate_low_degree(net: Network, *, deadline: float = np.inf) -> None:
-    """Minimise out the nodes with at most two neighbours that use no memory."""
+    """Eliminate the nodes with at most two neighbours and no memory terms."""
     heap = [(len(net.adj[i]), i) for i in net.alive if len(net.adj[i]) <= 2]
     heapq.heapify(heap)
     while heap and time.perf_counter() < deadline:
@@ -434,7 +434,7 @@ def eliminate_low_degree(net: Network, *, deadline: float = np.inf) -> None:
 
 
 def _decide_last(node: int, cost: Array, around: dict[int, Array]) -> Callable[[list[int]], None]:
-    """The undo of an elimination: the best strategy given the neighbours' (the first of equals)."""
+    """The undo step of an elimination: the best strategy given the neighbours' (the first of equals)."""
 
     def undo(choice: list[int]) -> None:
         total = cost

@@ -1,8 +1,8 @@
-"""Large neighbourhoods: a feasible choice improved by moves of whole trees under changing prices of memory.
+"""Large neighbourhood search: tree moves from a feasible choice under oscillating memory multipliers.
 
-With the dual's multipliers as prices, moves give memory back where it buys little; then, without prices, what became
-free is spent where it buys most. Each round goes there and back from the best choice so far, with prices of another
-height (oscillation about the feasible boundary, after Glover's strategic oscillation, 1977).
+With the dual's multipliers in the costs, moves free memory where it buys little; then, without them, moves spend it
+where it buys most. Each round starts from the best choice with multipliers scaled otherwise (strategic oscillation,
+Glover, 1977).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TreeSearch:
     """
 
     def __init__(self, dual: Dual, seed: int = 0) -> None:
-        """Nothing searched yet."""
+        """Start without a choice."""
         from autoshard.solver import kernels_tree
 
         self._dual, self._kernels = dual, kernels_tree
@@ -51,7 +51,7 @@ class TreeSearch:
         self.best: list[int] | None = None
 
     def improve(self, choice: list[int], *, deadline: float, patience: int = PATIENCE) -> list[int]:
-        """The best choice found from a feasible one, per node of the network.
+        """Search from a feasible choice; return the best one found, per node of the network.
 
         Ends after `patience` rounds without a better one.
         """
@@ -80,13 +80,13 @@ class TreeSearch:
         return self.best
 
     def _descend(self, x: np.ndarray, deadline: float) -> None:
-        """Without prices, until a pass helps no more."""
+        """Tree moves without multipliers, until a pass gains nothing."""
         for _ in range(MAX_TREE_PASSES):
             if self._moves(x, self._plain, deadline) <= 0.0 or time.perf_counter() > deadline:
                 break
 
     def _moves(self, x: np.ndarray, graph: Any, deadline: float) -> float:
-        """One pass of trees over all nodes; by how much the costs of `graph` fell."""
+        """One pass of tree moves over all nodes; returns by how much the costs of `graph` fell."""
         gained, left = 0.0, max(LEAST_TREES, TREES_PER_NODE * len(x))
         used: Array = self._dual.usage(x)
         while left > 0:

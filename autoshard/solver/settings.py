@@ -1,4 +1,4 @@
-"""How the solver searches, as one value that is handed down to every solve of a plan."""
+"""Time limit, seed, backend and goal of the solver, one value for every solve of a plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEAST_TIME_S = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Until when the solver searches, and how.
+    """Limits and options of the solver.
 
     Attributes:
         deadline: on the clock of `time.perf_counter`; every solve has `LEAST_TIME_S` at least.
         seed, backend: as for `solve`.
-        goal: seconds of a step that the plan must undercut to be of use.
+        goal: objective, in seconds of a step, that the plan must undercut.
     """
 
     deadline: float

@@ -1,16 +1,15 @@
-"""Solve a strategy-selection problem: exact where it can be, honest where it cannot.
+"""Solves a strategy-selection problem: to proven optimality where it can, else with a bound and a gap.
 
-1. Reduce exactly (`reduce.py`).
-2. Leave the memory limit out and minimise by dynamic programming (`eliminate.py`), if the tables stay small: when the
-   choice happens to fit, it is optimal.
-3. Otherwise bound it (`dual.py`), find choices by rounding, local moves and moves of trees (`search.py`), forbid what
-   the bound excludes, reduce again, and give what is left to the integer program (`ilp.py`).
-4. What is too large for that is bounded, and searched about the limit of memory (`oscillate.py`) on another core, until
-   neither helps.
+1. Presolve (`reduce.py`).
+2. Drop the memory rows and minimise by dynamic programming (`eliminate.py`), where the tree width allows: a choice
+   that happens to be feasible is optimal.
+3. Otherwise bound by dual ascent (`dual.py`), find incumbents by rounding, local search and tree moves (`search.py`),
+   fix by reduced costs, presolve again, and give the rest to the integer program (`ilp.py`).
+4. Where that is too large, dual ascent and strategic oscillation (`oscillate.py`) run in two threads until neither
+   gains.
 
-Whatever takes long looks at the clock. An interrupt (KeyboardInterrupt) ends the solve with the best choice so far.
-
-Every choice handed out is re-evaluated by `objective.py`, which shares no code with the search.
+Whatever takes long watches the deadline. A KeyboardInterrupt ends the solve with the incumbent. `objective.py`, which
+shares no code with the search, re-evaluates every choice returned.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from autoshard.solver.start import first_choices, least_sum
 
 GAP_TOLERANCE = 1e-9
 """OPTIMAL means objective - bound <= this fraction of the objective: the rounding of float64 sums over thousands of
-terms, and of costs scaled to whole numbers for the integer program."""
+terms, and of costs scaled to integers for the integer program."""
 
 SolverProgress = Callable[[str, float, float], None]
 """Called with (stage, best objective so far, bound so far)."""
@@ -54,22 +53,23 @@ DUAL_SWEEPS = (20, 50, 100, 200, 300, 300, 400)
 NEAR_WIDTH, NEAR_STEP, NEAR_TRIES = 1e-5, 10.0, 4
 """What costs at most this fraction more than the bound is solved exactly first; then this factor more; so often."""
 NEAR_LEAST, NEAR_MOST, NEAR_SHARE = 1e-9, 0.05, 0.6
-"""The narrowest and the widest piece that is tried, as fractions of the bound, and the largest share of all strategies
-that it may have."""
+"""The narrowest and the widest subproblem that is tried, as fractions of the bound, and the largest share of all
+strategies that it may have."""
 NEAR_PROGRAM, NEAR_TIME = 60_000, 3.0
 """Entries of the integer program's matrix, and seconds, of such a piece under memory rows."""
 
 LARGEST_PROGRAM, LARGEST_UNKNOWN = 1_000_000, 4_000_000
-"""Entries of the integer program's matrix up to which it is tried when a choice is known, and when none is: presolve
-ignores limits."""
+"""Nonzeros of the integer program up to which it is tried with an incumbent, and without one: presolve ignores limits.
+"""
 ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
-"""What is too large for the integer program: sweeps of the dual, and rounds of the search beside them, between two
-exchanges; and that many exchanges that close less than this share of the gap end the solve."""
+"""Beyond the integer program: sweeps of the dual, and rounds of the search beside them, between two exchanges; that
+many
+exchanges in a row that close less than this share of the gap end the solve."""
 REDUCING = 0.5
 """Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
 PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
-"""Seconds at most for the least reachable peak, which goes into the message when no choice fits; seconds for
-it in any case."""
+"""Most seconds for minimising the peak, which goes into the message when no choice is feasible; least seconds for it.
+"""
 
 
 class GoalOutOfReachError(Exception):
@@ -86,7 +86,7 @@ class GoalOutOfReachError(Exception):
 
 
 class SolverError(AssertionError):
-    """The search contradicted the evaluator or its own bound: a bug in the solver, please report it."""
+    """The search contradicts the evaluator or its own bound: a bug in the solver, please report it."""
 
 
 def solve(
@@ -105,13 +105,13 @@ def solve(
 
     Args:
         problem: see `Problem`; infinite costs are forbidden, usages may not be negative.
-        time_limit: seconds; when they are over the best choice so far is returned with its bound. An interrupt ends
-            the solve in the same way; where nothing has been found yet, it stays a KeyboardInterrupt.
-        seed: for whatever is random.
+        time_limit: seconds; then `solve` returns the incumbent with its bound. An interrupt ends the solve in the same
+            way; without an incumbent it stays a KeyboardInterrupt.
+        seed: of the random choices.
         backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
         progress: called after every stage with (stage, objective, bound).
-        goal: objective that a choice must undercut to be of use.
-        starts: choices from elsewhere to begin with; those that are not feasible are passed over.
+        goal: objective that a choice must undercut.
+        starts: choices to start from; infeasible ones are ignored.
 
     Raises:
         ValueError: the problem is malformed, or no such backend.
@@ -167,7 +167,7 @@ def cheaper(net: Network, one: list[int] | None, two: list[int]) -> list[int]:
 
 
 class _Run:
-    """One solve: what has been found so far."""
+    """One solve: its incumbent and its bound."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Run:
         self._interrupted = False
 
     def offer(self, choice: list[int], backend: str) -> bool:
-        """Take over a full choice if it is feasible and better; whether it is feasible."""
+        """Make a feasible choice the incumbent if it is cheaper; return whether it is feasible."""
         result = evaluate(self.problem, choice)
         if not result.feasible:
             return False
@@ -197,17 +197,17 @@ class _Run:
 
     @property
     def choice(self) -> tuple[int, ...] | None:
-        """The best choice so far."""
+        """The incumbent."""
         return self._best[0]
 
     @property
     def backend(self) -> str:
-        """What made the best choice so far."""
+        """What found the incumbent."""
         return self._best[2]
 
     @property
     def objective(self) -> float:
-        """Of the best choice so far, infinite without one."""
+        """Of the incumbent, infinite without one."""
         return self._best[1]
 
     def raise_bound(self, bound: float) -> None:
@@ -215,13 +215,13 @@ class _Run:
         self.bound = max(self.bound, bound)
 
     def _learn(self, dual: Dual) -> None:
-        """Take over what the dual has proved."""
+        """Take over the bound that the dual has proved."""
         if self.choice is None and dual.impossible:
             raise ImpossibleError()
         self.raise_bound(min(dual.bound, self.objective))
 
     def report(self, stage: str) -> None:
-        """Tell the caller; give up where the goal cannot be reached."""
+        """Report progress; stop where the bound has reached the goal."""
         if self._progress is not None:
             self._progress(stage, self.objective, self.bound)
         if math.isfinite(self._goal) and self.bound >= self._goal:
@@ -233,7 +233,7 @@ class _Run:
         return self.choice is not None and self.objective - self.bound <= GAP_TOLERANCE * abs(self.objective)
 
     def solution(self) -> Solution:
-        """Search, and say what came of it."""
+        """Search, and return the outcome."""
         try:
             self.search()
         except ImpossibleError as error:
@@ -258,7 +258,7 @@ class _Run:
         return Solution(self.choice, status, self.objective, self.bound, self.backend)
 
     def search(self) -> None:
-        """Find choices and bounds until one meets the other or time is over."""
+        """Improve incumbent and bound until they meet or time is over."""
         self.raise_bound(least_sum(self.problem))
         for choice in first_choices(self.problem):
             self.offer(choice, "greedy")
@@ -275,7 +275,7 @@ class _Run:
         self._core(net)
 
     def _without_limit(self, net: Network) -> bool:
-        """A bound, and perhaps a choice, by dynamic programming without the memory limit; whether that is all."""
+        """Bound, and perhaps optimum, by dynamic programming without memory rows; whether that settles the problem."""
         relaxed = net.copy(memory=False)
         if len(net.room):
             reduce(relaxed, deadline=self._share(REDUCING))
@@ -293,8 +293,8 @@ class _Run:
         return self.optimal
 
     def _core(self, net: Network) -> None:
-        """Bound, choices and fixing by the dual, then the integer program of what is left."""
-        from autoshard.solver.lifted import hand_on
+        """Dual ascent, incumbents and reduced-cost fixing, then the integer program of what is left."""
+        from autoshard.solver.lifted import warm_start
 
         multipliers: dict[int, float] = {}  # by the point of time of a memory row
         for number in range(BOUND_ROUNDS):
@@ -302,7 +302,7 @@ class _Run:
                 break
             dual = Dual(net)
             if number == 0 and not len(net.room):
-                hand_on(dual)
+                warm_start(dual)
             dual.multipliers[:] = [multipliers.get(int(t), 0.0) * dual.unit for t in net.times]
             held: list[int] | None = None
             for sweeps in DUAL_SWEEPS:
@@ -350,7 +350,7 @@ class _Run:
         return None
 
     def _searched(self, net: Network, dual: Dual, choice: list[int], *, patience: int) -> list[int]:
-        """The outcome of a search over trees from a feasible choice, offered."""
+        """Tree search from a feasible choice; its outcome becomes the incumbent where cheaper."""
 
         self._searches += 1
         search = TreeSearch(dual, self.seed + self._searches)
@@ -363,10 +363,10 @@ class _Run:
         return found
 
     def _alternate(self, net: Network, dual: Dual, held: list[int] | None = None) -> None:
-        """Better bounds and better choices beside each other, until neither gets better or time is over.
+        """Dual ascent and oscillation in two threads, until neither gains or time is over.
 
-        They exchange multipliers and costs after a number of sweeps and rounds, not of seconds: what comes out does
-        not depend on which of them is faster.
+        They exchange multipliers and costs after fixed numbers of sweeps and rounds, not of seconds, so that the result
+        does not depend on which of them is faster.
         """
 
         search = Oscillation(dual, self.seed)
@@ -391,12 +391,11 @@ class _Run:
                 stalled = 0 if gained > LEAST_GAIN * (objective - bound) else stalled + 1
 
     def _near(self, net: Network, dual: Dual) -> bool:
-        """Solve exactly what may cost little more than the dual's bound; whether that settled the whole network.
+        """Solve exactly what reduced costs leave a little above the dual bound; whether the optimum is proved.
 
-        Everything that costs more than bound + width is forbidden. When a choice is left and costs no more than that,
-        it is optimal; when none is left, bound + width is a bound. A tight dual leaves so little that dynamic
-        programming (or a small integer program, under memory rows) ends at once, where rounding goes astray in ties
-        and forbidden pairs.
+        What costs more than bound + width is forbidden. A choice left that costs no more than that is optimal; with
+        none left, bound + width is a bound. A tight dual leaves so little that dynamic programming (or a small integer
+        program, under memory rows) ends at once, where rounding fails on ties and forbidden pairs.
         """
         scale = abs(dual.bound) or 1e-9 * dual.forbidden
         labels = sum(net.size(i) for i in net.alive)
@@ -426,7 +425,7 @@ class _Run:
         return False
 
     def _exactly(self, net: Network, part: Network, dual: Dual, upper: float) -> float | None:
-        """The least cost of `part` (a piece of `net`), offered as a choice; None when that takes too long."""
+        """The least cost of `part` (a subproblem of `net`), whose choice is offered; None when that takes too long."""
         relaxed = part.priced(dual.prices(part.times)) if len(part.room) else part
         if len(part.room):
             reduce(relaxed, deadline=self.deadline)
@@ -477,11 +476,11 @@ class _Run:
         return None
 
     def _proven(self) -> None:
-        """Everything cheaper than the choice at hand was excluded."""
+        """Every choice cheaper than the incumbent is excluded: it is optimal."""
         self.raise_bound(self.objective)
 
     def _share(self, share: float) -> float:
-        """The time at which this share of what is left is over."""
+        """The time at which this share of the remaining time is over."""
         now = time.perf_counter()
         return now + share * max(0.0, self.deadline - now)
 
@@ -492,7 +491,7 @@ class _Run:
 
     @property
     def over(self) -> bool:
-        """Whether the search ends; not for want of time before there is any choice: one rounding gives one, mostly."""
+        """Whether the search ends; time over does not end it without an incumbent, which one rounding mostly gives."""
         return self.optimal or (self.late and self.choice is not None)
 
     def _infeasible(self, error: ImpossibleError) -> Solution:

@@ -1,4 +1,4 @@
-"""What is known of a problem at once: a bound from each table's minimum, and first choices that may fit."""
+"""A first bound from each table's minimum, and first choices that may be feasible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.solver.problem import Array, Problem
 
 
 def least_sum(problem: Problem) -> float:
-    """A lower bound on the cost of every choice: each node and each edge at its cheapest."""
+    """A lower bound on the cost of every choice: the sum of the minima of nodes and edges."""
     known: dict[int, float] = {}
 
     def least(values: Array) -> float:
@@ -22,7 +22,7 @@ def least_sum(problem: Problem) -> float:
 
 
 def first_choices(problem: Problem) -> Iterator[list[int]]:
-    """Node by node what uses least memory (the first, the cheapest), and what is cheapest; edges are not looked at."""
+    """Choices of least memory (the first strategy of equals, then the cheapest) and of least cost, node by node."""
     used = [np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_costs]
     for usage in problem.node_usages:
         if usage.start < usage.end:

@@ -1,7 +1,6 @@
-"""Annotations -> the captured StableHLO module with GSPMD's, or Shardy's, annotations written into it.
+"""Writes annotations into the captured StableHLO module, in GSPMD's or Shardy's form.
 
-The quick way from a plan to a compiler: nothing is traced again. `lower/torch_xla/mark_sharding.py` writes the same
-annotations on a running program.
+Needs no second trace. `lower/torch_xla/mark_sharding.py` writes the same annotations on a running program.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES, aten_of, parse_modul
 
 
 class AnnotationError(AutoshardError, ValueError):
-    """Annotations that this program, or this mesh, cannot carry."""
+    """Annotations that the program or the mesh does not admit."""
 
 
 def gspmd_sharding(spec: Spec, mesh: Mesh) -> str:
     """The `HloSharding` of a spec, as XLA writes it: `{devices=[2,1,4]<=[8] last_tile_dim_replicate}`.
 
-    Device i is device i of the mesh, row-major. Axes of one device make no difference.
+    Device i is device i of the mesh, row-major. Axes of one device are ignored.
     """
     dims = [tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in spec]
     used = [axis for axes in dims for axis in axes]
@@ -51,11 +50,11 @@ def gspmd_sharding(spec: Spec, mesh: Mesh) -> str:
 
 
 Form = Literal["gspmd", "shardy"]
-"""How annotations are written: `custom_call @Sharding` and `mhlo.sharding`, or `sdy.sharding_constraint`,
+"""Form of annotations: `custom_call @Sharding` and `mhlo.sharding`, or `sdy.sharding_constraint`,
 `sdy.sharding` and the `sdy.mesh` that they name."""
 
 SHARDY_MESH = "mesh"
-"""What the mesh is called in a module in Shardy's form."""
+"""Name of the mesh in a module in Shardy's form."""
 
 
 def shardy_sharding(spec: Spec, mesh: Mesh) -> str:
@@ -66,10 +65,10 @@ def shardy_sharding(spec: Spec, mesh: Mesh) -> str:
 
 
 def check_steps(program: Program) -> None:
-    """Refuse to make one function of a step that is another one the next time.
+    """Refuse to export a step whose next step is another program.
 
     Raises:
-        LoweringError: it is (`Program.once`).
+        LoweringError: it is one (`Program.once`).
     """
     if program.once:
         raise LoweringError(f"the captured step is right once, the next one is another program: {program.once}")
@@ -87,20 +86,20 @@ def annotate(
 ) -> bytes:
     """The program's module with `annotations` written into it; MLIR bytecode, or its text.
 
-    An argument's pin is its `mhlo.sharding`. Another value's pin is a `custom_call @Sharding` right after the op that
-    makes it, and everything that read the value reads its result; a copy is a second one behind it, and behind one for
-    each of its hops, read by the ops of one aten op. A result that updates an argument has that argument's sharding.
-    All other markers are removed. In Shardy's form a pin is an `sdy.sharding_constraint`, the rest is alike.
+    An argument's pin is its `mhlo.sharding`. Any other pin is a `custom_call @Sharding` right after the op that makes
+    the value, read by all its users; a copy is another one after it (and after one per hop), read by the ops of one
+    aten op. A result that updates an argument has its sharding. Other markers are removed. In Shardy's form a pin is an
+    `sdy.sharding_constraint`.
 
     Args:
-        graph: what `build_graph` made of `program`; the annotations' values are its values.
-        form: whose annotations.
+        graph: `build_graph(program)`; annotations refer to its values.
+        form: of the annotations.
         text: the module's text, with locations, instead of its bytecode.
-        partitions: have the module say that it is for as many partitions as the mesh has devices.
+        partitions: set the module's number of partitions to the number of devices.
 
     Raises:
-        AnnotationError: a spec that does not fit its value or the mesh; a pinned value that is neither an argument
-            nor an output of an aten op.
+        AnnotationError: a spec does not fit its value or the mesh; a pinned value is neither an argument nor an aten
+            output.
     """
     _check(graph, annotations, mesh)
     with mlir_context():
@@ -117,7 +116,7 @@ def annotate(
 
 
 def donated(program: Program) -> dict[int, int]:
-    """Argument index -> index of the result that replaces it in the next step, as `compile_module` takes it."""
+    """Argument index -> index of the result that takes over its buffer, as for `compile_module`."""
     return {output.updates: index for index, output in enumerate(program.outputs) if output.updates is not None}
 
 
@@ -133,7 +132,7 @@ def _check(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
 
 
 def describe(graph: Graph, value: Value) -> str:
-    """A value in a person's words: `argument 'wte.weight'`, `add, output 0 of aten op 12 (aten.add.Tensor) in h.0`."""
+    """A value in words: `argument 'wte.weight'`, `add, output 0 of aten op 12 (aten.add.Tensor) in h.0`."""
     op = graph.ops[value.op]
     if op.kind == "argument":
         return f"argument {graph.program.arguments[op.attrs['index']].name!r}"
@@ -162,7 +161,7 @@ class _Writer:
         self.aten: dict[Any, int | None] = {}
 
     def write(self, annotations: Annotations) -> None:
-        """Inline calls, take the markers out, and put pins and copies in."""
+        """Inline calls, remove markers, and insert pins and copies."""
         self.inline()
         places = self.take_markers()
         readable = self.readable(places, annotations)
@@ -175,7 +174,7 @@ class _Writer:
         self.write_boundary(annotations)
 
     def inline(self) -> None:
-        """Replace calls of private functions by their bodies, so that each op stands for one value."""
+        """Inline calls of private functions, so that each op stands for one value."""
 
         def note(op: Any, aten: int | None) -> None:
             if len(op.results):
@@ -184,10 +183,10 @@ class _Writer:
         inline_calls(self.module, lambda op, caller: aten_of(op, caller)[0], note)
 
     def take_markers(self) -> dict[tuple[int, int], Any]:
-        """Remove the markers; (aten op, output) -> the value that went through, or the last one of an unmarked op.
+        """Remove the markers; (aten op, output) -> its marked value, or the last value of an unmarked op.
 
-        In program order, so that a marker behind a marker (a view that is its base) finds the op's own result. What
-        torch_xla gave other ops goes too: a cast has its operand's sharding, which at capture is the marker's.
+        In program order, so that a marker of a marker (a view that is its base) finds the op's own result. Also removes
+        shardings that torch_xla copied to other ops: a cast gets its operand's, at capture the marker's.
         """
         found = {}
         for view in list(self.block.operations):
@@ -209,7 +208,7 @@ class _Writer:
         return found
 
     def readable(self, places: Mapping[tuple[int, int], Any], annotations: Annotations) -> dict[Value, list[Any]]:
-        """Graph value -> the module's values that are it (several where the graph merged equal ones)."""
+        """Graph value -> its values in the module (several where the graph merged equal ones)."""
         found: dict[Value, list[Any]] = defaultdict(list)
         for position, op in enumerate(self.graph.arguments):
             found[Value(op)].append(self.block.arguments[position])
@@ -227,7 +226,7 @@ class _Writer:
     def annotate_value(
         self, made: Any, value: Value, pin: Spec | None, copies: Mapping[tuple[Spec, ...], set[int]]
     ) -> None:
-        """Pin one value, and give some of its readers copies with another sharding, hop after hop."""
+        """Pin one value, and give some of its readers copies with another sharding, through their hops."""
         uses = [(use.owner.operation, use.operand_number) for use in made.uses]
         current = made
         after = made
@@ -249,7 +248,7 @@ class _Writer:
                 owner.operands[position] = written[chain]
 
     def aten_of(self, op: Any) -> int | None:
-        """The aten op of an op of main, calls inlined; in a region that of the loop or branch of main around it."""
+        """The aten op of an op of main, calls inlined; inside a region, that of the loop or branch around it."""
         while (around := op.parent.operation) != self.function.operation:
             op = around
         return self.aten.get(op.results[0]) if len(op.results) else None
@@ -287,7 +286,7 @@ class _Writer:
         return op.results[0]
 
     def write_boundary(self, annotations: Annotations) -> None:
-        """Shardings of arguments, and of the results that update them."""
+        """Write the shardings of arguments, and of the results that update them."""
         from jaxlib.mlir import ir
 
         specs = {
@@ -326,7 +325,7 @@ class _Writer:
             )
 
     def count_partitions(self) -> None:
-        """Say for how many devices the module is, as jax and other readers of StableHLO expect it."""
+        """Set the module's number of partitions, as jax and other readers of StableHLO expect it."""
         from jaxlib.mlir import ir
 
         count = ir.IntegerType.get_signless(32)
@@ -335,11 +334,10 @@ class _Writer:
 
 
 def set_boundary(program: Program, arguments: Mapping[int, Spec], mesh: Mesh) -> bytes:
-    """The module of an annotated trace with its arguments' shardings, as torch_xla gives them to XLA; MLIR bytecode.
+    """Move an annotated trace's argument shardings to `mhlo.sharding`, as torch_xla passes them; MLIR bytecode.
 
-    A placeholder cannot be sharded itself, so that a trace annotates each argument by a `custom_call @Sharding` that
-    all its readers read: they are replaced by the argument and its `mhlo.sharding`. A result that updates an argument
-    has that argument's sharding.
+    A placeholder cannot be sharded, so a trace annotates each argument by a `custom_call @Sharding` that all its
+    readers read: these are removed. A result that updates an argument has its sharding.
     """
     with mlir_context():
         module = parse_module(program.stablehlo)
@@ -366,7 +364,7 @@ def _is_sharding(op: Any) -> bool:
 
 
 def write_shardings(function: Any, name: str, shardings: Mapping[int, str], count: int) -> None:
-    """Set `mhlo.sharding` in a function's `arg_attrs` or `res_attrs`, and take it from the entries without one."""
+    """Set `mhlo.sharding` in a function's `arg_attrs` or `res_attrs`, and remove it from entries without one."""
     from jaxlib.mlir import ir
 
     attributes = {index: ir.StringAttr.get(text) for index, text in shardings.items()}

@@ -69,9 +69,9 @@ def _pairs(op: Any, name: str, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _reducers(region: Any) -> list[str]:
-    """Per result of a reducer region, what it does with its accumulator and its element.
+    """The reducer of each result of a reducer region.
 
-    Conversions around the op are seen through (bf16 sums that accumulate in f32).
+    Conversions around the op are ignored (bf16 sums that accumulate in f32).
     """
     block = region.blocks[0]
     arguments = {argument: i for i, argument in enumerate(block.arguments)}
@@ -103,7 +103,7 @@ def _reducer(value: Any, made: dict[Any, Any], arguments: dict[Any, int], k: int
 
 
 def _descends(comparator: Any) -> bool:
-    """Whether elements of the first operand that are greater come first, whatever the others are."""
+    """Whether the order is descending by the first operand alone."""
     block = comparator.blocks[0]
     operations = [view.operation for view in block.operations]
     compared, returned = operations[0], operations[-1]
@@ -214,7 +214,7 @@ def _flag(op: Any, name: str) -> bool:
 
 
 def _constant(op: Any) -> dict[str, Any]:
-    if "complex" in str(op.result.type):  # MLIR's Python has no attribute for them
+    if "complex" in str(op.result.type):  # MLIR's Python has no attribute for complex numbers
         return {"value": None}
     attribute = op.attributes["value"]
     if not getattr(attribute, "is_splat", False):
@@ -223,12 +223,12 @@ def _constant(op: Any) -> dict[str, Any]:
 
 
 def _name(op: Any, attribute: str) -> str:
-    """The last word of an enum attribute such as `#stablehlo<comparison_direction EQ>`."""
+    """The keyword of an enum attribute such as `#stablehlo<comparison_direction EQ>`."""
     return str(op.attributes[attribute]).rstrip(">").split()[-1]
 
 
 _BY_HAND = frozenset({"SPMDFullToShardShape", "SPMDShardToFullShape"})
-"""Where a program goes over to the parts of one device, and back."""
+"""Custom calls between global and per-device (manual) values."""
 SPLIT_BY_HAND = (
     "the program is split by hand in places (torch_xla's enable_manual_sharding, jax's shard_map): what is computed on "
     "the parts of one device cannot be planned; leave that out of the planned program, or make it a custom call with a "
@@ -248,7 +248,7 @@ def trip_count(op: Any, starts: Sequence[int | None]) -> int | None:
 
     Args:
         op: the `stablehlo.while`.
-        starts: the number that each carried value is known to start with.
+        starts: known start value of each carried value.
     """
     condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
     compared = [view.operation for view in condition.operations]

@@ -1,4 +1,4 @@
-"""The MLIR context in which StableHLO modules are read, and ways about a module; light, no import of jax itself."""
+"""MLIR contexts for StableHLO modules, and traversal of modules, without importing jax itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def mlir_context() -> Any:
-    """An MLIR context with the dialects that programs use; costs no import of jax itself."""
+    """An MLIR context with the dialects that programs use."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext
     from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
@@ -34,7 +34,7 @@ def functions_of(module: Any) -> dict[str, Any]:
 
 
 def entry_block(function: Any) -> Any:
-    """The one block of a function."""
+    """The single block of a function."""
     return function.regions[0].blocks[0]
 
 
@@ -46,7 +46,7 @@ def bytecode(module: Any) -> bytes:
 
 
 def ops_inside(op: Any) -> Iterator[Any]:
-    """Every op in the regions of an op, and in theirs, each before what is in it."""
+    """Every op in the regions of an op, recursively, in pre-order."""
     for region in op.regions:
         for block in region.blocks:
             for view in block.operations:
@@ -55,7 +55,7 @@ def ops_inside(op: Any) -> Iterator[Any]:
 
 
 def entries_of(function: Any, where: str, count: int) -> list[dict[str, Any]]:
-    """A function's `arg_attrs` or `res_attrs`, as a dictionary for each argument or result."""
+    """A function's `arg_attrs` or `res_attrs`, a dictionary for each argument or result."""
     from jaxlib.mlir import ir
 
     if where not in function.attributes:
@@ -64,7 +64,7 @@ def entries_of(function: Any, where: str, count: int) -> list[dict[str, Any]]:
 
 
 def set_entries(function: Any, where: str, entries: list[dict[str, Any]]) -> None:
-    """Write what `entries_of` gave."""
+    """Write back the result of `entries_of`."""
     from jaxlib.mlir import ir
 
     function.attributes[where] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])

@@ -1,6 +1,6 @@
-"""What capture reads and changes of an HLO module's protocol buffer (xla/service/hlo.proto, xla/xla_data.proto).
+"""The parts of the HLO protocol buffer that capture reads and edits (xla/service/hlo.proto, xla/xla_data.proto).
 
-Only the fields that it looks at are described; protobuf hands on the others as they are.
+Only the fields used are declared; protobuf passes the others on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FIELDS = (
     ("Shape", "dimensions", 3, "int64*"),
     ("Shape", "tuple_shapes", 4, "Shape*"),
 )
-"""Message, field, its number, what it holds; a star where it holds several."""
+"""Message, field, number, type; a star where repeated."""
 _DTYPES = {dtype.number: dtype.name for dtype in DTYPES.values()}
-"""PrimitiveType -> element type in StableHLO's words."""
+"""PrimitiveType -> element type in StableHLO's spelling."""
 _TUPLE = 13
 
 
@@ -73,23 +73,23 @@ def signature(module: Any) -> tuple[tuple[TensorType, ...], tuple[TensorType, ..
 
 
 def _types(shape: Any) -> list[TensorType]:
-    """The tensors of a shape: itself, or the parts of a tuple."""
+    """The tensors of a shape: itself, or a tuple's elements."""
     if shape.element_type == _TUPLE:
         return [each for part in shape.tuple_shapes for each in _types(part)]
     return [TensorType(tuple(shape.dimensions), _DTYPES[shape.element_type])]
 
 
 def drop_stacks(module: Any) -> None:
-    """Have the instructions of a module name no Python stack: every frame is one and the same.
+    """Drop the Python stacks of a module's instructions: every frame becomes the same one.
 
-    The stacks hold paths and lines of whoever captured; without them equal programs are equal bytes.
+    Stacks contain local paths and lines; without them equal programs are equal bytes.
     """
     if not module.HasField("stack_frame_index"):
         return
     index = module.stack_frame_index
     frames = len(index.stack_frames)
     index.Clear()
-    # One file and one function of no name, a place in them, and as many frames there as before, all called
+    # One file and one function without a name, one location, and as many frames as before, all called
     # from one more: a frame without a caller is written as another kind of MLIR location.
     index.file_names.append(b"-")
     index.function_names.append(b"-")
@@ -100,10 +100,10 @@ def drop_stacks(module: Any) -> None:
 
 
 def number_from_one(module: Any) -> None:
-    """Number the instructions of each computation from its smallest id on.
+    """Renumber the instructions of each computation densely.
 
-    torch_xla numbers instructions through the whole module; XLA reads a computation into a table as long as its largest
-    id, so that the bodies of a large program's many sums took gigabytes (GPT-2 of 200 layers: 16 GB).
+    torch_xla numbers instructions across the module, but XLA reads a computation into a table as long as its largest
+    id: gigabytes for the many reducers of a large program.
     """
     for computation in module.computations:
         if computation.root_id >= 2 * len(computation.instructions):  # not numbered densely
@@ -111,7 +111,7 @@ def number_from_one(module: Any) -> None:
 
 
 def shift_ids(computation: Any, more: int) -> None:
-    """Add that much to every instruction's id."""
+    """Add an offset to every instruction's id."""
     computation.root_id += more
     for instruction in computation.instructions:
         instruction.id += more

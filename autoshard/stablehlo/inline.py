@@ -1,6 +1,6 @@
-"""Calls of private functions replaced by the bodies they call, so that each op of main stands for one value.
+"""Inlines calls of private functions, so that each op of main stands for one value.
 
-MLIR's own `inline` leaves every call where it is: jaxlib's bindings do not register what it asks the func dialect.
+MLIR's own `inline` pass does nothing here: jaxlib does not register the func dialect's inliner interface.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def inline_calls(
 
 
 MOST_OPS = 20_000_000
-"""Ops that a program may have when every call is replaced by the body that it calls."""
+"""Most ops of a program after inlining."""
 _CALLEE = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
@@ -46,9 +46,9 @@ def check_calls(functions: Mapping[str, Any]) -> None:
     """Refuse functions that cannot be inlined into main.
 
     Raises:
-        ValueError: one has no body, calls itself, is not there, or all together would be too many ops.
+        ValueError: one has no body, is recursive or missing, or inlining would give too many ops.
     """
-    sizes: dict[str, int | None] = {}  # None: its calls are being followed
+    sizes: dict[str, int | None] = {}  # None: being visited
     stack = [("main", _calls(functions, "main"))]
     while stack:
         name, calls = stack[-1]
@@ -67,7 +67,7 @@ def check_calls(functions: Mapping[str, Any]) -> None:
 
 
 def _calls(functions: Mapping[str, Any], name: str) -> list[str]:
-    """What a function calls, as often as it does, loops and branches in it too."""
+    """The functions that a function calls, once per call, inside loops and branches too."""
     function = functions.get(name)
     if function is None or len(function.regions[0].blocks) != 1:
         raise ValueError(f"the function {name} has no body" if function is not None else f"there is no function {name}")
@@ -83,7 +83,7 @@ def _copy_body(
     note: Callable[[Any, _C | None], None],
     where: Any = None,
 ) -> list[Any]:
-    """Clone the body that `call` calls in front of `where` (default the call itself); what it returns."""
+    """Clone the callee's body in front of `where` (default the call); return its results."""
     from jaxlib.mlir import ir
 
     where = where or ir.InsertionPoint(call)
@@ -110,7 +110,7 @@ def _copy_body(
 
 
 def _rebind(op: Any, values: Mapping[Any, Any]) -> None:
-    """Have the regions of a cloned op read the caller's values where they read the callee's."""
+    """Replace the callee's values by the caller's in the regions of a cloned op."""
     for inner in ops_inside(op):
         for position, operand in enumerate(inner.operands):
             if operand in values:

@@ -1,12 +1,8 @@
-"""StableHLO bytecode -> `Graph`.
+"""Reads StableHLO into a `Graph` of plain Python values; MLIR stays within this module and `attributes.py`.
 
-The importer reads the module once and keeps plain Python values; nothing of MLIR leaves it and `attributes.py`.
-
-What it removes: function calls and composites (inlined), tuples (their elements are results of the op that makes the
-tuple), the markers `custom_call @Sharding` (see `Program.stablehlo`; they become `Graph.aten_outputs`), copies, ops
-inside an aten op that change nothing, and ops that no output depends on.
-
-`Op.attrs` of each kind: see `attributes.py`.
+Removed on the way: calls and composites (inlined), tuples (their elements become results of the op that makes the
+tuple), the markers `custom_call @Sharding` (see `Program.stablehlo`; they become `Graph.aten_outputs`), copies, no-ops
+inside an aten op, and dead ops.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from autoshard.stablehlo.context import entry_block, functions_of, mlir_context,
 Bound: TypeAlias = "Value | tuple[Bound, ...]"
 
 SHARDING_ATTRIBUTES = ("mhlo.sharding", "sdy.sharding")
-"""Of arguments and results, in GSPMD's form and in Shardy's; where a module has both, XLA falls back to GSPMD."""
+"""Of arguments and results, in GSPMD's and in Shardy's form; where a module has both, XLA falls back to GSPMD."""
 
 _MARKER = re.compile(r"(?:^|/)op(\d+)(?:\.out(\d+))?(?!\w)")
 _RENAMING_OPS = frozenset({"stablehlo.tuple", "mhlo.tuple", "mhlo.copy", "mhlo.bitcast", "sdy.sharding_constraint"})
@@ -38,7 +34,7 @@ _MAYBE_NOTHING = frozenset(
 )
 _RETURNS = frozenset({"func.return", "stablehlo.return"})
 _DIRECT_READERS = _RETURNS | {"stablehlo.custom_call"}
-"""What reads an aten op's own result, or the program's."""
+"""Readers of an aten op's own result, or the program's."""
 _CALLS = frozenset({"func.call", "stablehlo.composite"})
 _KIND_NAMES = {"topk": "top_k", "if": "case"}
 
@@ -47,12 +43,12 @@ def build_graph(program: Program, *, cse: bool = False) -> Graph:
     """The op graph of `program`'s main function.
 
     Args:
-        program: what capture made.
+        program: a captured program.
         cse: merge equal splat constants, iotas, and equal broadcasts, reshapes and conversions of these. The merged
             op keeps the aten op of its first occurrence.
 
     Raises:
-        ValueError: if the module cannot be parsed, has no main function, or has a tensor whose shape depends on data.
+        ValueError: the module cannot be parsed, has no main function, or has a data-dependent shape.
     """
     importer = _Importer(program, cse)
     outputs = importer.run()
@@ -60,10 +56,9 @@ def build_graph(program: Program, *, cse: bool = False) -> Graph:
 
 
 def _finish(program: Program, importer: _Importer, outputs: tuple[Value, ...]) -> Graph:
-    """Drop dead ops, and number the rest in post-order, as XLA writes out a computation in which nothing is dead.
+    """Drop dead ops, and number the rest in XLA's post-order.
 
-    A module comes in another order where something is: torch_xla writes the gradient of a convolution's input even
-    where nothing asks for it.
+    Dead ops disturb that order: torch_xla writes the gradient of a convolution's input even where it is unused.
     """
     ops = importer.ops
     argument_count = importer.argument_count
@@ -101,14 +96,14 @@ class _Importer:
         self.unmarked = program.unmarked
         self.functions: dict[str, Any] = {}
         self.types: dict[Any, tuple[TensorType, ...]] = {}
-        self.tensors: set[Any] = set()  # MLIR types that are not tuples
+        self.tensors: set[Any] = set()  # MLIR types other than tuples
         self.merged: dict[Any, int] = {}
-        self.constant: set[int] = set()  # ops that CSE may merge: constants and what depends on nothing else
+        self.constant: set[int] = set()  # ops that CSE may merge: constants and ops that depend on nothing else
 
     def run(self) -> tuple[Value, ...]:
-        """Import main; returns its results."""
+        """Import main; return its results."""
         with mlir_context():
-            module = parse_module(self.program.stablehlo)  # the ops are only valid while it lives
+            module = parse_module(self.program.stablehlo)  # keeps the ops valid
             self.functions = functions_of(module)
             if "main" not in self.functions:
                 raise ValueError(f"the module has no function main, only {', '.join(self.functions) or 'none'}")
@@ -136,10 +131,10 @@ class _Importer:
         captured: Mapping[Any, Bound],
         aten: int | None,
     ) -> dict[str, Any]:
-        """Attributes of a loop or branch: its regions as bodies, which read `outer` too.
+        """Attributes of a loop or branch: its regions as bodies, which also read `outer`.
 
         Args:
-            captured: values of the module that the regions read without being passed them -> what they are bound to.
+            captured: free values of the regions -> their bindings.
         """
         carried = [self.type_of(value) for value in reads] if kind == "while" else []
         bodies = tuple(self.body(region.blocks[0], carried, outer, captured, aten) for region in op.regions)
@@ -176,7 +171,7 @@ class _Importer:
         return Body(_finish(program, inner, outputs))
 
     def number(self, value: Value) -> int | None:
-        """The whole number that a scalar is known to be."""
+        """The known value of an integer scalar."""
         op = self.ops[value.op]
         while op.kind in ("broadcast_in_dim", "reshape", "convert"):
             op = self.ops[op.operands[0].op]
@@ -186,10 +181,10 @@ class _Importer:
     def block(
         self, block: Any, arguments: Iterable[Bound], caller: int | None, outer: Mapping[Any, Bound] | None = None
     ) -> list[Bound]:
-        """Import a block whose arguments are `arguments`; returns what its terminator returns.
+        """Import a block with these arguments; return its terminator's operands.
 
         Args:
-            outer: what values from around the block are bound to.
+            outer: bindings of values from enclosing blocks.
         """
         env: dict[Any, Bound] = dict(outer or {}) | dict(zip(block.arguments, arguments, strict=True))
         for view in block.operations:
@@ -229,11 +224,10 @@ class _Importer:
         raise ValueError("a block of the module ends without a return")
 
     def unchanged(self, op: Any, name: str, operands: list[Bound], aten: int | None) -> int | None:
-        """Which operand an op inside an aten op returns as it is: torch_xla writes many that do, and torchax others.
+        """The operand that a no-op inside an aten op returns; torch_xla and torchax write many of these.
 
-        Kept, they would come between a value and its readers, where nothing can be annotated, or be a kernel of their
-        own; XLA drops them. An op whose result is an aten op's own stays if its operand is another's or has other
-        readers: it is where that output is annotated, and what is before it is not.
+        Kept, they would separate a value from its readers, or be a kernel; XLA drops them. An op that makes an aten
+        output stays if its operand belongs to another aten op or has other readers: that output is annotated there.
         """
         place = 0
         if name in _MAYBE_NOTHING:
@@ -298,15 +292,15 @@ class _Importer:
         attrs: Mapping[str, Any],
         aten: int | None,
     ) -> int:
-        """Append an op (or find the equal one, under CSE); returns its id."""
+        """Append an op (or find an equal one, under CSE); return its id."""
         key = None
-        # Attributes do not carry what a non-splat constant holds, nor the regions of ops that have some.
+        # Attributes lack the elements of non-splat constants and the regions of ops.
         if self.cse and (
             (kind == "constant" and attrs["value"] is not None)
             or kind == "iota"
             or (kind in ("broadcast_in_dim", "convert", "reshape") and reads[0].op in self.constant)
         ):
-            # The text tells -0.0 from 0.0, and NaN from nothing.
+            # The text distinguishes -0.0 from 0.0, and NaN from nothing.
             key = (kind, reads, results, tuple(attrs.items()), repr(attrs.get("value")))
             if key in self.merged:
                 return self.merged[key]
@@ -338,7 +332,7 @@ def kind_of(name: str) -> str:
 
 
 def _changes_nothing(op: Any) -> bool:
-    """Whether an op that moves or converts returns its one operand as it is."""
+    """Whether a moving or converting op returns its one operand unchanged."""
     if len(op.operands) != 1 or op.operands[0].type != op.results[0].type:
         return False
     return all(
@@ -349,7 +343,7 @@ def _changes_nothing(op: Any) -> bool:
 
 
 def _captured(op: Any, env: dict[Any, Bound]) -> Iterator[Any]:
-    """Values of the module in `env` that the regions of `op` read without being passed them."""
+    """Free values of the regions of `op` that are bound in `env`."""
     return (operand for inner in ops_inside(op) for operand in inner.operands if operand in env)
 
 
@@ -358,7 +352,7 @@ def _rebound(bound: Bound, place: Mapping[Value, Value]) -> Bound:
 
 
 def _bind(arguments: Any, places: Iterable[int]) -> list[Bound]:
-    """Block arguments, none of them a tuple, as the first values of a body."""
+    """Bind block arguments, none of them a tuple, to the first values of a body."""
     return [Value(place) for _, place in zip(arguments, places, strict=True)]
 
 
@@ -369,7 +363,7 @@ def _leaves(value: Bound) -> tuple[Value, ...]:
 
 
 def parse_module(module: bytes) -> Any:
-    """Parse a StableHLO module (bytecode or text) in the current context; CaptureError when it is none."""
+    """Parse a StableHLO module (bytecode or text) in the current context; CaptureError if it is none."""
     from jaxlib.mlir import ir
 
     try:
@@ -381,7 +375,7 @@ def parse_module(module: bytes) -> Any:
 
 def aten_of(op: Any, caller: int | None) -> tuple[int | None, int | None]:
     """The aten op (and, for a marker, its output) that an op's location names."""
-    # A named location holds its name beside the whole Python stack, which is slow to print; others name nothing.
+    # Printing a named location with its Python stack is slow; other locations name nothing.
     found = _MARKER.search(getattr(op.location, "name_str", ""))
     if found is None:
         return caller, None

@@ -1,7 +1,7 @@
-"""Arguments that a program writes anew without reading them: a buffer that is filled, the loss that a module keeps.
+"""Arguments that a program overwrites without reading: a buffer that is filled, the loss that a module keeps.
 
-A lowered trace takes what it reads. What is written is an argument too: it is there before the step, sharded as what
-replaces it.
+A lowered trace has no parameter for these. They are arguments all the same: they exist before the step, sharded like
+their replacement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoshard.stablehlo.reader import parse_module
 
 
 def with_arguments(stablehlo: bytes, types: Sequence[TensorType]) -> bytes:
-    """A module whose main function takes more arguments behind its own, which nothing reads; MLIR bytecode."""
+    """Append unused parameters to a module's main function; MLIR bytecode."""
     if not types:
         return stablehlo
     from jaxlib.mlir import ir

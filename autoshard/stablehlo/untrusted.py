@@ -1,8 +1,8 @@
-"""StableHLO modules that anyone may have written, held against what MLIR's readers end the process on.
+"""Checks untrusted StableHLO modules for input on which MLIR's readers crash.
 
-Text is looked at: it must be UTF-8, also where it is escaped, and not nested so deeply that a reader runs out of stack.
-Bytecode is first read by a process of its own (`python -m autoshard.stablehlo.untrusted`), with limits on its time
-and memory; what MLIR then prints of it is looked at in the same way.
+Text must be UTF-8, also where escaped, and not nested so deeply that a reader overflows its stack. Bytecode is first
+read by a process of its own (`python -m autoshard.stablehlo.untrusted`), with limits on time and memory; MLIR's text of
+it is then checked in the same way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autoshard.stablehlo.context import mlir_context
 
 BYTECODE = b"ML\xefR"
 PORTABLE = BYTECODE + b"\rStableHLO_v"
-"""How the bytecode of a portable artifact (VHLO) begins."""
+"""Prefix of the bytecode of a portable artifact (VHLO)."""
 
 DEEPEST_REGION, DEEPEST = 64, 400
-"""How deep braces may be nested, and brackets of all kinds."""
+"""Deepest nesting of braces, and of brackets of all kinds."""
 _LONGEST_TYPE = 1_000_000
-"""Characters of a type or attribute that is written through aliases, when all are written out."""
+"""Most characters of a type or attribute with its aliases expanded."""
 
 _BRACKET = re.compile(rb'"(?:[^"\\\n]|\\.)*"|//[^\n]*|->|>=|<=|[<>(){}\[\]]')
 _ESCAPED = re.compile(rb"\\([0-9A-Fa-f]{2})")
@@ -78,7 +78,7 @@ def _refuse_depth(text: bytes) -> None:
 
 
 def _aliases(text: bytes) -> tuple[int, int]:
-    """How deep aliases refer to one another, and the length of the longest that is no location, written out."""
+    """Depth of nested aliases, and the length of the longest expanded one that is no location."""
     depth: dict[bytes, int] = {}
     length: dict[bytes, int] = {}
     for name, said in _ALIAS.findall(text):
@@ -90,7 +90,7 @@ def _aliases(text: bytes) -> tuple[int, int]:
 
 
 def _read_apart(content: bytes) -> None:
-    """Have another process read bytecode."""
+    """Read bytecode in another process."""
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "autoshard.stablehlo.untrusted"]

@@ -1,1 +1,1 @@
-"""Check a plan against XLA's own compilers: compile the annotated program, read its collectives back, run it."""
+"""Checks a plan against XLA's own compilers: compiles the annotated program, reads its collectives, runs it."""

@@ -1,4 +1,4 @@
-"""Weights and batches that programs are run with: for models on meta, and like sample inputs."""
+"""Weights for models on meta, and random batches like the sample inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH_SEED = 20
 
 
 def with_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model on the CPU; one on meta is built anew, with random weights from a fixed seed.
+    """A copy of the model on the CPU; one on meta is rebuilt with random weights from a fixed seed.
 
     Raises:
         RunError: a model on meta with buffers that nothing initializes.
@@ -52,7 +52,7 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
-    """Inputs like the sample ones: normal floats, tokens below the vocabulary; masks as they are, or ones.
+    """Random inputs of the sample's types: normal floats, tokens below the vocabulary; masks as they are, or ones.
 
     Integers of a sample with values keep their range: each batch shuffles them; so do floats of which none is negative
     (probabilities, counts, pixels). Tensors that are one object in the sample are one here.
@@ -83,7 +83,7 @@ def _random_like(
 
 
 def _never_negative(sample: torch.Tensor) -> bool:
-    """Whether a sample says that its values are of that sort; zeros alone do not, nor does what memory held."""
+    """Whether a sample implies non-negative values; zeros alone do not, nor does uninitialised memory."""
     if sample.is_meta or sample.numel() == 0:
         return False
     values = sample.detach().cpu().float()
@@ -92,7 +92,7 @@ def _never_negative(sample: torch.Tensor) -> bool:
 
 
 def _classes(model: torch.nn.Module, images: bool) -> int:
-    """Below what integer inputs stay: the vocabulary, or the labels of a classifier."""
+    """Upper bound of integer inputs: the vocabulary, or the labels of a classifier."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "num_labels", None) if images else getattr(text, "vocab_size", None)

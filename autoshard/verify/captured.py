@@ -1,11 +1,11 @@
-"""A captured program run on jax's CPU devices: what its StableHLO module itself computes, step after step.
+"""Runs a captured StableHLO module on jax's CPU devices, step after step.
 
     step = CapturedStep(program, optimizer)       # the module as captured, on one device
     state = step.begin(model, optimizer)          # parameters, buffers and optimizer state by name
     state, outputs = step(state, {"input": x})    # the state after one step, and the loss
 
-With a plan it is the module that `autoshard lower` writes, on as many devices as the plan's mesh has. Neither torch_xla
-nor `jax.export` has a part in it, so that a difference from PyTorch is one of the program that was captured.
+With a plan it runs the module that `autoshard lower` writes, on the plan's number of devices. Neither torch_xla nor
+`jax.export` is involved, so a difference from PyTorch is one of the captured program.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CapturedStep:
 
     Args:
         program: what `autoshard.capture` made.
-        optimizer: over the model's parameters, where the program is a training step with one; it says what is worked
-            out on the host in each step. Its state tells how many steps it has taken.
-        plan: whose annotations the module has; without one it runs on one device.
+        optimizer: over the model's parameters, where the program is a training step with one; it gives the scalars
+            computed on the host in each step, counted from the steps in its state.
+        plan: whose annotations the module gets; without one it runs on one device.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class CapturedStep:
         return after, made
 
     def _split(self, argument: Any) -> tuple[Spec, Any] | None:
-        """How an argument is split by the plan, and in jax's words; None where it is whole."""
+        """How the plan splits an argument, as its spec and as jax's sharding; None where it is replicated."""
         tensor = None if self._plan is None else self._plan.argument(argument)
         return None if tensor is None else (tensor.spec, self._jax.arguments()[argument.name])
 
     def _split_result(self, name: str) -> tuple[Spec, Any] | None:
-        """How a result that replaces no argument is split, and in jax's words; None where it is whole."""
+        """How a result that replaces no argument is split: spec and jax sharding; None where replicated."""
         tensor = None if self._plan is None else self._plan.outputs.get(name)
         return None if tensor is None else (tensor.spec, self._jax.outputs[name])
 
@@ -132,7 +132,7 @@ class CapturedStep:
         return jax.sharding.NamedSharding(self._jax.mesh, jax.sharding.PartitionSpec())
 
     def _whole(self, kind: TensorType, split: tuple[Spec, Any] | None, parts: list[Any]) -> np.ndarray[Any, Any]:
-        """A result, put together from its shards; one that nothing in the module says is split is whole on each."""
+        """Assemble a result from its shards; one without an annotation is replicated."""
         import jax
 
         if split is None or parts[0].shape == kind.shape:
@@ -146,7 +146,7 @@ class CapturedStep:
 def held_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[tuple[Kind, str], Tensor]:
-    """(Kind, name) of each tensor that a training step may update -> what it is now, named as in a `Program`."""
+    """(Kind, name) -> present value of each tensor that a training step may update, named as in a `Program`."""
     found: dict[tuple[Kind, str], Tensor] = {}
     for name, parameter in model.named_parameters():
         found["parameter", name] = parameter.detach()
@@ -160,7 +160,7 @@ def held_tensors(
 
 
 def _compiled(module: bytes, devices: list[Any], results: int) -> Any:
-    """A module compiled for these CPU devices in little time; results without an annotation are whole on each."""
+    """Compile a module quickly for these CPU devices; results without an annotation are replicated."""
     from jax._src.lib import _jax
     from jax._src.lib import xla_client as xc
 

@@ -1,4 +1,4 @@
-"""`verify`: what the target's own compiler makes of a plan, beside what was predicted."""
+"""`verify`: compiles a plan with the target's own compiler and compares with the prediction."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from autoshard.verify.work import compiled_work
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was predicted of a plan, and what the compiler made of it.
+    """A plan's prediction beside its compiled program.
 
     Attributes:
-        target: what it was compiled for.
+        target: compile target.
         fidelity: collectives, predicted beside compiled.
         prediction: the cost model's figures for the target's device kind.
         judged: step time of the compiled program under the same device model.
-        memory_bytes: per device, what the compiler lays out.
-        rematerializations: what the partitioner had to replicate and slice again: defects of the plan.
-        wrong_sums: convolutions whose numbers XLA would compute wrongly (`strategies/guard.py`): the solver's plans
-            have none, annotations written by hand may.
+        memory_bytes: peak per device by the compiler's buffer assignment.
+        rematerializations: values that the partitioner had to fully rematerialize (replicate and slice): defects of
+            the plan.
+        wrong_sums: convolutions that XLA would miscompute (`strategies/guard.py`): the solver's plans have none, plans
+            by hand may.
         run: three training steps under the plan against one device, if asked for.
         cycles: libtpu's own estimate of the kernels, if asked for.
     """
@@ -64,7 +65,7 @@ class VerifyReport:
     def passes(self, max_fidelity: float, *, decided: bool = True) -> bool:
         """Whether fidelity is within the limit, no sum is known to be wrong and, if run, the numbers are equal.
 
-        Without `decided`, a run that decides nothing passes.
+        Without `decided`, an undecided run passes.
         """
         equal = self.run is None or self.run.equal or (not decided and self.run.status == "not decided")
         right = not self.wrong_sums and equal
@@ -93,7 +94,7 @@ class VerifyReport:
         return found
 
     def __str__(self) -> str:
-        """Tables for a person."""
+        """Tables for the terminal."""
         predicted, compiled = self.prediction.peak_memory_bytes, self.memory_bytes
         program = self.prediction.compiled
         lines = [
@@ -130,9 +131,9 @@ def compare_compiled(
     *,
     cycles: bool = False,
 ) -> tuple[VerifyReport, Compiled]:
-    """Compile an annotated module for `target` and hold the prediction for its device kind against it.
+    """Compile an annotated module for `target` and compare with the prediction for its device kind.
 
-    With `cycles` a TPU's compiler runs to its end, and what it estimates of the kernels is read too.
+    With `cycles` a TPU's compiler also generates code, and its estimates of the kernels are read.
     """
 
     targeted = on_target(mesh, target)
@@ -177,20 +178,19 @@ def verify_plan(
     cycles: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """Compile the program under the plan for `target`, and compare.
+    """Compile the program under the plan for `target`, and compare with the prediction.
 
-    For TPUs and the CPU it is traced again by torch_xla, annotated as it goes, as training there has it. GPUs, which
-    torch_xla does not run, get the captured module with the annotations written into it in GSPMD's form, the program of
-    `to_jax().step(…, partitioner="gspmd")`; what Shardy, the default there, makes of it is not compiled. The same
-    annotations as torch_xla's lists of devices would keep XLA's GPU compiler from scattering sums whose devices are in
-    another order than the mesh's.
+    For TPUs and the CPU torch_xla traces the annotated step again, as in training. For GPUs, which torch_xla does not
+    run, the annotations are written into the captured module in GSPMD's form: the program of `to_jax().step(…,
+    partitioner="gspmd")`, not of Shardy, its default. As torch_xla's device lists, the same annotations would keep
+    XLA's GPU compiler from forming reduce-scatters over devices in an order other than the mesh's.
 
     Args:
-        source: the model, its sample inputs, loss and optimizer that the plan was made for; or a program that was not
-            captured from one (a StableHLO file), whose module is then annotated as `autoshard lower` does.
+        source: the model, sample inputs, loss and optimizer of the plan; or a program read from a StableHLO file, whose
+            module is annotated as `autoshard lower` does.
         target: `cpu`, `tpu-v5e:2x4`, `h100:8`…; default the plan's own device kind.
         run: also train three steps under the plan on virtual CPU devices, against one device.
-        cycles: also have a TPU's compiler generate code, minutes at times, and sum its own estimates of the kernels.
+        cycles: also have a TPU's compiler generate code (up to minutes) and sum its own estimates of the kernels.
 
     Raises:
         PlanMismatchError: the source is another program than the plan's.
@@ -221,7 +221,7 @@ def verify_plan(
 
 
 def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
-    """The graph of a source's program, and its module with the plan's annotations written into it for GSPMD."""
+    """The graph of a program, and its module annotated for GSPMD as `autoshard lower` writes it."""
 
     if not isinstance(source, Program):
         say("capture")
@@ -235,7 +235,7 @@ def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], Non
 
 
 def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
-    """The graph of a source's program, and its module as training under the plan would trace it."""
+    """The graph of a source's program, and its module as torch_xla traces it under the plan."""
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.lower.torch_xla.mark_sharding import annotated_program
 
@@ -249,10 +249,10 @@ def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tup
 
 
 def default_target(mesh: Mesh) -> str:
-    """The target that a mesh lies on: its device kind with a topology, as it says or as it is placed.
+    """The target of a mesh: its device kind with its topology, declared or implied.
 
     Raises:
-        TargetError: the kind is one of the user's, and says of which family it is but not for what to compile.
+        TargetError: the kind is the user's own, and names a family but no target.
     """
     device = load_device(mesh.device)
     if device.compiler.compiles_for_all_kinds:

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, measured as DESIGN section 10 says."""
+"""Reads the collectives of a compiled program: kinds, groups as mesh axes, bytes, trip counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPCODES = (
 Neighbours = Callable[[Module, Computation, Instruction], list[tuple[Computation, Instruction]]]
 
 _LABEL_SEARCH = 64
-"""Instructions that are looked at for a label before a collective goes without."""
+"""Most instructions searched for a label before a collective goes without."""
 
 
 def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[CompiledCollective]:
@@ -43,10 +43,10 @@ def compiled_collectives(hlo: str | Module, mesh: Mesh, family: Family) -> list[
 
     Args:
         hlo: the text, or the parsed module.
-        mesh: the plan's mesh; partition i of the module is its device i, row-major. A module for one of several TPU
-            slices needs a mesh of a device kind with that topology; see `slices.py`.
-        family: whose compiler wrote it. On `cpu` an all-reduce of which every device keeps a slice counts as a
-            reduce-scatter, and a collective of f32 values that were bf16 counts half (CPU has neither).
+        mesh: the plan's mesh; partition i of the module is its device i, row-major. For one of several TPU slices its
+            device kind needs that topology; see `slices.py`.
+        family: of the compiler. On `cpu`, which has no reduce-scatter and no bf16, an all-reduce of which every device
+            keeps a slice counts as a reduce-scatter, and a collective of f32 values converted from bf16 counts half.
 
     Raises:
         ValueError: when the module is partitioned over another number of devices than the mesh has.
@@ -69,7 +69,7 @@ def normalise(collectives: Iterable[CompiledCollective]) -> dict[tuple[str, Axis
 def nearest_label(module: Module, computation: Computation, instruction: Instruction) -> str:
     """The `op_name` of the nearest instruction that it reads from, else of the nearest that reads it.
 
-    Compilers drop names when they combine or move collectives. Looks through the boundaries of fusions.
+    Compilers drop names when they combine or move collectives. The search crosses fusion boundaries.
     """
     return _towards(_sources, module, [(computation, instruction)]) or _towards(
         _readers, module, [(computation, instruction)]
@@ -81,8 +81,8 @@ def part_label(
 ) -> str:
     """The `op_name` of one operand of a collective that combines several.
 
-    The collective itself carries the name of any one of them. The element of its result has the name of the collective
-    that was combined (on GPU); else what made the operand says it, or what reads that element.
+    The collective carries the name of any one of them. On GPU the element of its result has the name of the original
+    collective; else the operand's producer names it, or a reader of that element.
     """
     done = [user for user in computation.users.get(instruction.name, ()) if user.opcode.endswith("-done")]
     element = (done[0] if done else instruction).name
@@ -98,7 +98,7 @@ def part_label(
 
 
 def _towards(neighbours: Neighbours, module: Module, start: Sequence[tuple[Computation, Instruction]]) -> str:
-    """The first label of an aten op that a search breadth first from `start` meets."""
+    """The first label of an aten op in a breadth-first search from `start`."""
     todo = list(start)
     seen = {(computation.name, instruction.name) for computation, instruction in todo}
     for where, one in todo:
@@ -115,7 +115,7 @@ def _towards(neighbours: Neighbours, module: Module, start: Sequence[tuple[Compu
 
 
 def _callers(module: Module, computation: Computation) -> list[tuple[Computation, Instruction]]:
-    """The fusions that run a computation, and where they stand."""
+    """The fusions that call a computation, and the computations that they stand in."""
     found = module.callers.get(computation.name, ())
     return [(module.computations[name], caller) for name, caller in found if caller.opcode == "fusion"]
 
@@ -137,7 +137,7 @@ def _readers(module: Module, where: Computation, one: Instruction) -> list[tuple
 
 
 class Reader:
-    """Walks the computations that run; `compiled_collectives` from the entry."""
+    """A walk over the computations that run; `compiled_collectives` starts at the entry."""
 
     def __init__(self, module: Module, mesh: Mesh, family: Family) -> None:
         """See `compiled_collectives`."""
@@ -153,10 +153,10 @@ class Reader:
         """Collectives of a computation that runs `count` times.
 
         Args:
-            fused_in: for the inside of a fusion, the computation that the fusion stands in.
+            fused_in: inside a fusion, the computation that contains the fusion.
             scatter: inside a reduce-scatter fusion.
-            label: what an instruction without metadata belongs to.
-            loops: the computations that the loops around it stand in: what they started may go on inside.
+            label: for instructions without metadata.
+            loops: the computations that contain the enclosing loops: async ops started there may be in flight inside.
         """
         computation = self.module.computations.get(name)
         if computation is None:
@@ -174,7 +174,7 @@ class Reader:
         label: str = "",
         loops: tuple[str, ...] = (),
     ) -> Iterator[CompiledCollective]:
-        """Collectives of one instruction and of what it calls; see `visit`."""
+        """Collectives of one instruction and of the computations that it calls; see `visit`."""
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
         own_label = instruction.op_name or label
@@ -198,8 +198,8 @@ class Reader:
                 times = count * (1 if trips is None else trips)
                 yield from self.visit(body, times, "", scatter, own_label, (*loops, computation.name))
         elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
-            # TPU fuses the start, the middle and the end of an async collective with other work: count it at its start.
-            # Channels alone do not tell: combined collectives share one.
+            # TPU fuses the parts of an async collective with other work: count it at its start.
+            # Channels alone do not identify it: combined collectives share one.
             end = self.module.async_ends(instruction) if opcode == "fusion" else None
             if end is not None and end[0] == "done":
                 return
@@ -214,7 +214,7 @@ class Reader:
     def read(
         self, computation: Computation, instruction: Instruction, kind: str, count: int, label: str
     ) -> Iterator[CompiledCollective]:
-        """One instruction; nothing where it moves nothing.
+        """The collectives of one instruction; none where it moves nothing.
 
         A combined all-reduce of which only some operands are scattered is two collectives.
         """
@@ -279,7 +279,7 @@ class Reader:
             )
 
     def joined_parts(self, computation: Computation, operands: list[Instruction]) -> tuple[tuple[int | None, int], ...]:
-        """(aten op, bytes) of the values that an operand was joined from (GPU: `AllReduceContiguous`), else nothing."""
+        """(aten op, bytes) of the values concatenated into an operand (GPU: `AllReduceContiguous`), else nothing."""
         if len(operands) != 1 or len(operands[0].shapes) != 1 or len(operands[0].shapes[0].dims) != 1:
             return ()
         value = operands[0]
@@ -295,13 +295,13 @@ class Reader:
     def was_bf16(
         self, computation: Computation, instruction: Instruction, operand: Instruction, element: int | None
     ) -> bool:
-        """Whether a collective of f32 values moves bf16 ones: converted just before it, or by all that read it."""
+        """Whether an f32 collective moves bf16 values: converted just before it, or by all its readers."""
         if {shape.dtype for shape in operand.shapes} != {"f32"}:
             return False
         return self.from_bf16(computation, operand) or self.to_bf16(computation, instruction, element)
 
     def from_bf16(self, computation: Computation, value: Instruction) -> bool:
-        """Whether a value is a conversion from bf16, moved and combined into wholes at most."""
+        """Whether a value is a conversion from bf16, but for data movement and concatenation."""
         for _ in range(64):
             if value.opcode == "convert":
                 source = computation.instructions[value.operands[0]]

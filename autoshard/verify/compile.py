@@ -1,4 +1,4 @@
-"""Compile an annotated program for devices that need not be present, in a process of its own, and keep the result."""
+"""Compiles an annotated program for devices that need not be present, in a process of its own, with a cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from autoshard.errors import AutoshardError, FileError
 from autoshard.verify.targets import Target, parse_target
 
 WORKER_VERSION = 2
-"""Raised whenever the worker compiles the same module differently: old cache entries no longer count."""
+"""Part of the cache key: raised whenever the worker compiles the same module differently."""
 
 COMPILE_COMMAND = (sys.executable, "-P", "-m", "autoshard.verify.worker")
-"""The command that compiles what the request file, its last argument, describes."""
+"""The command of the compile worker, without its last argument, the request file."""
 
 COMPILE_TIMEOUT_S = 1200.0
 
@@ -38,18 +38,18 @@ _KNOWN_CRASHES = {
         "along which they are read (such as the columns that an index_select took) whole, or split it evenly"
     ),
 }
-"""What a compiler says when it aborts -> what about the program it cannot do (measured: libtpu 0.0.51)."""
+"""Text of a compiler's abort -> what about the program it cannot compile (libtpu 0.0.51)."""
 
 
 class CompileError(AutoshardError, RuntimeError):
-    """XLA could not compile the program: what it said, or that it crashed or took too long."""
+    """XLA could not compile the program: its message, or that it crashed or timed out."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device as the compiler lays them out.
+    """Bytes per device by the compiler's buffer assignment.
 
-    `alias` bytes are counted in both `argument` and `output`: a donated argument and the result that takes its place.
+    `alias` bytes are counted in both `argument` and `output`: a donated argument and the result in its buffer.
     """
 
     argument: int
@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes per device that the program holds at most, the compiler's temporaries laid out as one block."""
+        """Peak bytes per device, with the compiler's temporaries as one block."""
         return self.argument + self.output - self.alias + self.temp
 
 
@@ -71,10 +71,10 @@ class Compiled:
         target, num_devices: what it was compiled for.
         path: gzipped HLO text; see `hlo_text`.
         memory: bytes per device.
-        seconds: compile time, without the start of the process; of the first time where the result was cached.
-        rematerializations: what the partitioner said about values that it had to replicate and slice again
-            (`Involuntary full rematerialization`), one text each: defects of the annotations.
-        cached: whether it was compiled earlier.
+        seconds: compile time, without the start of the process; of the original compilation where cached.
+        rematerializations: the partitioner's warnings of `Involuntary full rematerialization`, one text per value:
+            defects of the annotations.
+        cached: whether the result is from the cache.
     """
 
     target: Target
@@ -112,12 +112,12 @@ def compile_module(
         stablehlo: MLIR bytecode or text; sharding annotations are `mhlo.sharding` attributes on arguments, results
             and `custom_call @Sharding`. An argument without one is replicated.
         target: a Target or its text.
-        donate: argument index -> index of the result that takes over its buffer.
+        donate: argument index -> index of the result that reuses its buffer.
         order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
             `cost/machine/layout.py`); default partition i on device i.
-        whole: also have a TPU's compiler generate code, which takes most of its time: only then are its estimates of
-            cycles in the text. Other compilers always do.
-        cache_dir: where compiled programs are kept; default `files.cache_dir()`.
+        whole: also have a TPU's compiler generate code, most of its time, without which the text has no estimates of
+            cycles. Other compilers always do.
+        cache_dir: cache of compiled programs; default `files.cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 
     Raises:
@@ -158,11 +158,11 @@ def compile_module(
 
 
 _TEXT, _RESULT = "hlo.txt.gz", "result.json"
-"""What an entry, a folder, holds."""
+"""Files of a cache entry, which is a folder."""
 
 
 def _kept(entry: Path) -> dict[str, Any] | None:
-    """The result in an entry; None where there is none, or not as it was written: then it is removed."""
+    """The result in an entry; None where there is none, or a corrupt one, which is removed."""
     try:
         result = json.loads((entry / _RESULT).read_bytes())
         if result.pop("sha256") == _digest(entry, result, (entry / _TEXT).read_bytes()):
@@ -188,7 +188,7 @@ def _key(stablehlo: bytes, target: Target, how: Mapping[str, Any], versions: Map
 
 
 def _publish(work: Path, entry: Path) -> dict[str, Any]:
-    """Make what is in the work folder the cache entry in one step, whoever comes first; returns the result."""
+    """Rename the work folder to the cache entry, unless another process was first; returns the result."""
     result: dict[str, Any] = json.loads((work / _RESULT).read_text())
     digest = _digest(entry, result, (work / _TEXT).read_bytes())
     with files.work_folder(entry.parent, "new-") as keep:
@@ -228,7 +228,7 @@ def _run_worker(work: Path, stablehlo: bytes, target: Target, how: Mapping[str, 
 
 
 def _rematerializations(said: str) -> list[str]:
-    """The partitioner's warnings, without time and place in XLA's sources."""
+    """The partitioner's warnings of full rematerialization, without time and source location."""
     found = []
     for line in said.splitlines():
         if _REMATERIALIZATION in line:
@@ -238,7 +238,7 @@ def _rematerializations(said: str) -> list[str]:
 
 
 def _failure(target: Target, status: int, said: str) -> str:
-    """One clear message from what a failed compiler left on standard error."""
+    """The error message, from a failed compiler's standard error."""
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
         how = f"the compiler for {target} crashed ({name})"

@@ -1,4 +1,4 @@
-"""One collective as a compiler wrote it."""
+"""A collective instruction of a compiled program."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class CompiledCollective:
 
     Attributes:
         kind: XLA's name, without `-start`; `reduce-scatter` also for a TPU reduce-scatter fusion and, on CPU, for an
-            all-reduce of which every device goes on with its own slice.
-        axes: what of the mesh it runs over.
+            all-reduce of which every device uses only its own slice.
+        axes: the mesh axes that it spans.
         bytes: the larger of operand and result payload per device, for one execution; a tuple's summed.
-        count: executions per step (trip counts of the loops around it, multiplied).
+        count: executions per step (the product of the enclosing loops' trip counts).
         dtype: element types as printed, joined by `+`.
-        aten: index of the aten op that the compiler says it came from, or None.
+        aten: index of the aten op in its metadata, or None.
         name: the instruction.
         label: its `op_name`.
-        parts: of one that combines several values, (aten op that made the value, bytes) for each; none of an
-            all-to-all, whose several operands are what one value sends to each device.
+        parts: of a combined collective, (aten op that made the value, bytes) per value; empty for an all-to-all, whose
+            operands are the parts of one value.
     """
 
     kind: str

@@ -1,8 +1,8 @@
-"""libtpu's own estimate of a compiled step: a clock that shares nothing with the device model.
+"""libtpu's own estimate of a compiled step, independent of the device model.
 
 A TPU's compiler that runs to its end writes `estimated_cycles` on products, fusions and copies. It writes none on
-collectives, on copies and sparse cores' work that run beside the kernels, on gathers, scatters and sorts, or on kernels
-written by hand (Pallas): those are counted by kind, and nothing is put in their place.
+collectives, on async copies and sparse-core work, on gathers, scatters and sorts, or on Pallas kernels: those are
+counted by kind, without an estimate of ours in their place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.verify.work import ASYNC_COPIES, COLLECTIVE, Work
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**63 - 1
-"""What libtpu writes before it has estimated anything."""
+"""libtpu's value for no estimate."""
 
 _LOOPS_OF_THEIR_OWN = frozenset({"gather", "scatter", "sort"})
 _ESTIMATED = "estimated"
@@ -31,15 +31,15 @@ _SHOWN_S = 5e-7
 
 @dataclass(frozen=True)
 class Cycles:
-    """What libtpu says that the kernels of one device take, per step.
+    """libtpu's estimates for the kernels of one device, per step.
 
     Attributes:
-        cycles: its estimates, each times the trips of the loops around it; of a conditional, the dearest branch alone.
+        cycles: sum of its estimates times trip counts; of a conditional, the most expensive branch alone.
         clock: cycles per second of the device kind.
         model_s: seconds of the same kernels under the device model.
-        without: kind -> how many that carry no estimate run in a step, and their seconds under the device model (of
-            collectives 0).
-        loops: names of loops that are counted once because their trips are known from nowhere.
+        without: kind -> executions per step without an estimate, and their seconds under the device model (0 for
+            collectives).
+        loops: names of loops counted once because their trip counts are unknown.
     """
 
     cycles: int
@@ -50,7 +50,7 @@ class Cycles:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the kernels that carry an estimate."""
+        """Seconds of the kernels with an estimate."""
         return self.cycles / self.clock
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Cycles:
         }
 
     def __str__(self) -> str:
-        """Lines for a person."""
+        """Lines for the terminal."""
         without = ", ".join(
             f"{count} {kind}" + f" ({seconds * 1e3:.3f} ms)" * (seconds >= _SHOWN_S)
             for kind, (count, seconds) in self.without.items()
@@ -83,11 +83,11 @@ class Cycles:
 
 
 def compiled_cycles(module: Module, device: Device, trips: Mapping[int, int] | None = None) -> Cycles:
-    """Sum libtpu's estimates over the kernels of a module that was compiled to the end.
+    """Sum libtpu's estimates over the kernels of a module compiled with code generation.
 
     Args:
         device: of the target; its clock must be known.
-        trips: aten op -> trips of the program's loop there, for loops that the compiled text says nothing of.
+        trips: aten op -> trip count of its loop, for loops without one in the compiled text.
     """
     walk = _Walk(module, device, trips or {})
     found = walk.kernels(module.entry, 1)
@@ -106,7 +106,7 @@ def compiled_cycles(module: Module, device: Device, trips: Mapping[int, int] | N
 
 
 def check_clock(target: Target, device: Device) -> None:
-    """Refuse a target whose compiler estimates no cycles, and a device kind whose clock is not known.
+    """Refuse a target whose compiler estimates no cycles, and a device kind of unknown clock.
 
     Raises:
         TargetError: says what to do.
@@ -120,7 +120,7 @@ def check_clock(target: Target, device: Device) -> None:
 
 
 def loop_trips(graph: Graph) -> dict[int, int]:
-    """Aten op -> trips of the loop that it became, where it is one loop of known trips."""
+    """Aten op -> trip count of the one loop that it became, where that is known."""
     found: dict[int, set[int | None]] = {}
     for op in _ops(graph):
         if op.kind == "while" and op.aten is not None:
@@ -150,7 +150,7 @@ def _cycles(kernels: Iterable[_Timed]) -> int:
 
 
 class _Walk:
-    """Walks the computations that run; state of one `compiled_cycles` call."""
+    """A walk over the computations that run, for one `compiled_cycles` call."""
 
     def __init__(self, module: Module, device: Device, trips: Mapping[int, int]) -> None:
         self.module = module
@@ -178,7 +178,7 @@ class _Walk:
         return [kernel for name in instruction.called for kernel in self.kernels(name, times)]
 
     def trip_count(self, loop: Instruction) -> int:
-        """How often a loop turns: as the compiled text says, else as the program does, else once and noted."""
+        """Trip count of a loop: from the compiled text, else from the program, else 1, and noted."""
         trips = self.module.trip_count(loop)
         if trips is None:
             aten = aten_index(loop.op_name)
@@ -198,11 +198,11 @@ class _Walk:
             yield _Timed(kind, times, cycles, model_s)
 
     def without_estimate(self, computation: Computation, instruction: Instruction, kernel: bool) -> str:
-        """What to call an instruction without an estimate; the empty string where it takes no time."""
+        """Name of an instruction without an estimate; empty where it takes no time."""
         opcode = instruction.opcode
         if collective := COLLECTIVE.match(opcode):
             return "" if opcode.endswith("-done") else collective[0]
-        if opcode == "async-start":  # a sparse core's, beside the kernels
+        if opcode == "async-start":  # a sparse core's, in parallel to the kernels
             return f"async {self.module.computations[instruction.called[0]].root.opcode}"
         if opcode == "fusion" and not kernel:
             end = self.module.async_ends(instruction)
@@ -216,7 +216,7 @@ class _Walk:
         return self.fused_loop(instruction) or instruction.target or opcode
 
     def fused_loop(self, instruction: Instruction) -> str:
-        """The gather, scatter or sort that a fusion holds, however deep."""
+        """The gather, scatter or sort inside a fusion, however deep."""
         for name in instruction.called:
             for one in reversed(self.module.computations[name].instructions.values()):
                 if found := one.opcode if one.opcode in _LOOPS_OF_THEIR_OWN else self.fused_loop(one):

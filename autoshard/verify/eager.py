@@ -1,11 +1,10 @@
-"""Steps that PyTorch takes by itself, and a captured program's beside them, tensor by tensor.
+"""Compares a captured program's steps with PyTorch's own, tensor by tensor.
 
-PyTorch takes the steps as they are and, as the yardstick, all in float64; then what capture and lowering made of them
-takes the same ones, with the same batches. After each step its results and every parameter, buffer and optimizer state
-are compared. A tensor may be off from the exact one by 1e-5 of its largest element and `ROUNDING_SLACK` times what
-PyTorch is off by itself until then; where that is not enough, also in runs whose every result is off in its last bits
-(`rounding.LastBits`). So that such an allowance excuses nothing, a tensor is *untold* where it has not moved by three
-times as much; what PyTorch left as it was, to the bit, has to be left so.
+PyTorch runs the steps in their own precision and, as the reference, in float64; then the captured or lowered program
+runs them with the same batches. After each step, results and every parameter, buffer and optimizer state are compared.
+The tolerance of a tensor is 1e-5 of its largest element plus `ROUNDING_SLACK` times PyTorch's own error so far; where
+that is exceeded, also the errors of runs perturbed in their last bits (`rounding.LastBits`). A tensor is *untold* where
+it has moved by less than three times its tolerance; what PyTorch leaves unchanged must stay unchanged to the bit.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ Numbers = Mapping[TensorKey, Tensor]
 
 @dataclass(frozen=True)
 class Off:
-    """A tensor that is off from the exact one by more than 1e-5 of its largest element, in the worst step.
+    """A tensor whose error exceeds 1e-5 of its largest element, in its worst step.
 
     Attributes:
-        key: which.
+        key: of the tensor.
         step: after which, counted from 1.
-        off: by how much.
-        allowed: how much may be.
+        off: error against float64.
+        allowed: tolerance.
         largest: element of the exact tensor.
         scale: the largest element of all gradients, or states of its name, if it is one; else `largest`.
     """
@@ -63,22 +62,22 @@ class Off:
 
     @property
     def share(self) -> float:
-        """What it is off by, as a part of what is allowed."""
+        """Error over tolerance."""
         return self.off / self.allowed if self.allowed else math.inf
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a program beside PyTorch.
+    """Outcome of the comparison of a program with PyTorch.
 
     Attributes:
         tensors: compared, over all steps.
-        worst: the largest difference, as a part of what is allowed; above 1 they differ.
-        where: the tensor and step that has it, and by how much.
-        untold: names of tensors that moved too little to tell an update from none.
-        neighbours: runs off in their last bits that were looked at.
-        off: what is off by more than 1e-5, allowed or not.
-        names: how many tensors there are, in any step.
+        worst: the largest error over tolerance; above 1 they differ.
+        where: its tensor, step and error.
+        untold: names of tensors that moved too little to distinguish an update from none.
+        neighbours: number of perturbed runs.
+        off: tensors with errors above 1e-5, tolerated or not.
+        names: number of tensors.
     """
 
     tensors: int
@@ -91,7 +90,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all is as in PyTorch."""
+        """Whether all errors are within tolerance."""
         return self.tensors > 0 and self.worst <= 1
 
 
@@ -103,10 +102,10 @@ class EagerSteps:
         source: the model, its loss and optimizer; without an optimizer its gradients are compared, and without
             training its outputs.
         batches: one a step.
-        warm: steps that PyTorch takes before the captured program does, with which an optimizer reaches the steps that
-            are captured (RAdam's are others at first) and has a state that is not zero.
+        warm: steps in PyTorch before the comparison, after which the optimizer's step is the captured one (RAdam's
+            first steps differ) and its state is not zero.
         model: with weights; by default that of the source.
-        exact_from: the step from which float64 takes over from what float32 has.
+        exact_from: the step at which the float64 run starts, from float32's state.
     """
 
     source: Source
@@ -116,7 +115,7 @@ class EagerSteps:
     exact_from: int = 0
 
     def made(self, steps: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
-        """The model and its optimizer after so many steps."""
+        """The model and its optimizer after that many steps."""
         model = copy.deepcopy(self.source.model if self.model is None else self.model)
         optimizer = self.source.optimizer
         if optimizer is not None:
@@ -128,7 +127,7 @@ class EagerSteps:
 
     @cached_property
     def eager(self) -> list[Numbers]:
-        """PyTorch's numbers before the first step, and after each."""
+        """PyTorch's tensors before the first step, and after each."""
         return list(self.taken(*self.made(), self.batches))
 
     @cached_property
@@ -138,7 +137,7 @@ class EagerSteps:
         model.double()
         for state in optimizer.state.values() if optimizer is not None else ():
             state.update({key: value if key == "step" else wide(value) for key, value in state.items()})
-        torch.set_default_dtype(torch.float64)  # for what the model makes itself
+        torch.set_default_dtype(torch.float64)  # for tensors that the model creates itself
         try:
             with _Wide():
                 return self._from_there(model, optimizer, wide(self.batches))
@@ -159,7 +158,7 @@ class EagerSteps:
     def taken(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batches: list[Any]
     ) -> Iterator[Numbers]:
-        """The numbers of a model in PyTorch before the first of some steps, and after each."""
+        """A model's tensors in PyTorch before the first of these steps, and after each."""
         yield held(model, optimizer)
         for batch in batches:
             result = self._step(model, optimizer, batch)
@@ -182,12 +181,12 @@ class EagerSteps:
         return found
 
     def inputs(self, batch: Any, program: Program) -> dict[str, Tensor]:
-        """Those that are arguments of the program."""
+        """The inputs that are arguments of the program."""
         found = self.named_inputs(batch)
         return {name: found[name] for name in program.inputs if any(a.name == name for a in program.arguments)}
 
     def of_program(self, program: Program, plan: Plan | None = None) -> Comparison:
-        """The captured module on one device; under a plan, what `autoshard lower` writes, on those of its mesh."""
+        """Run the captured module on one device; with a plan, what `autoshard lower` writes, on those of its mesh."""
         model, optimizer = self.made(self.warm)
         step = CapturedStep(program, optimizer, plan)
         state = step.begin(model, optimizer)
@@ -198,7 +197,7 @@ class EagerSteps:
         return self.compared(found, self.warm)
 
     def compared(self, found: Sequence[Numbers], first: int) -> Comparison:
-        """Numbers after the steps from `first` on, beside PyTorch's."""
+        """Compare tensors after the steps from `first` on with PyTorch's."""
         runs: list[list[Numbers]] = []
         result = self._judged(found, first, runs)
         while not result.equal and math.isfinite(result.worst) and len(runs) < NEIGHBOURS:
@@ -220,7 +219,7 @@ class EagerSteps:
             for key, theirs in self.eager[step].items():
                 if key not in ours:
                     if theirs.dim() == 0 and key[0] == "optimizer_state":
-                        continue  # counters are the host's
+                        continue  # counters are on the host
                     lost = Off(key, step, math.inf, 0.0, _largest(theirs), scales[key])
                     return Comparison(count, math.inf, f"{named(key)} is not in the program", (), 0, (lost,), len(own))
                 count += 1
@@ -244,7 +243,7 @@ class EagerSteps:
 
 
 class _Wide(TorchFunctionMode):  # type: ignore[misc]
-    """In this mode casts to less than float64 are casts to that."""
+    """In this mode casts to narrower floats are casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
@@ -264,7 +263,7 @@ def eager_step(
     loss_fn: Callable[..., Any] | None,
     train: bool = True,
 ) -> Any:
-    """An ordinary step; returns the loss, or the output of a forward pass."""
+    """An ordinary training step, returning the loss; or a forward pass, returning its output."""
     inputs = split_inputs(model, batch, loss_fn)
     if optimizer is not None:
         optimizer.zero_grad()
@@ -297,7 +296,7 @@ def numbers_of(
     state: Mapping[str, Any],
     made: Mapping[str, Any],
 ) -> dict[TensorKey, Tensor]:
-    """The numbers of a program's step: what is no argument of it stays as the model has it."""
+    """The tensors of a program's step; what is no argument of it keeps the model's value."""
     roles: dict[str, str] = {argument.name: argument.role for argument in program.arguments}
     kept = {key: each for key, each in held(model, optimizer).items() if key[0] != "optimizer_state"}
     given = {(roles[name], name): to_torch(np.asarray(array)) for name, array in state.items()}
@@ -313,14 +312,14 @@ def numbers_of(
 
 
 def named_leaves(tree: Any, alone: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """(Path, tensor) of each tensor in a container, as capture names them; `alone` is the name of a tensor itself."""
+    """(Path, tensor) of each tensor in a container, named as in capture; `alone` names a bare tensor."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
             yield ".".join(key_name(key) for key in path) or alone, leaf
 
 
 def named(key: TensorKey) -> str:
-    """For a person."""
+    """The name in messages."""
     return " ".join(filter(None, key))
 
 

@@ -1,9 +1,9 @@
-"""How near predicted collectives are to compiled ones: what has no counterpart on the other side, so no errors cancel.
+"""Compares predicted with compiled collectives by matching them, so that errors do not cancel.
 
-Within one kind and one set of axes a predicted transfer is the counterpart of a compiled one of as many bytes, of the
-same op first, then of any: compilers move labels from op to op. Several equal ones are the counterpart of one that is
-as large as all of them, into which they were joined. What then is left of one op is compared in total, as a transfer
-may be compiled in pieces. Compiled bytes without a label, which could be any op's, come last.
+Within one kind and set of axes a predicted transfer matches a compiled one of equal bytes, of the same aten op first,
+then of any: compilers move labels. Several equal transfers match one as large as their sum, into which they were
+combined. The rest is compared per op in total, since a transfer may be compiled in pieces; compiled bytes without a
+label come last.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ Transfers = dict[int | None, Counter[int]]
 """Of one kind and axes: aten op, None where that is not known -> bytes of one transfer -> how many per step."""
 
 _WORTH_NAMING = 1e-3
-"""Kinds and axes that agree to this part of all bytes have no culprits: labels say less than sizes do."""
+"""Kinds and axes whose unmatched bytes are below this fraction of all have no culprits: labels are less reliable than
+sizes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind over one set of axes; bytes per device and step; `difference` is what has no counterpart."""
+    """One kind over one set of axes; bytes per device and step; `difference` is unmatched."""
 
     kind: str
     axes: AxisGroup
@@ -43,10 +44,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Culprit:
-    """An aten op whose collectives were predicted otherwise than compiled.
+    """An aten op whose predicted and compiled collectives differ.
 
     Attributes:
-        aten: its index, or None for what carries no label.
+        aten: its index, or None for collectives without a label.
         name, module: as captured, empty where unknown.
         predicted, compiled: (kind, axes) -> bytes per device and step.
     """
@@ -71,7 +72,7 @@ class Fidelity:
     Attributes:
         target: what it was compiled for.
         rows: per kind and axes, in a fixed order.
-        culprits: aten ops where they differ in a kind and axes that differ, largest difference first.
+        culprits: aten ops behind the differences, largest first.
     """
 
     target: str
@@ -80,17 +81,17 @@ class Fidelity:
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes per device and step that were predicted."""
+        """Predicted bytes per device and step."""
         return sum(row.predicted_bytes for row in self.rows)
 
     @property
     def compiled_bytes(self) -> int:
-        """Bytes per device and step that the compiled program moves."""
+        """Compiled bytes per device and step."""
         return sum(row.compiled_bytes for row in self.rows)
 
     @property
     def value(self) -> float:
-        """Bytes without a counterpart on the other side, over the compiled bytes; 0 is exact, 0/0 is 0.
+        """Unmatched bytes of both sides over the compiled bytes; 0 is exact, 0/0 is 0.
 
         Infinity when bytes were predicted and none compiled.
         """
@@ -100,7 +101,7 @@ class Fidelity:
         return difference / self.compiled_bytes if self.compiled_bytes else float("inf")
 
     def as_dict(self, culprits: int = 10) -> dict[str, Any]:
-        """For `--json`: bytes per device and step; an infinite fidelity is None."""
+        """For `--json`: bytes per device and step; an infinite value becomes None."""
         value = self.value
         return {
             "target": self.target,
@@ -180,7 +181,7 @@ def fidelity(
         predicted: the cost model's; axes in mesh order.
         compiled: what `compiled_collectives` read.
         target: for the report.
-        aten_of: graph op id (`Collective.op`) -> aten op; without it ops are not told apart, and no culprits named.
+        aten_of: graph op id (`Collective.op`) -> aten op; without it ops are not distinguished, and no culprits named.
         names: aten op -> (name, module path), for the report.
     """
     predicted, compiled = list(predicted), list(compiled)
@@ -211,7 +212,7 @@ def fidelity(
 
 
 def _unmatched(predicted: Transfers, compiled: Transfers) -> int:
-    """Bytes of either side that have no counterpart on the other; both are of one kind over the same axes."""
+    """Unmatched bytes of both sides, which are of one kind over the same axes."""
     same = {op: predicted[op] & compiled[op] for op in {*predicted} & {*compiled}}
     sides = [{op: sizes - same.get(op, Counter()) for op, sizes in side.items()} for side in (predicted, compiled)]
     moved = _summed(sides[0]) & _summed(sides[1])
@@ -267,7 +268,7 @@ def _summed(side: Transfers) -> Counter[int]:
 
 
 def _take(some: Counter[int], side: Transfers) -> None:
-    """Take so many transfers of each size from whatever ops have them."""
+    """Remove that many transfers of each size, of any op."""
     left = Counter(some)
     for sizes in side.values():
         taken = sizes & left
@@ -293,5 +294,5 @@ def _spoken(sizes: Mapping[CollectiveKey, int]) -> str:
 
 
 def _mb(size: int) -> str:
-    """MB with as many digits as a small collective needs to show at all."""
+    """MB with enough digits for a small collective."""
     return f"{size / 1e6:.2f}" if size >= 5000 or size == 0 else f"{size / 1e6:.6f}"

@@ -1,4 +1,4 @@
-"""Read XLA's printed HLO: instructions, computations, replica groups, trip counts. One pass, one line at a time.
+"""Parses XLA's printed HLO: instructions, computations, replica groups, trip counts. One pass, line by line.
 
 The text is what `HloModule.to_string()` prints after optimization, on CPU, TPU and GPU: operands are names, collectives
 carry `replica_groups` as `{{0,4},…}`, as iota `[2,4]<=[8]`, or over a named mesh; pairs of async ops are `-start` and
@@ -31,12 +31,12 @@ _ATEN = re.compile(r"(?:^|[/;\s(])op(\d+)(?=$|[./;:\s)])")
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """One array, as its layout says it is stored.
+    """An array shape with its layout.
 
     Attributes:
-        dtype, dims: of one device's part.
-        on_chip: whether it is in memory space 1.
-        padding: elements that fill up tiles.
+        dtype, dims: of the per-device shape.
+        on_chip: whether it is in memory space 1 (VMEM).
+        padding: elements added by tiling.
     """
 
     dtype: str
@@ -54,7 +54,7 @@ class ArrayShape:
 
     @property
     def bytes(self) -> int:
-        """Bytes, padding of tiles left out."""
+        """Bytes without padding."""
         return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
 
     @property
@@ -65,7 +65,7 @@ class ArrayShape:
 
 @lru_cache(maxsize=1 << 14)
 def _padding(dims: tuple[int, ...], layout: str) -> int:
-    """Elements that fill up the tiles of a layout such as `1,0:T(8,128)(2,1)`: those of its first tiling."""
+    """Padding elements of a layout such as `1,0:T(8,128)(2,1)`, by its first tiling."""
     tile = _TILE.search(layout)
     if tile is None or not dims:
         return 0
@@ -123,7 +123,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that it runs: a fusion's, a call's, a while's body, a conditional's branches."""
+        """Called computations: of a fusion, call, while or conditional."""
         names = _CALLED.findall(self.rest)
         for branches in _BRANCHES.findall(self.rest):
             names += [name.strip().lstrip("%") for name in branches.split(",")]
@@ -131,13 +131,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The framework's name for it in the metadata, or the empty string."""
+        """`op_name` of its metadata, or the empty string."""
         match = re.search(r'op_name="([^"]*)"', self.rest)
         return match[1] if match else ""
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """`custom_call_target`."""
         match = re.search(r'custom_call_target="([^"]*)"', self.rest)
         return match[1] if match else ""
 
@@ -157,7 +157,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Name of a value -> the instructions of this computation that read it."""
+        """Name of a value -> its users in this computation."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for name in dict.fromkeys(instruction.operands):
@@ -166,7 +166,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """The instruction whose value the computation returns."""
+        """The root instruction."""
         for instruction in reversed(self.instructions.values()):
             if instruction.root:
                 return instruction
@@ -222,7 +222,7 @@ class Module:
         return None
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often the body of a while runs: as XLA proved it, or by its condition `i < constant`; None unknown."""
+        """Trip count of a while: `known_trip_count`, or by its condition `i < constant`; None if unknown."""
         match = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.rest)
         if match:
             return int(match[1])
@@ -250,7 +250,7 @@ class Module:
         return max(0, -(-turns // self._increment(loop, counters[0])))
 
     def _start(self, loop: Instruction, counter: int) -> int:
-        """What a while's counter begins with; 0 where it is no constant."""
+        """Initial value of a while's counter; 0 where it is no constant."""
         callers = self.callers.get(loop.called[0], ()) if loop.called else ()
         for outer in (self.computations[name].instructions for name, caller in callers if caller is loop):
             carried = outer.get(loop.operands[0])
@@ -262,7 +262,7 @@ class Module:
         return 0
 
     def _increment(self, loop: Instruction, counter: int) -> int:
-        """What a while adds to its counter in each turn: above 1 in an unrolled loop; 1 where it is no constant."""
+        """Step of a while's counter: above 1 in an unrolled loop; 1 where it is no constant."""
         body = self.computations.get(loop.called[0]) if loop.called else None
         if body is None or counter >= len(body.root.operands):
             return 1
@@ -281,7 +281,7 @@ def parse_hlo(text: str) -> Module:
     """Read a printed HLO module.
 
     Raises:
-        ValueError: when the text has no entry computation (it is not an HLO module).
+        ValueError: the text has no entry computation (it is not an HLO module).
     """
     computations: dict[str, Computation] = {}
     current: Computation | None = None
@@ -310,9 +310,9 @@ def parse_hlo(text: str) -> Module:
 
 
 def _unwrap(start: Instruction, computations: dict[str, Computation]) -> None:
-    """Write an asynchronous part of a copy the short way (`slice-start`), where a computation of its own holds it.
+    """Write an async op that wraps a computation in the short form (`slice-start`).
 
-    Compiled programs are printed the short way, dumps the long one.
+    Compiled programs are printed in the short form, dumps in the long one.
     """
     (name,) = start.called or ("",)
     if name in computations:
@@ -354,16 +354,16 @@ def _closing(text: str, opening: int) -> int:
 
 
 def aten_index(op_name: str) -> int | None:
-    """The aten op k that an `op_name` such as `op52.53/aten__split` names; the first where XLA merged several."""
+    """The aten op k in an `op_name` such as `op52.53/aten__split`; the first where XLA merged several."""
     match = _ATEN.search(op_name)
     return int(match[1]) if match else None
 
 
 def replica_groups(rest: str, num_devices: int) -> list[tuple[int, ...]]:
-    """The groups of devices that a collective runs over; all devices in one group where none are printed.
+    """Replica groups of a collective; one group of all devices where none are printed.
 
     Raises:
-        ValueError: on a form of `replica_groups` that is not known.
+        ValueError: an unknown form of `replica_groups`.
     """
     start = rest.find("replica_groups=")
     if start < 0:
@@ -382,7 +382,7 @@ def replica_groups(rest: str, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, used: str) -> list[tuple[int, ...]]:
-    """Groups over named axes: `mesh['x'=2,'y'=4] {'y'}`; a part of an axis is written `'y':(1)2` (pre-size, size)."""
+    """Replica groups over named axes: `mesh['x'=2,'y'=4] {'y'}`; a partial axis is `'y':(1)2` (pre-size, size)."""
     named = [(name, int(size)) for name, size in re.findall(r"['\"]?(\w+)['\"]?=(\d+)", axes)]
     sizes = [size for _, size in named]
     ids = np.arange(int(np.prod(sizes)))
@@ -419,13 +419,13 @@ def _iota(shape: str, permutation: str | None) -> np.ndarray:
 
 
 def source_target_pairs(rest: str) -> list[tuple[int, int]]:
-    """The pairs of a collective-permute."""
+    """`source_target_pairs` of a collective-permute."""
     match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
 
 
 def group_axes(groups: list[tuple[int, ...]], mesh: Mesh) -> AxisGroup:
-    """What of the mesh groups of devices lie along."""
+    """The mesh axes that device groups span."""
     sizes = set(map(len, groups))
     coordinates = [np.array([np.unravel_index(device, mesh.shape) for device in group]) for group in groups]
     found: list[str | AxisPart] = []

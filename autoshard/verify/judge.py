@@ -1,4 +1,4 @@
-"""The step time of a compiled program under the device model: how plans are ranked by what XLA made of them."""
+"""Times a compiled program under the device model, to rank plans by their compiled programs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Judged:
     """Seconds of one step of a compiled program.
 
     Attributes:
-        communication_s: its collectives.
-        compute_s: its kernels, each at its roofline.
+        communication_s: of its collectives.
+        compute_s: of its kernels, each at its roofline.
         flops, bytes: per device and step, of its dots and convolutions, and of its kernels.
         collective_bytes: per device and step.
-        memory_bytes: per device, what the compiler lays out.
-        overlapped_s: seconds of one step when async collectives run beside the kernels that the compiler scheduled
-            between their start and their end (see `schedule.py`); None where that was not asked for.
+        memory_bytes: peak per device by the compiler's buffer assignment.
+        overlapped_s: step time when async collectives overlap with the kernels scheduled between their start and done
+            (`schedule.py`); None where not computed.
     """
 
     communication_s: float
@@ -40,7 +40,7 @@ class Judged:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of one step when nothing overlaps."""
+        """Serial step time in seconds."""
         return self.communication_s + self.compute_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Judged:
 
 
 def judge(compiled: Compiled, mesh: Mesh, device: Device | None = None) -> Judged:
-    """Judge a compiled program on `mesh`; `device` is the kind of the target unless another is given."""
+    """Time a compiled program on `mesh`; `device` is by default the target's kind."""
     kind = device or load_device(compiled.target.device)
     module = parse_hlo(compiled.hlo_text)
     family = compiled.target.family
@@ -66,7 +66,7 @@ def judged(
     device: Device,
     memory_bytes: int | None = None,
 ) -> Judged:
-    """Judge what was read from a compiled program."""
+    """Time the collectives and kernels read from a compiled program."""
     collectives = list(collectives)
     return Judged(
         communication_s=sum(collective_seconds(each, mesh, device) for each in collectives),

@@ -1,4 +1,4 @@
-"""The captured program beside PyTorch in `verify --run`: what is excused, what decides nothing, what is a fault."""
+"""Classifies differences between captured program and PyTorch in `verify --run`: excused, undecided, or faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NORM = next(cause for cause, words in CAUSES.items() if "batch_norm" in words)
 
 
 class Causes:
-    """Which results of a program follow from ops that XLA may compute otherwise than PyTorch (`CAUSES`)."""
+    """Which results of a program depend on ops that XLA may compute otherwise than PyTorch (`CAUSES`)."""
 
     def __init__(self, program: Program, model: torch.nn.Module) -> None:
         """`model` says which modules are batch norms: a switch computes these in other ops."""
@@ -37,7 +37,7 @@ class Causes:
         self._any = next(filter(None, self._of.values()), None)
 
     def __call__(self, name: str, *, first_step: bool = True) -> str | None:
-        """The cause that a result follows from: of a later step than the first, by way of what that updates."""
+        """The cause that a result depends on; after the first step also by way of updated tensors."""
         if not first_step:
             return self._any
         return self._of.get(f"{name}.grad", self._of.get(name))
@@ -51,13 +51,13 @@ def _cause(op: AtenOp, norms: set[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Said:
-    """What came of the captured program.
+    """Outcome of the captured program.
 
     Attributes:
-        compared: how many results, parameters, buffers and states.
-        excused: name and cause of those off by at most `MAX_EXCUSED` of their largest value.
-        undecided: names of those that PyTorch in float32 has wrong by more, too.
-        faults: names of those that are otherwise than in PyTorch.
+        compared: number of results, parameters, buffers and states.
+        excused: name and cause of those whose error is at most `MAX_EXCUSED` of their largest value.
+        undecided: names of those for which PyTorch's own float32 error is above that.
+        faults: names of those that differ from PyTorch's.
         refused: why nothing was compared.
     """
 
@@ -77,10 +77,10 @@ def of_captured(
     optimizer: str | None,
     tolerance: float = TOLERANCE,
 ) -> Said:
-    """Run a step of the captured program on one device, and judge it; float64 begins with the same state.
+    """Run a step of the captured program on one device, and classify its errors; float64 starts from the same state.
 
-    The step is PyTorch's second, so that no state is zero; where it is not that one, the one after as many as a step is
-    captured behind (RAdam's first steps are others). `optimizer` is a class.
+    The step is PyTorch's second, so that no state is zero, or a later one where an optimizer's first steps are other
+    programs (RAdam). `optimizer` is a class.
     """
     found = Said()
     for warm in (0,) if optimizer is None else (1, int(STEADY_STEP)):
@@ -97,10 +97,10 @@ def of_captured(
 
 
 def judged(made: Comparison, because: Causes | None, optimizer: str | None, tolerance: float) -> Said:
-    """What is said of each tensor that is off by more than `tolerance` of its largest element, after one step.
+    """Classify each tensor whose error exceeds `tolerance` of its largest element, after one step.
 
-    A parameter that PyTorch in float32 has wrong, too, is judged under SGD alone: others divide by moments, which makes
-    of a gradient that is nothing but rounding a step like any other.
+    A parameter with a float32 error in PyTorch too is judged under SGD alone: other optimizers divide by moments, which
+    turns a gradient of pure rounding into a full step.
     """
     most = max(MAX_EXCUSED, tolerance)
     excused, undecided, faults = [], [], []

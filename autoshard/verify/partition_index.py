@@ -1,7 +1,7 @@
-"""What a device does with a value that every device of a group holds: does it go on with a slice of its own?
+"""Detects reduce-scatters written as an all-reduce and a slice.
 
-GSPMD writes a reduce-scatter as an all-reduce and a dynamic-slice whose offsets are computed from the partition id. TPU
-and GPU compilers merge the two; XLA's CPU compiler does not. Offsets are evaluated here for every device at once.
+GSPMD writes a reduce-scatter as an all-reduce and a dynamic-slice with offsets computed from the partition id. TPU and
+GPU compilers merge the two; XLA's CPU compiler does not. Offsets are evaluated for every device at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoshard.verify.hlo_text import Computation, Instruction, Module
 Indices = NDArray[np.int64]
 """One value per device, shape `(devices, elements)`."""
 
-# Each of these passes on whole elements of its operand, in whatever order.
+# These pass on whole elements of their operand, in any order.
 ELEMENT_PRESERVING = frozenset({"copy", "bitcast", "reshape", "transpose", "convert", "pad", "copy-start", "copy-done"})
 
 _BINARY: dict[str, Callable[[Indices, Indices], Indices]] = {
@@ -51,12 +51,12 @@ def readers(
     *,
     through_converts: bool = True,
 ) -> list[tuple[Computation, Instruction, str]]:
-    """The instructions that really read a value: through moves, tuple elements, and into and out of fusions.
+    """The effective readers of a value: through data movement, tuple elements, and fusion boundaries.
 
     Args:
         module, computation: where the value is.
         name: the instruction that makes it.
-        index: which element, when that instruction makes a tuple.
+        index: which element, if that instruction makes a tuple.
         through_converts: look through a conversion to what reads its result.
 
     Returns:
@@ -117,7 +117,7 @@ def _leave(
 def is_scattered(
     module: Module, computation: Computation, name: str, index: int | None, groups: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether each device of every group goes on with a slice of the value that no other of its group takes."""
+    """Whether each device of every group uses a slice of the value that no other device of its group uses."""
     uses = readers(module, computation, name, index)
     if not uses:
         return False
@@ -136,7 +136,7 @@ def is_scattered(
 
 
 def evaluate(module: Module, computation: Computation, name: str, depth: int = 0) -> Indices | None:
-    """Per device the integers that an instruction computes from the partition id, or None where it reads more."""
+    """Evaluate integers computed from the partition id, per device; None where the instruction reads anything else."""
     instruction = computation.instructions.get(name)
     if instruction is None or depth > 64:
         return None
@@ -198,7 +198,7 @@ def _apply(instruction: Instruction, operands: list[Indices]) -> Indices | None:
 
 
 def _table(instruction: Instruction, operands: list[Indices]) -> Indices | None:
-    """A slice of a table of one dim (leading dims of size one apart), clamped as XLA does."""
+    """A clamped dynamic-slice of a table of one dim (leading dims of size one apart)."""
     table, start = operands[0], operands[-1]
     size = instruction.shapes[0].elements
     if start.shape[1] != 1:
@@ -229,6 +229,6 @@ def _constant(instruction: Instruction, devices: int) -> Indices | None:
 
 
 def tuple_index(instruction: Instruction) -> int:
-    """Which element a get-tuple-element takes."""
+    """Index of a get-tuple-element."""
     match = re.search(r"index=(\d+)", instruction.rest)
     return int(match[1]) if match else 0

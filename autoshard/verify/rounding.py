@@ -1,15 +1,13 @@
-"""Which numbers of a step are rounding: what one device itself does not compute to the tolerance.
+"""Tells rounding errors from faults in a step under a plan.
 
-Some numbers cannot be computed in float32, split or not: a gradient of which nearly all cancels, or one behind a ReLU
-whose input is zero to all digits but the last, where either side is right. On which side a step falls depends on the
-order of its sums, and so on the machine as on the plan.
+Some numbers are not computable in float32, split or not: a gradient with total cancellation, or one behind a ReLU at
+zero. Their value depends on the order of sums, so on the machine as on the plan.
 
-Such a number is told on one device alone, by the same step in float64 (the *exact* numbers), and by a few *neighbours*:
-the same step in float32 in which the result of every op is off in its last bits, at random (Monte Carlo arithmetic:
-Parker, *Monte Carlo Arithmetic*, UCLA 1997; Higham, *Accuracy and Stability of Numerical Algorithms*, chapter 2.8), by
-no more than some sixteen terms are when they are added up in another order. A number is rounding where one device is
-off from the exact one by more than the tolerance. Then that is what it is judged by: under the plan it may be off by
-`ROUNDING_SLACK` times as much as the worst run on one device, and by no more.
+They are identified on one device, by the step in float64 (*exact*) and by a few *neighbours*: the step in float32 with
+every op's result perturbed in its last bits at random (Monte Carlo arithmetic: Parker, UCLA 1997; Higham, *Accuracy and
+Stability of Numerical Algorithms*, chapter 2.8), by about the error of a reordered sum of sixteen terms. A number is
+rounding where the error on one device exceeds the tolerance; its error under the plan may then be `ROUNDING_SLACK`
+times that of the worst run on one device.
 """
 
 from __future__ import annotations
@@ -23,16 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 NEIGHBOURS = 8
-"""Runs on one device with results that are off in their last bits."""
+"""Perturbed runs on one device."""
 APART = {torch.float32: 2.0**-22, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-"""By how much a result is off at most, relative: four times the unit roundoff of its type."""
+"""Largest relative perturbation of a result: four times the unit roundoff of its type."""
 ROUNDING_SLACK = 10.0
-"""How much further than the worst run on one device a number under the plan may be from the exact one: XLA's CPU
-kernels add up one by one, of which the error grows with the number of terms, and PyTorch's by halves."""
+"""Allowed error under the plan over that of the worst run on one device: XLA's CPU kernels sum sequentially, of which
+the
+error grows with the number of terms, PyTorch's pairwise."""
 
 ZERO = 1e-12
-"""Below this part of the largest of all gradients a gradient of the float64 run is zero in exact arithmetic, as is the
-bias of a convolution before a batch norm. It is judged on the scale of the largest gradient."""
+"""A gradient below this fraction of the largest float64 gradient is zero in exact arithmetic, as for the bias of a
+convolution before a batch norm. It is judged on the scale of the largest gradient."""
 
 TensorKey = tuple[str, str]
 Numbers = Mapping[TensorKey, torch.Tensor]
@@ -40,7 +39,7 @@ Numbers = Mapping[TensorKey, torch.Tensor]
 
 
 def scales(expected: Numbers) -> dict[TensorKey, float]:
-    """What differences are relative to: parameters to 1, all else to the tensor's largest element (but see `ZERO`)."""
+    """What errors are relative to: 1 for parameters, else the tensor's largest element (but see `ZERO`)."""
     largest = {key: float(each.double().abs().max()) if each.numel() else 1.0 for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
     return {
@@ -52,10 +51,10 @@ def scales(expected: Numbers) -> dict[TensorKey, float]:
 def beyond(
     found: Numbers, expected: Numbers, keys: Iterable[TensorKey], most: float, tolerance: float
 ) -> list[TensorKey]:
-    """Those of `keys` that are off by more than can be excused: `most` of their tensor's largest element.
+    """Those of `keys` with inexcusable errors: above `most` of their tensor's largest element.
 
-    A gradient may be as far off as rounding is on the scale of the largest one (`tolerance`): behind two norms in a row
-    a gradient follows from their epsilon alone, and no float32 program has its digits.
+    A gradient's error may be `tolerance` on the scale of the largest one: between two norms in a row a gradient depends
+    on their epsilon alone, beyond float32's digits.
     """
     largest = {key: float(each.double().abs().max()) if each.numel() else 0.0 for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
@@ -64,13 +63,13 @@ def beyond(
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference; infinite where it is none."""
+    """The largest difference; infinite for NaN."""
     found = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
     return math.inf if math.isnan(found) else found
 
 
 def off(found: Numbers, expected: Numbers, tolerance: float) -> list[TensorKey]:
-    """Those that differ by more than the tolerance."""
+    """Those whose error exceeds the tolerance."""
     scale = scales(expected)
     return [key for key in expected if key in found and apart(found[key], expected[key]) > tolerance * scale[key]]
 
@@ -83,18 +82,18 @@ def rounding(
     neighbours: Iterable[Numbers],
     tolerance: float,
 ) -> dict[TensorKey, float]:
-    """Those of `keys` that are rounding and nothing else.
+    """Those of `keys` that are explained by rounding.
 
     Args:
-        keys: what `off` says.
+        keys: result of `off`.
         found: under the plan.
         expected: on one device.
-        exact: in float64, or None where that cannot be had: then those on one device stand for them.
-        neighbours: taken one by one, until there is nothing left to explain.
+        exact: in float64, or None where unavailable: then `expected` stands in.
+        neighbours: consumed one by one, until all are explained.
         tolerance: relative (see `scales`).
 
     Returns:
-        Key -> how far the plan's are from the exact ones, as a part of how far one device's are at worst.
+        Key -> error under the plan over the worst error on one device.
     """
     truth = expected if exact is None else exact
     left = [key for key in keys if key in truth]
@@ -120,7 +119,7 @@ def rounding(
 
 
 class LastBits(TorchDispatchMode):  # type: ignore[misc]
-    """In this mode every result that is rounded is off in its last bits; differently for every `number`."""
+    """In this mode every rounded result is perturbed in its last bits, by a random stream per `number`."""
 
     def __init__(self, number: int) -> None:
         """`number` is a seed."""
@@ -128,7 +127,7 @@ class LastBits(TorchDispatchMode):  # type: ignore[misc]
         self._generator = torch.Generator().manual_seed(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and move what it made."""
+        """Run the op, and perturb its results."""
         made = func(*args, **(kwargs or {}))
         if not func.is_view and _EXACT.isdisjoint(func.overloadpacket.__name__.split("_")):
             for each in tree_leaves(made):
@@ -145,7 +144,7 @@ index embedding masked fill zero zeros ones full empty tril triu neg abs sort to
 resize
 """
 _EXACT = frozenset(_AS_THEY_ARE.split())
-"""Words in names of ops that hand numbers on as they are: equal ones stay equal, and what is larger stays larger."""
+"""Words in names of ops that return elements unchanged: equal ones stay equal, and order is kept."""
 
 
 def wide(tree: Any) -> Any:
@@ -179,7 +178,7 @@ def _flat(
 
 
 def said(key: TensorKey) -> str:
-    """For a person."""
+    """The name in messages."""
     kind, name = key
     if kind == "loss":
         return f"the loss of step {name}"

@@ -1,28 +1,23 @@
 """`verify --run`: three training steps under a plan on virtual CPU devices, against the same steps on one device.
 
-What is compared: every loss to 1e-5 relative, every gradient of the first step and every buffer after the last one to
-1e-5 of the largest element of its tensor, and parameters after the last step to 1e-5 where the optimizer is SGD (AdamW
-divides by tiny second moments, so that a correct plan can move single parameters by 1e-4: reported, not judged). A
-program that computes in half precision has 2e-2. A forward-only plan has its outputs compared, each to 1e-5 of its
-largest element.
+**Tolerances.** Losses 1e-5 relative; gradients of the first step, buffers after the last one and outputs of a
+forward-only plan 1e-5 of the tensor's largest element; parameters after the last step 1e-5 under SGD (AdamW divides by
+tiny second moments: reported, not judged). 2e-2 for programs in half precision.
 
 **The reference** is PyTorch in float64, on its own CPU kernels, in eager mode, without torch_xla, capture switches, or
-shardings (in float32 where a model mixes in float32 tensors of its own). The runs share weights, batches and the code
-of the model, nothing else. A program that draws random numbers (dropout) is compared with torch_xla without shardings,
-from the same seed: XLA draws a tensor's numbers in one way, however it is split, and PyTorch's kernels draw others. So
-are the gradients and parameters of a program in half precision that are off from PyTorch's, which adds up a bias's
-gradient in float32 where XLA's CPU kernels do in bf16; its losses stay compared with both.
+shardings (in float32 where a model mixes in float32 tensors of its own). The runs share only weights, batches and the
+model's code. A program with random numbers (dropout) is compared with torch_xla without shardings, from the same seed:
+XLA's numbers do not depend on the sharding, PyTorch's kernels draw others. So are gradients and parameters in half
+precision that differ from PyTorch's, whose kernels accumulate in float32 where XLA's for CPUs do in bf16.
 
-**The captured program** takes one of these steps on one device, by XLA alone (`verify/captured.py`), and every result,
-parameter, buffer and optimizer state is held against PyTorch's (`verify/eager.py`): what it has otherwise is a fault of
-capture. One that draws random numbers is not.
+**The captured program** runs one step on one device, by XLA alone (`verify/captured.py`); a difference from PyTorch's
+results, parameters, buffers or states (`verify/eager.py`) is a fault of capture. Not with random numbers.
 
-**Excuses.** What is off by more than the tolerance is excused, counted and named with its cause, by at most
-`MAX_EXCUSED` of the tensor's largest value: where PyTorch in float32 is off from float64 as well (`rounding.py`), or
-where the program not split is, and the tensor follows from what explains that (`CAUSES`). Where PyTorch in float32
-itself is off by more than `MAX_EXCUSED` the tensor decides nothing. Where one does not, or more than
-`MAX_EXCUSED_SHARE` of all tensors are excused, the run is *not decided*. All runs happen in one new process, which has
-as many virtual devices as the plan's mesh.
+**Excuses.** An error above the tolerance, of at most `MAX_EXCUSED` of the tensor's largest value, is excused and named
+with its cause: where PyTorch's float32 error is above it too (`rounding.py`), or the unsplit program's is and the
+tensor depends on an op that explains it (`CAUSES`). Where PyTorch's float32 error exceeds `MAX_EXCUSED` the tensor is
+undecided. With an undecided tensor, or more than `MAX_EXCUSED_SHARE` excused, the run is *not decided*. All runs share
+one new process with the mesh's number of virtual devices.
 """
 
 from __future__ import annotations
@@ -47,29 +42,29 @@ from autoshard.sources import Source
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
-"""Where the program holds bf16 or f16 values."""
+"""Tolerance where the program holds bf16 or f16 values."""
 RUN_TIMEOUT_S = 1800.0
 MAX_EXCUSED = 1e-3
-"""What can be excused at most, as a part of a tensor's largest value."""
+"""Largest error that can be excused, as a fraction of a tensor's largest value."""
 MAX_EXCUSED_SHARE = 0.05
-"""Of all tensors compared: so many may be excused."""
+"""Largest fraction of the compared tensors that may be excused."""
 CAUSES = {
     "near-ties, which PyTorch and XLA may break otherwise": ("topk", "sort", "argmax", "argmin", "max_pool", "median"),
     "sums of a batch norm": ("native_batch_norm", "batch_norm", "var_mean"),
 }
-"""Why a tensor may be otherwise in XLA: words in names of the ops that it follows from."""
+"""Causes of differences between XLA and PyTorch: words in names of the ops that a tensor depends on."""
 RANDOM_OP_NAMES = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
 FASTER_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Three times faster, the same partitioned program."""
 
 
 class RunError(AutoshardError, RuntimeError):
-    """A plan that could not be run for comparison: why, and what to do."""
+    """The comparison could not run: why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference in some tensors, and the tensor that has it (`""` when there are none)."""
+    """The largest difference among some tensors, and its tensor (`""` for none)."""
 
     value: float
     where: str = ""
@@ -77,7 +72,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunReport:
-    """Numbers under the plan against numbers on one device.
+    """Results under the plan against those on one device.
 
     Attributes:
         devices: virtual devices of the run under the plan.
@@ -87,18 +82,18 @@ class RunReport:
         gradients: of the first step, relative to the largest element of each tensor.
         parameters: after the last step, absolute; judged for SGD only.
         outputs: of a forward-only plan, relative to the largest element of each tensor.
-        tolerance: what the judged ones may reach.
-        compiled_once: whether the steps after the first found their program compiled.
-        reference: what the numbers are compared with.
-        rounding: what is judged by one device's own rounding, which is more than the tolerance: parameters (their
+        tolerance: of the judged differences.
+        compiled_once: whether the steps after the first reused its compiled program.
+        reference: what the results are compared with.
+        rounding: results judged by one device's own rounding error, which exceeds the tolerance: parameters (their
             first gradients), `NAME after the last step`, `the loss of step N`.
-        beside_one_device: how far the worst of these is from the exact number, beside the worst run on one device.
+        beside_one_device: the worst of these errors over that of the worst run on one device.
         buffers: after the last step, relative to the largest element of each tensor.
-        excused: all that is off by more than the tolerance and excused, with the cause.
-        compared: how many losses and tensors are judged.
-        undecided: what PyTorch in float32 has as wrong as the plan, by more than can be excused.
-        unsplit: what differs between the program not split and the reference: a fault of capture.
-        captured: how many tensors of the captured program are among those compared.
+        excused: all excused differences, with the cause.
+        compared: number of losses and tensors judged.
+        undecided: tensors whose float32 error in PyTorch is above what can be excused.
+        unsplit: differences between the unsplit program and the reference: faults of capture.
+        captured: number of tensors of the captured program among those compared.
         not_compared: why it was not, where it could not be.
     """
 
@@ -125,7 +120,7 @@ class RunReport:
 
     @property
     def status(self) -> str:
-        """`equal`, `excused` (equal but for what is excused), `not decided` (too much is), or `differ`."""
+        """`equal`, `excused` (equal but for excuses), `not decided` (too many), or `differ`."""
         judged = [self.loss, self.gradients.value, self.outputs.value, self.buffers.value]
         if self.optimizer == "SGD":
             judged.append(self.parameters.value)
@@ -137,7 +132,7 @@ class RunReport:
 
     @property
     def equal(self) -> bool:
-        """Whether the numbers are equal as the module's docstring says, and that is decided."""
+        """Whether the results are equal, by the rules of the module's docstring, and decided."""
         return self.status in ("equal", "excused")
 
     def as_dict(self) -> dict[str, Any]:
@@ -215,10 +210,10 @@ def run_equal(
     """Train `steps` steps under `plan` on virtual CPU devices and on one device, and compare.
 
     Args:
-        plan: for the program of `source`, on any mesh and for any device kind; its specs are what is tried.
+        plan: for the program of `source`, on any mesh and for any device kind.
         source: model, sample inputs, loss and optimizer. A model on meta gets random weights. Batches are random, of
             the sample inputs' shapes.
-        steps: how many; the first step's gradients are compared in any case.
+        steps: number of steps; the first step's gradients are always compared.
         program: as captured; None to capture the source anew.
         timeout: seconds for both runs together.
 

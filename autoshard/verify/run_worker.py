@@ -1,4 +1,4 @@
-"""The run worker: `python -m autoshard.verify.run_worker FOLDER`, one comparison a process (see `verify.run`)."""
+"""The worker of `verify.run`: `python -m autoshard.verify.run_worker FOLDER`, one comparison a process."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ HALF = ("bf16[", "f16[")
 
 
 def main() -> None:
-    """Run what the folder describes; write `result.json` into it."""
+    """Run the request in the folder; write `result.json` into it."""
     end_with_parent()
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text())
-    sys.path += [each for each in request["path"] if each not in sys.path]  # behind: no file there hides a library
+    sys.path += [each for each in request["path"] if each not in sys.path]  # appended: no file there shadows a library
     try:
         if request["origin"] is not None:
             source = load_source(**request["origin"])
@@ -68,7 +68,7 @@ def compare(
 
     Args:
         program: as captured; without it only the runs through torch_xla are compared.
-        keep: a file for the numbers under the plan.
+        keep: a file for the results under the plan.
     """
     prepare_runtime(plan.mesh.size)
     import torch_xla
@@ -142,7 +142,7 @@ def compare(
 def _as_unsplit(
     keys: list[rounding.TensorKey], found: _Run, unsplit: _Run, expected: _Run, because: Causes | None, tolerance: float
 ) -> dict[rounding.TensorKey, str]:
-    """Those of `keys` that torch_xla without shardings has otherwise than PyTorch too, a little, and the cause."""
+    """Those of `keys` that torch_xla without shardings also has slightly different from PyTorch, and the cause."""
     planned, alone, exact = found.numbers(), unsplit.numbers(), expected.numbers()
     excused, scales = {}, rounding.scales(exact)
     for key in keys if because is not None else ():
@@ -173,10 +173,10 @@ def _exact(model: torch.nn.Module, source: Source, batches: list[Any]) -> _Run |
 
 
 def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """The same steps through torch_xla alone, on its one device and without a plan: whether it can train the model.
+    """The same steps through torch_xla on one device without a plan: whether it can train the model.
 
     Returns:
-        `losses`, and the differences from the numbers that `compare` kept in the file `kept`, if it is there.
+        `losses`, and the differences from the results that `compare` wrote to `kept`, if it exists.
     """
     prepare_runtime(1)
     model = with_weights(source.model)
@@ -193,7 +193,7 @@ def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float
 
 
 def _differences(found: _Run, expected: _Run, excused: Collection[rounding.TensorKey] = ()) -> dict[str, Any]:
-    """The largest differences, as in a `RunReport`, of what is not excused."""
+    """The largest differences that are not excused, as in a `RunReport`."""
     losses = [
         abs(a - b) / max(abs(b), 1e-30)
         for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True), 1)
@@ -242,7 +242,7 @@ def _rounding(
 
 
 class _Run:
-    """One of the two runs, and what it gave, on the CPU."""
+    """One run and its results, on the CPU."""
 
     def __init__(self, model: torch.nn.Module, source: Source) -> None:
         self.model, self.source = model, source
@@ -261,7 +261,7 @@ class _Run:
         self.compiles: list[int] = []
 
     def steps(self, batches: list[Any], place: Callable[[Any], Any], plan: Plan | None) -> _Run:
-        """Run a step per batch, under `plan` if there is one, on the device that `place` puts a batch on."""
+        """Run a step per batch, under `plan` if given, on the device that `place` moves a batch to."""
         train = self.source.train
         batches = [place(batch) for batch in batches]
         on_xla = any(isinstance(t, torch.Tensor) and t.device.type == "xla" for t in tree_leaves(batches))
@@ -296,7 +296,7 @@ class _Run:
         return self
 
     def numbers(self) -> dict[rounding.TensorKey, torch.Tensor]:
-        """All that is judged."""
+        """All results that are judged."""
         judged = self.parameters if self.optimizer == "SGD" else {}
         return rounding.flat(self.losses, self.gradients, judged, self.outputs, self.buffers)
 
@@ -315,7 +315,7 @@ def _to_device(batch: Any) -> Any:
 
 
 def _move(model: torch.nn.Module) -> None:
-    """Put a model on the XLA device; its parameters stay the objects that an optimizer holds, tied ones tied."""
+    """Move a model to the XLA device; its parameters stay the objects that an optimizer holds, tied ones tied."""
     with free_of_weak_references(model):
         for tensor in (*model.parameters(), *model.buffers()):
             moved = tensor.detach().to("xla")
@@ -331,7 +331,7 @@ def _floats(output: Any) -> dict[str, torch.Tensor]:
 def _largest(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], scales: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The largest difference, relative to the scale of its tensor, and where; nan counts as infinite."""
+    """The largest difference, relative to the scale of its tensor, and where; NaN counts as infinite."""
     worst, where = 0.0, ""
     for name in expected.keys() | found.keys():
         if name not in found or name not in expected:

@@ -1,4 +1,4 @@
-"""Seconds of collectives and kernels of a compiled program, and of its schedule."""
+"""Times collectives, kernels and the schedule of a compiled program under the device model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from autoshard.verify.hlo_text import Module
 from autoshard.verify.targets import Family
 from autoshard.verify.work import Kernel, Work
 
-# What a kind that the device model does not know costs: as the one it resembles.
+# A kind that the device model does not know costs as the one it resembles.
 _LIKE = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 
 
 def collective_seconds(collective: CompiledCollective, mesh: Mesh, device: Device) -> float:
     """Seconds per step of one compiled collective.
 
-    Groups along a part of an axis, or along no grid of the mesh, are taken to run over all of the axes they touch: an
-    upper bound.
+    Groups that span no grid of the mesh count as spanning all axes they touch: an upper bound.
     """
     kind = cast(CollectiveKind, _LIKE.get(collective.kind, collective.kind))
     return collective.count * seconds(kind, mesh.spanned(collective.axes), collective.bytes, mesh, device)
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """Seconds of one execution of a kernel: the roofline of its products and its bytes, and its launch."""
+    """Seconds of one execution of a kernel: its roofline plus its launch."""
     if not kernel.flops:
         return roofline_seconds(0.0, kernel.bytes, "f32", device, kernels=kernel.launches)
     compute = sum(roofline_seconds(flops, 0.0, dtype, device, kernels=0) for dtype, flops in kernel.flops.items())
@@ -38,17 +37,17 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def overlapped_seconds(module: Module, mesh: Mesh, device: Device, family: Family) -> float:
-    """Seconds of one step as the compiler scheduled it.
+    """Step time of the compiler's schedule, in seconds.
 
-    One stream of kernels, in printed order (a compiled module is scheduled), and one of collectives: an async
-    collective starts when both its start is reached and the one before it has finished, and its end waits for it. A
-    synchronous one stops the kernels. A loop takes its first turn's seconds each time.
+    Simulates a stream of kernels, in printed order (the module is scheduled), and one of collectives: an async
+    collective begins once its start is issued and the one before it has finished; its done waits for it. A synchronous
+    one blocks the kernels. Every iteration of a loop takes as long as its first.
     """
     return _Schedule(module, mesh, device, family).run(module.entry, 0.0, 0.0)[0]
 
 
 class _Schedule:
-    """Plays a schedule; state of one `overlapped_seconds` call."""
+    """Simulates a schedule, for one `overlapped_seconds` call."""
 
     def __init__(self, module: Module, mesh: Mesh, device: Device, family: Family) -> None:
         self.module = module
@@ -58,7 +57,7 @@ class _Schedule:
         self.work = Work(module, family == "tpu")
 
     def run(self, name: str, now: float, free: float) -> tuple[float, float]:
-        """Play a computation that starts at `now`, the links free from `free` on; both at its end, in seconds."""
+        """Simulate a computation from `now`, with links free from `free` on; returns both times at its end."""
         computation = self.module.computations[name]
         ends: dict[str | int, float] = {}
         for instruction in computation.instructions.values():

@@ -1,11 +1,10 @@
-"""TPU slices: libtpu compiles one program per slice, in which what crosses the data-centre network is a host transfer.
+"""TPU multislice: libtpu compiles one program per slice and turns traffic across slices into host transfers.
 
-A module of several slices is partitioned over the devices of one. A collective over devices of several is taken apart:
-an all-reduce into a reduce-scatter within the slice (a small one: an all-reduce, of which a part is taken), a transfer
-of type ALL_REDUCE between equal devices of the slices, and an all-gather within the slice (the smallest: an all-reduce
-and a transfer); an all-gather into a transfer and an all-gather. Transfers are pairs of `send` and `recv` for
-`xla_megascale_runtime`, with one rendezvous name. Here they are read as collectives over the axes that lie across
-slices, and put together again with what goes with them.
+The module is partitioned over the devices of one slice. An all-reduce across slices becomes a reduce-scatter within the
+slice (a small one: an all-reduce and a slice), a transfer of type ALL_REDUCE between corresponding devices, and an
+all-gather within the slice (the smallest: an all-reduce and a transfer); an all-gather becomes a transfer and an
+all-gather. Transfers are `send`/`recv` pairs for `xla_megascale_runtime` with one rendezvous name. They are read here
+as collectives over the axes that cross slices, and merged with their parts within the slice.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DATA_MOVEMENT |= {"recv-done"}
 
 
 def places(mesh: Mesh, num_partitions: int) -> list[list[int]]:
-    """Per slice, the places of the mesh that its partitions stand at; one list where the module holds all devices.
+    """Per slice, the mesh positions of its partitions; one list where the module holds all devices.
 
     Raises:
         ValueError: the module is partitioned neither over the mesh nor over a slice of it.
@@ -54,7 +53,7 @@ def places(mesh: Mesh, num_partitions: int) -> list[list[int]]:
 
 
 def transfer(instruction: Instruction) -> str:
-    """The type of a `send` or `recv` between slices; the empty string for anything else."""
+    """Transfer type of a `send` or `recv` between slices; empty for anything else."""
     if instruction.opcode not in ("send", "recv"):
         return ""
     match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
@@ -62,13 +61,13 @@ def transfer(instruction: Instruction) -> str:
 
 
 def rendezvous(instruction: Instruction) -> str:
-    """What a `send` and its `recv` have in common."""
+    """Rendezvous name of a `send` and its `recv`."""
     match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 
 
 def crossing(computation: Computation, send: Instruction) -> int:
-    """Bytes per device of a transfer: the larger of what is sent and received."""
+    """Bytes per device of a transfer: the larger of sent and received."""
     sizes = [computation.instructions[send.operands[0]].bytes] if send.operands[0] in computation.instructions else []
     other = receiver(computation, send)
     if other is not None:
@@ -106,7 +105,7 @@ def crossing_axes(slices: Sequence[Sequence[int]], send: Instruction, mesh: Mesh
 
 
 def _numbers(slices: Sequence[Sequence[int]], mesh: Mesh) -> dict[int, int]:
-    """libtpu's number of a device -> its place in the mesh."""
+    """libtpu's number of a device -> its position in the mesh."""
     device = load_device(mesh.device)
     chips = itertools.product(*map(range, device.topology))
     places_in_order = [(chip, core) for chip in chips for core in range(device.chip_devices)]
@@ -121,13 +120,13 @@ def _numbers(slices: Sequence[Sequence[int]], mesh: Mesh) -> dict[int, int]:
 
 
 def _by_rank(own: Sequence[int], mesh: Mesh) -> list[int]:
-    """The places of a slice by the devices that stand there."""
+    """Mesh positions of a slice in the order of their devices."""
     order = device_order(mesh, load_device(mesh.device))
     return sorted(own, key=lambda place: order[place])
 
 
 def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> list[CompiledCollective]:
-    """The collectives with those over several slices put together: one over all of its axes, as it was before."""
+    """Merge the parts of collectives across slices into one over all of their axes."""
     listed = list(found)
     by_name = {each.name: each for each in listed}
     gone: set[str] = set()
@@ -153,10 +152,10 @@ def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> l
 def _parts(
     between: CompiledCollective, before: CompiledCollective | None, after: CompiledCollective | None, cut: bool
 ) -> list[CompiledCollective]:
-    """What belongs to a transfer: the one with the bytes of the whole first.
+    """The parts of one collective across slices, the one with its full bytes first.
 
     Args:
-        cut: whether a part of what `before` makes is transferred.
+        cut: whether only a part of the result of `before` is transferred.
     """
     if between.kind == "all-reduce" and before is not None:
         if before.kind == ("all-reduce" if cut else "reduce-scatter") and after is not None:
@@ -171,7 +170,7 @@ def _parts(
 
 
 def _source(module: Module, computation: Computation, name: str) -> tuple[str, bool]:
-    """The collective that a value comes from, through moves alone, and whether it is a part of what that made."""
+    """The collective that a value comes from, through data movement alone, and whether it is a slice of its result."""
     cut = False
     for _ in range(16):
         value = computation.instructions.get(name)
@@ -186,7 +185,7 @@ def _source(module: Module, computation: Computation, name: str) -> tuple[str, b
 
 
 def _takes_part(module: Module, value: Instruction) -> bool:
-    """Whether an instruction cuts a part out of its first operand, and does nothing else."""
+    """Whether an instruction only slices its first operand."""
     if value.opcode != "fusion":
         return value.opcode == "dynamic-slice"
     inside = [other for called in value.called for other in module.computations[called].instructions.values()]
@@ -196,7 +195,7 @@ def _takes_part(module: Module, value: Instruction) -> bool:
 
 
 def _sink(module: Module, computation: Computation, name: str) -> str:
-    """The collective that a value goes to, through moves alone and to no other reader."""
+    """The collective that a value goes to, through data movement alone and without other readers."""
     for _ in range(16):
         readers = [user for user in computation.users.get(name, ()) if user.opcode != "send-done"]
         if len(readers) != 1:

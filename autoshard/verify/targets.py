@@ -1,4 +1,4 @@
-"""Compile targets: which compiler, and for how many devices of what kind. None of them need be present."""
+"""Compile targets: a compiler, and the number and kind of devices, which need not be present."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Target:
     """A compiler and the devices to compile for.
 
     Attributes:
-        text: what the user wrote, canonical: `tpu-v5e:2x4`.
-        family: whose partitioner and backend.
+        text: canonical form of the user's text: `tpu-v5e:2x4`.
+        family: of the partitioner and backend.
         device: a device kind of `cost/machine/devices.toml`, such as `tpu-v5e` or `h100`.
-        num_devices: devices as XLA counts them, over all slices or hosts.
+        num_devices: XLA devices over all slices or hosts.
         topology: chips per torus dim of one slice (TPU), or (hosts, GPUs per host); empty for the CPU.
         slices: TPU slices joined by the data-centre network.
     """
@@ -59,10 +59,10 @@ class Target:
         return self.text
 
     def packages(self) -> dict[str, str]:
-        """Installed package -> version of everything that decides what is compiled.
+        """Package -> version of everything that determines the compiled program.
 
         Raises:
-            TargetError: when the target's compiler is not installed, saying which extra brings it.
+            TargetError: the target's compiler is not installed; names the extra that installs it.
         """
         wanted = {"cpu": [], "tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}[self.family]
         found = {}
@@ -116,12 +116,12 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
 
 
 def on_target(mesh: Mesh, target: Target) -> Mesh:
-    """The mesh as it lies on a target: with its topology, and where both are of one device kind, as it was placed.
+    """The mesh with the target's topology; where both are of one device kind, with its own placement.
 
-    A device kind of the user's keeps its figures on a target of the same family.
+    The user's own device kind keeps its figures on a target of the same family.
 
     Raises:
-        TargetError: the mesh does not lie on the target; says why.
+        TargetError: the mesh does not match the target; says why.
     """
     kind = load_device(mesh.device)
     own = kind.target == target.family and kind.kind not in builtin_kinds()
@@ -129,7 +129,7 @@ def on_target(mesh: Mesh, target: Target) -> Mesh:
         return mesh if own else replace(mesh, device=target.device, placement=())
     placement = mesh.placement if own or kind.kind == target.device else ()
     device = str(target)
-    if own:  # a kind of the user's stands in the target's topology
+    if own:  # the user's own kind, in the target's topology
         device = f"{split_topology(mesh.device)[0]}:{device.partition(':')[2]}"
     placed = replace(mesh, device=device, placement=placement)
     try:
@@ -164,7 +164,7 @@ def _placed(text: str, family: Family) -> Target:
     kind, topology = split_topology(text)
     try:
         if topology is None:
-            load_device(f"{kind}:")  # says what is missing
+            load_device(f"{kind}:")  # raises: names what is missing
         device = load_device(text)
     except DeviceError as error:
         raise TargetError(str(error)) from None

@@ -1,4 +1,4 @@
-"""What one device computes and moves in a compiled program: FLOPs of products, bytes of top-level fusions."""
+"""FLOPs of products and bytes of memory traffic of the kernels in a compiled program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.dtypes import DTYPES
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
 from autoshard.verify.targets import Family
 
-# Ops that make no kernel: names, views, the ends of async ops (their starts count), and control flow around kernels.
+# Ops without a kernel: names, views, the done halves of async ops (their starts count), and control flow.
 _FREE = frozenset(
     """parameter constant tuple get-tuple-element bitcast partition-id replica-id after-all add-dependency
     opt-barrier domain""".split()  # noqa: SIM905
@@ -37,12 +37,11 @@ class Kernel:
 
     Attributes:
         name: the instruction.
-        flops: dtype (StableHLO's words) of the operands -> FLOPs of its dots and convolutions, one execution.
-        bytes: bytes of device memory that it reads and writes, one execution; padding of tiles counts, on-chip buffers
-            do not.
+        flops: operand dtype (StableHLO's spelling) -> FLOPs of its dots and convolutions, per execution.
+        bytes: memory traffic per execution; tile padding counts, on-chip buffers do not.
         count: executions per step.
-        launches: 1, or 0 for a copy that runs beside the others, and on a TPU for work on single numbers.
-        aten: index of the aten op that the compiler says it came from, or None.
+        launches: 1, or 0 for an async copy, and on a TPU for scalar-unit work.
+        aten: index of the aten op in its metadata, or None.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CompiledWork:
-    """The kernels of one device's program, in program order; collectives are not among them."""
+    """The kernels of one device's program, in program order, without collectives."""
 
     kernels: tuple[Kernel, ...]
 
@@ -84,14 +83,14 @@ def compiled_work(hlo: str | Module, family: Family) -> CompiledWork:
 
     Args:
         hlo: the text, or the parsed module.
-        family: whose compiler wrote it; on `tpu` arrays in memory space 1 (VMEM) cost no bytes of device memory.
+        family: of the compiler; on `tpu` arrays in memory space 1 (VMEM) cost no memory traffic.
     """
     module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
     return CompiledWork(tuple(Work(module, family == "tpu").kernels(module.entry, 1)))
 
 
 class Work:
-    """Walks the computations that run; `compiled_work` from the entry."""
+    """A walk over the computations that run; `compiled_work` starts at the entry."""
 
     def __init__(self, module: Module, on_chip_is_free: bool) -> None:
         """See `compiled_work`; `on_chip_is_free`: arrays in memory space 1 cost no bytes."""
@@ -128,13 +127,13 @@ class Work:
             )
 
     def is_scalar(self, computation: Computation, instruction: Instruction) -> bool:
-        """Whether a TPU's scalar unit computes an instruction, beside its kernels: numbers from numbers alone."""
+        """Whether an instruction runs on a TPU's scalar unit: numbers from numbers alone."""
         read = [computation.instructions.get(name) for name in instruction.operands]
         around = [instruction, *(one for one in read if one is not None)]
         return self.on_chip_is_free and not any(shape.dims for one in around for shape in one.shapes)
 
     def is_free(self, instruction: Instruction) -> bool:
-        """Whether a call or fusion takes no time of its own: a collective in a wrapper is no kernel."""
+        """Whether a call or fusion takes no time of its own: a wrapped collective is no kernel."""
         if instruction.opcode == "custom-call":
             return instruction.target in _FREE_CALLS
         if instruction.opcode != "fusion":
@@ -146,7 +145,7 @@ class Work:
     # ---- FLOPs
 
     def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
-        """dtype -> FLOPs of the dots and convolutions that an instruction holds, nested computations included."""
+        """dtype -> FLOPs of the dots and convolutions in an instruction and its nested computations."""
         if instruction.opcode == "dot":
             return _add({}, _dot_flops(computation, instruction))
         if instruction.opcode == "convolution":
@@ -179,7 +178,7 @@ class Work:
     # ---- bytes
 
     def bytes(self, computation: Computation, instruction: Instruction) -> float:
-        """Bytes of device memory that one top-level instruction reads and writes."""
+        """Memory traffic in bytes of one top-level instruction."""
         opcode = instruction.opcode
         operands = [computation.instructions.get(name) for name in instruction.operands]
         known = [operand for operand in operands if operand is not None]
@@ -203,15 +202,15 @@ class Work:
         return self.size(instruction) + sum(self.size(one) * (again if place else 1) for place, one in enumerate(known))
 
     def size(self, instruction: Instruction) -> float:
-        """Bytes of an instruction's result that lie in device memory."""
+        """Bytes of an instruction's result in device memory."""
         return float(sum(map(self.array_bytes, instruction.shapes)))
 
     def array_bytes(self, shape: ArrayShape) -> int:
-        """Bytes of an array, padding included, if it lies in device memory; else 0."""
+        """Bytes of an array with padding, if it is in device memory; else 0."""
         return 0 if self.on_chip_is_free and shape.on_chip else shape.stored_bytes
 
     def copy_bytes(self, instruction: Instruction, operands: list[Instruction]) -> float:
-        """An async copy moves its smaller array, once from and once to wherever that is device memory."""
+        """An async copy moves its smaller array once per end in device memory."""
         arrays = [shape for shape in instruction.shapes if shape.elements > 1 or shape.dims]
         source = operands[0].shapes[0] if operands and operands[0].shapes else None
         if not arrays or source is None:
@@ -222,7 +221,7 @@ class Work:
         return float(sum(moved for shape in ends if not (self.on_chip_is_free and shape.on_chip)))
 
     def parameter_bytes(self, inner: Computation, number: int, operand: Instruction) -> float:
-        """Bytes that a fusion reads of one operand: slices of it where it reads nothing else."""
+        """Bytes that a fusion reads of one operand: of its slices where it reads nothing else."""
         parameter = inner.parameters.get(number)
         if parameter is None:
             return self.size(operand)
@@ -237,17 +236,17 @@ class Work:
                 elif user.opcode in _PARTIAL_READS and user.operands[0] == name and name not in user.operands[1:]:
                     read += user.bytes
                 elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                    continue  # updated in place: what is not overwritten stays
+                    continue  # updated in place
                 elif _scatters(user) and user.operands[0] == name and name not in user.operands[1:]:
                     read += _scattered(inner, user)
                 elif COLLECTIVE.match(user.opcode) or (user.opcode == "tuple" and user is inner.root):
-                    continue  # what a collective moves beside the fusion's work, and what is only passed on
+                    continue  # moved by a collective in parallel to the fusion, or only passed on
                 else:
                     return self.size(operand)
         return read
 
     def written(self, inner: Computation, fusion: Instruction) -> float:
-        """Bytes that a fusion writes: of an array that it updates in place, only the update."""
+        """Bytes that a fusion writes: of an array updated in place, only the update."""
         root = inner.root
         roots = [inner.instructions.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
         if len(roots) != len(fusion.shapes):
@@ -269,7 +268,7 @@ class Work:
 
 
 def _turns(instruction: Instruction) -> int:
-    """How often a kernel of attention reads keys and values: for each block of rows, if they take several blocks.
+    """How often an attention kernel reads keys and values: once per block of rows.
 
     Its grid, which libtpu writes as text, has rows and columns as its last two dims. The first operand, queries or
     logits, is read once.
@@ -277,25 +276,25 @@ def _turns(instruction: Instruction) -> int:
     body = _BODY.search(instruction.rest) if instruction.target == _MOSAIC else None
     try:
         grid = _GRID.search(base64.b64decode(body[1]).decode(errors="replace")) if body else None
-    except ValueError:  # somebody's own kernel, written otherwise
+    except ValueError:  # a user's own kernel, of another form
         grid = None
     bounds = [int(bound) for bound in grid[1].split(",")] if grid else []
     return bounds[-2] if len(bounds) > 1 and bounds[-1] > 1 else 1
 
 
 def _scatters(instruction: Instruction) -> bool:
-    """Whether an instruction scatters into one array."""
+    """Whether an instruction scatters into a single array."""
     return instruction.opcode == "scatter" and len(instruction.operands) == 3
 
 
 def _scattered(inner: Computation, scatter: Instruction) -> int:
-    """Bytes of an array that a scatter changes: elements that several updates are added to meet in the caches."""
+    """Bytes of an array that a scatter changes: several updates of one element meet in the caches."""
     updates = inner.instructions.get(scatter.operands[2])
     return scatter.bytes if updates is None else min(scatter.bytes, updates.bytes)
 
 
 def _is_parameter(inner: Computation, name: str) -> bool:
-    """Whether a name is a fusion's operand, perhaps under another shape."""
+    """Whether a name is a fusion's parameter, perhaps reshaped."""
     found = inner.instructions.get(name)
     while found is not None and found.opcode == "bitcast":
         found = inner.instructions.get(found.operands[0])
@@ -321,7 +320,7 @@ def _dot_flops(computation: Computation, instruction: Instruction) -> tuple[str,
 
 
 def _wider(operands: list[ArrayShape]) -> str:
-    """The dtype that a product of two arrays runs in."""
+    """The dtype that a product of two arrays runs in: the wider."""
     return max(operands[:2], key=lambda shape: (shape.bytes / max(shape.elements, 1), shape.dtype)).dtype
 
 
@@ -358,7 +357,7 @@ def _nth(text: str | None, i: int, default: str) -> str:
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
     """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention.
 
-    A kernel of a whole attention, or one written by hand, says its own (as libtpu writes it: twice the products' size).
+    A fused attention kernel, or a Pallas kernel, states its own (in libtpu's text: twice the products' size).
     """
     target = instruction.target
     shapes = _shapes(computation, instruction)

@@ -1,8 +1,7 @@
 """The compile worker: `python -m autoshard.verify.worker REQUEST.json`, one program a process.
 
-It is a process of its own because XLA's platforms read their environment before the first import, their plugins can
-abort the process, and what they say about defects (`Involuntary full rematerialization`) goes to the file descriptor
-of standard error.
+A process of its own, because XLA's platforms read their environment before the first import, their plugins can abort
+the process, and their warnings (`Involuntary full rematerialization`) go to the file descriptor of standard error.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from autoshard.workers import end_with_parent
 _NO_TILES = "Couldn't find output tile sizes"
 _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_computation_parameter_layouts")
 
-# XLA prints a constant of at most this many elements whole.
+# XLA prints constants of at most this many elements in full.
 _PRINTED_WHOLE = 8
 
 _STEP = "autoshard_step"
-"""The name under which a TPU's compiler writes the program down: it also compiles parts of a few ops by themselves."""
+"""Module name by which libtpu's dump of the program is found: it also compiles small parts as modules of their own."""
 
 _SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
-"""What libtpu dumps when buffers are assigned and code generation, nearly all of its time, is still to come."""
+"""libtpu's dump after buffer assignment, before code generation, which takes nearly all of its time."""
 
 _GENERATED = "after_codegen.txt"
-"""And when it has generated code: with its estimates of cycles. jaxlib cannot read some of these programs from memory
-(0.10.2: what sparse cores do meanwhile is an `async-update` of three operands)."""
+"""libtpu's dump after code generation, with its estimates of cycles. jaxlib (0.10.2) cannot read some of these programs
+from memory (with an `async-update` of three operands)."""
 
 _BUFFERS = "after_optimizations-buffer-assignment.txt"
-"""What it dumps right before both."""
+"""libtpu's dump just before both."""
 
 _TUPLE_PARTS = re.compile(r"\(size=\d+,offset=\d+\): \(")
-"""A value of a heap that says where the parts of a tuple lie: of nothing else, a heap is not made."""
+"""A heap value that locates the parts of a tuple and occupies no bytes itself."""
 
 _RESERVED = 31 * 512
-"""Bytes that a program of libtpu holds beside its heap."""
+"""Bytes of a libtpu program beside its heap."""
 
 _LOOK_S = 0.05
-"""Seconds between two looks at what has been dumped."""
+"""Polling interval for dumps, in seconds."""
 
 
 def main() -> None:
-    """Compile what the request file describes; write `hlo.txt.gz` and `result.json` beside it."""
+    """Compile the request; write `hlo.txt.gz` and `result.json` beside it."""
     end_with_parent()
     request_path = Path(sys.argv[1])
     request = json.loads(request_path.read_text())
@@ -76,15 +75,15 @@ def main() -> None:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
     if target.family == "tpu":
-        os._exit(0)  # the compiler still works, on code that nobody asked for
+        os._exit(0)  # the compiler is still generating code that is not needed
 
 
 def _dumped(
     dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]], last: str
 ) -> tuple[str, dict[str, Any]]:
-    """What `compiled` returns, read from the file that libtpu dumps as the `last` that is waited for.
+    """The result of `compiled`, from libtpu's dump `last` as soon as it is written.
 
-    Its passes take seconds, generating code minutes. Where nothing is dumped, `compiled` runs to its end.
+    Passes take seconds, code generation minutes. Without a dump, `compiled` runs to its end.
     """
     dump.mkdir()
     flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
@@ -109,7 +108,7 @@ def _dumped(
 def laid_out(assignment: str) -> dict[str, int]:
     """Bytes of arguments, results, those that share a buffer, and the rest, as XLA prints a buffer assignment.
 
-    Those in device memory (color 0). As seen, what `get_compiled_memory_stats` says of the compiled program.
+    Counts device memory (color 0), as `get_compiled_memory_stats` does.
     """
     memory = {"argument": 0, "output": 0, "temp": 0, "alias": 0}
     for allocation in re.split(r"^allocation \d+: ", assignment, flags=re.MULTILINE)[1:]:
@@ -158,7 +157,7 @@ def compile_for(
         start = time.perf_counter()
         device_list = _jax.DeviceList(tuple(devices))
         if target.family == "cpu":
-            # Instruction selection and LLVM's passes leave the partitioned program alone and take most of the time.
+            # Instruction selection and LLVM's passes do not change the partitioned program and take most of the time.
             debug = build.debug_options
             debug.xla_backend_optimization_level = 0
             debug.xla_llvm_disable_expensive_passes = True
@@ -176,9 +175,9 @@ def compile_for(
 
 
 def _compiled(client: Any, module: Any, devices: Any, options: Any) -> Any:
-    """The executable; where XLA's GPU compiler finds no tiles for one of its own Triton kernels, without those.
+    """The executable; where XLA's GPU compiler finds no tiling for a Triton kernel, without Triton kernels.
 
-    It then multiplies such matrices by library calls instead (jaxlib 0.10.2: products of 1,568 or 392 rows fail so).
+    It then calls libraries for such products (jaxlib 0.10.2).
     """
     import jax
 
@@ -198,7 +197,7 @@ def _optimized(executable: Any, target: Target) -> str:
 
 
 def _print(module: Any, target: Target) -> str:
-    """The module as text. Tables of one offset per device are needed whole, so only longer constants are left out."""
+    """The module as text. Tables of one offset per device are needed in full; longer constants are left out."""
     from jax._src.lib import xla_client as xc
 
     options = xc.hlo.HloPrintOptions()
@@ -209,7 +208,7 @@ def _print(module: Any, target: Target) -> str:
 
 
 def _shortened(text: str, target: Target) -> str:
-    """Without the constants that are longer than a table of one offset per device."""
+    """Drop constants longer than a table of one offset per device."""
     if target.num_devices <= _PRINTED_WHOLE:
         return text
     limit = 400 + 12 * target.num_devices
@@ -221,7 +220,7 @@ def _shortened(text: str, target: Target) -> str:
 
 
 def _drop_layouts(module: Any) -> None:
-    """Remove the layouts of the capturing platform: each compiler picks its own, but for what a custom call reads."""
+    """Drop the layouts of the capturing platform, except operands' of custom calls: each compiler picks its own."""
     for op in (module, *ops_inside(module)):
         names = [] if op.name == "stablehlo.custom_call" else [getattr(each, "name", each) for each in op.attributes]
         for name in names:
@@ -230,7 +229,7 @@ def _drop_layouts(module: Any) -> None:
 
 
 def _prepare_main(module: Any, donate: dict[int, int]) -> list[bool]:
-    """Mark donated arguments; say for each result whether it has a sharding."""
+    """Mark donated arguments; return for each result whether it has a sharding."""
     from jaxlib.mlir import ir
 
     main = functions_of(module).get("main")
@@ -259,7 +258,7 @@ def _devices(target: Target) -> list[Any]:
         extra = {"num_slices": target.slices} if target.slices > 1 else {}
         devices = topologies.get_topology_desc(name, platform="tpu", **extra).devices
 
-        # A topology of one slice has devices without the attribute.
+        # a topology of one slice has devices without the attribute
         def place(device: Any) -> tuple[Any, ...]:
             return getattr(device, "slice_index", None) or 0, tuple(device.coords), device.core_on_chip
 

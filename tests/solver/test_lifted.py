@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
-from autoshard.solver.lifted import alike, hand_on
+from autoshard.solver.lifted import alike, warm_start
 from autoshard.solver.network import Network
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem
@@ -31,7 +31,7 @@ def test_longer_stacks_have_the_same_classes():
 def test_messages_of_the_quotient_begin_where_many_sweeps_of_the_whole_end():
     net = stack(40)
     handed, plain = Dual(net), Dual(net)
-    assert hand_on(handed)
+    assert warm_start(handed)
     handed.sweep()
     first = plain.sweep()
     for _ in range(100):
@@ -42,7 +42,7 @@ def test_messages_of_the_quotient_begin_where_many_sweeps_of_the_whole_end():
 
 def test_what_does_not_repeat_is_left_alone():
     dual = Dual(stack(3))
-    assert not hand_on(dual)
+    assert not warm_start(dual)
     assert not dual.message.any()
 
 

@@ -1,1 +1,1 @@
-"""What is replaced in PyTorch while a step is traced."""
+"""Replacements of PyTorch functions during a traced step."""

@@ -1,9 +1,8 @@
-"""`torch.autocast` without torch_xla: what it casts on XLA devices, on the placeholders that stand for them.
+"""`torch.autocast` for XLA devices without torch_xla: the same casts, on placeholders.
 
-torch knows autocast for `xla` also where torch_xla is not installed, but the casts themselves are kernels of torch_xla
-(`torch_xla/csrc/autocast_mode.cpp` lists which ops). Here a function mode does them, above autograd as they are. Inside
-a captured step, autocast of the placeholders' own device type and of `cuda`, which the step may be planned for, count
-as autocast of `xla`.
+torch has autocast for `xla` without torch_xla, but the casts are kernels of torch_xla
+(`torch_xla/csrc/autocast_mode.cpp` lists the ops). Here a function mode does them, also above autograd. Inside a
+captured step, autocast of the placeholders' device type and of `cuda` count as autocast of `xla`.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ FULL = frozenset({
     "hinge_embedding_loss", "smooth_l1_loss", "cross_entropy", "l1_loss", "margin_ranking_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "ctc_loss", "kl_div",
 })  # fmt: skip
-"""Those whose operands it casts to float32."""
+"""Functions whose operands autocast casts to float32."""
 
 WIDEST = frozenset({"stack", "cat", "concat", "concatenate", "index_copy"})
-"""Those whose operands it casts to the widest dtype among them."""
+"""Functions whose operands autocast casts to the widest dtype among them."""
 
 
 class Autocast(TorchFunctionMode):  # type: ignore[misc]
     """Casts the operands of torch functions while autocast of XLA devices is on."""
 
     def __init__(self, body_of_functional: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """`body_of_functional`: has torch.nn.functional run its own code in place of asking a mode."""
+        """`body_of_functional`: makes torch.nn.functional run its own code instead of dispatching to a mode."""
         super().__init__()
         self.body_of_functional = body_of_functional
         self.cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Cast, or leave as it is."""
+        """Cast the operands, or pass them on."""
         kwargs = kwargs or {}
         if not torch.is_autocast_enabled(DEVICE):
             self.cast.clear()
@@ -73,13 +72,13 @@ class Autocast(TorchFunctionMode):  # type: ignore[misc]
         else:
             return func(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
-        cast = [self.to(leaf, dtype) for leaf in reversed(leaves)]  # the last operand's first, as it is there
+        cast = [self.to(leaf, dtype) for leaf in reversed(leaves)]  # the last operand's first, as torch_xla does
         args, kwargs = tree_unflatten(cast[::-1], structure)
-        with torch.autocast(DEVICE, enabled=False):  # what a function is made of is cast once
+        with torch.autocast(DEVICE, enabled=False):  # the ops inside a function are not cast again
             return func(*args, **kwargs)
 
     def to(self, value: Any, dtype: torch.dtype) -> Any:
-        """A tensor in another dtype; a weight is cast once while autocast is on."""
+        """Cast a tensor; a weight is cast once per autocast region."""
         if not _eligible(value) or value.dtype == dtype:
             return value
         keeps = value.is_leaf and value.requires_grad and value.dtype == torch.float32
@@ -91,7 +90,7 @@ class Autocast(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _mode(args: Any, kwargs: Any) -> Any:
-    """Of a call of `F.pad`."""
+    """The `mode` of a call of `F.pad`."""
     return args[2] if len(args) > 2 else kwargs.get("mode", "constant")
 
 
@@ -106,7 +105,7 @@ def _eligible(value: Any) -> bool:
 
 @contextlib.contextmanager
 def autocast_of_placeholders() -> Iterator[None]:
-    """Have autocast of the devices that placeholders stand for be that of XLA devices."""
+    """Treat autocast of the placeholders' device types as autocast of XLA."""
     autocast: Any = torch.amp.autocast_mode.autocast
     original = autocast.__init__
 

@@ -1,11 +1,11 @@
-"""`torch.utils.checkpoint` on the device that programs are captured on, so that XLA computes again what it is to.
+"""`torch.utils.checkpoint` on the capture device, with the barriers that make XLA recompute.
 
-Without a barrier XLA would see that what is computed again is what was computed before, and keep it. As in jax's
-`checkpoint`, everything that the second pass reads and did not make itself (inputs of the block, its parameters, what
-it closes over) goes through one `optimization_barrier` first, together with the gradients of the block's results: the
-second pass starts no earlier than these are there. What it saves for the backward pass is read behind the barrier too.
+Without a barrier XLA would CSE the recomputation with the first pass. As in jax's `checkpoint`, everything that the
+second pass reads and did not make itself (inputs, parameters, closed-over tensors) passes one `optimization_barrier`,
+together with the gradients of the block's results, so the second pass starts no earlier than they exist. Its saved
+tensors are read behind the barrier too.
 
-torch_xla's own checkpoint has its barriers already.
+torch_xla's own checkpoint already has barriers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoshard.frontends.tracing.sequence import ALIAS_OPS, computes, name_of, t
 
 @contextlib.contextmanager
 def recomputed() -> Iterator[None]:
-    """torch's checkpoints are computed again meanwhile, those of both kinds."""
+    """Record torch's checkpoints, of both kinds, as recomputed."""
     import torch.utils.checkpoint as library
 
     saved = {name: getattr(library, name) for name in _REPLACED}
@@ -39,7 +39,7 @@ def recomputed() -> Iterator[None]:
     again: Any = saved["_recomputation_hook"]
 
     class First(first):  # type: ignore[misc]
-        """Around the first pass."""
+        """Context of the first pass."""
 
         def __init__(self, frame: Any) -> None:
             super().__init__(frame)
@@ -57,7 +57,7 @@ def recomputed() -> Iterator[None]:
                 self.region.follow(_returned(body))
 
     class Again(again):  # type: ignore[misc]
-        """Around the second pass."""
+        """Context of the second pass."""
 
         def __init__(self, frame: Any, task: int) -> None:
             super().__init__(frame, task)
@@ -94,11 +94,11 @@ def recomputed() -> Iterator[None]:
 
 
 _REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type")
-"""What is replaced of `torch.utils.checkpoint`."""
+"""Replaced attributes of `torch.utils.checkpoint`."""
 
 
 def _returned(body: Any) -> Any:
-    """What the function that is checkpointed returned, out of `torch.utils.checkpoint.checkpoint`, which called it."""
+    """The checkpointed function's result, from `torch.utils.checkpoint.checkpoint`, which called it."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not body:
         frame = frame.f_back  # type: ignore[assignment]
@@ -106,12 +106,12 @@ def _returned(body: Any) -> Any:
 
 
 class _Region:
-    """What a checkpointed function reads.
+    """The operands of a checkpointed function.
 
     Attributes:
-        reads: what it did not make itself, by its id.
-        gradients: of its results, as far as the backward pass has come.
-        random: the state of the device's random numbers when it begins.
+        reads: tensors read and not made inside, by id.
+        gradients: of its results, as the backward pass reaches them.
+        random: state of the device's random numbers at its beginning.
     """
 
     def __init__(self) -> None:
@@ -125,12 +125,12 @@ class _Region:
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as it was; torch looks at that of the device on which the tensors are that a function is given."""
+        """Autocast of the first pass; torch looks at the device of the function's tensors."""
         found: contextlib.AbstractContextManager[Any] = torch.autocast(AUTOCAST, **self.autocasts)
         return found
 
     def follow(self, results: Any) -> None:
-        """Take note of gradients of these."""
+        """Record gradients of these results."""
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None and is_xla(leaf):
                 leaf.register_hook(self._note)
@@ -148,12 +148,12 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hidden(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is read goes through a barrier; whole numbers and single ones are as good as known."""
+    """Whether a tensor passes a barrier when read; not integers and single numbers."""
     return is_xla(tensor) and tensor.is_floating_point() and tensor.dim() > 0
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Notes what is read and was not made under it."""
+    """Records tensors read and not made inside."""
 
     def __init__(self, region: _Region) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         self.aliases: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The id of a tensor, or of that which it was made an alias of."""
+        """The id of a tensor, or of the one that it aliases."""
         own = tensor_id(tensor)
         return self.aliases.get(own, own)
 
@@ -184,7 +184,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def read(self, args: Any, kwargs: Any) -> Any:
-        """What an op is called with, once it is noted."""
+        """Record an op's operands and return them."""
         for tensor in tensors_in((args, kwargs)):
             if _hidden(tensor) and self.number(tensor) not in self.made:
                 self.reads.setdefault(self.number(tensor), tensor)
@@ -192,7 +192,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _Hide(_Watch):
-    """Has what runs under it read, in the place of what it did not make, the same behind a barrier."""
+    """Replaces operands made outside by the same behind a barrier."""
 
     def __init__(self, region: _Region) -> None:
         super().__init__(region)
@@ -201,7 +201,7 @@ class _Hide(_Watch):
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """All that the first pass read behind one barrier; meanwhile random numbers are drawn as they were then."""
+        """Put all operands of the first pass behind one barrier, and replay its random numbers."""
         random = current().random_state()
         current().set_random_state(self.region.random)
         self._put(self.reads)
@@ -217,7 +217,7 @@ class _Hide(_Watch):
             self.behind |= dict(zip(tensors, behind, strict=True))
 
     def read(self, args: Any, kwargs: Any) -> Any:
-        """What an op is called with, behind barriers."""
+        """An op's operands, behind barriers."""
         read = {self.number(tensor): tensor for tensor in tensors_in((args, kwargs)) if _hidden(tensor)}
         known = self.made, self.behind
         self._put({number: each for number, each in read.items() if all(number not in those for those in known)})
@@ -228,7 +228,7 @@ class _Hide(_Watch):
         return self.behind.get(self.number(leaf), leaf) if known else leaf
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the backward pass reads for a tensor that is saved."""
+        """A saved tensor, as the backward pass reads it."""
         behind = self._instead(tensor)
         if behind is tensor:
             return tensor
@@ -265,7 +265,7 @@ def _reentrant(native: Any) -> Any:
 
 
 class _Device:
-    """What torch asks of `torch.<device>` to draw the same random numbers again."""
+    """The interface of `torch.<device>` that torch needs to replay random numbers."""
 
     _initialized = True
 

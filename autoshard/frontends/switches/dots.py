@@ -1,4 +1,4 @@
-"""Dots that keep the dims of their operands: linear layers, products of matrices, attention."""
+"""Products that keep the dims of their operands: linear layers, matmul, attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def autocasts() -> bool:
 
 
 def same_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What autocast would do to the operands of a dot."""
+    """Cast the operands of a dot as autocast does."""
     if autocasts():
         dtype = torch.get_autocast_dtype("xla")
         return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
@@ -52,7 +52,7 @@ def _project(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @contextlib.contextmanager
 def conv1d() -> Iterator[None]:
-    """transformers' Conv1D flattens its input before `addmm`: replace the class's forward meanwhile."""
+    """Replace transformers' Conv1D.forward, which flattens its input before `addmm`."""
     utilities = sys.modules.get("transformers.pytorch_utils")
     if utilities is None:
         yield
@@ -99,7 +99,7 @@ _MATRIX = str.maketrans({"m": "M", "k": "K", "n": "N"})
 
 
 def _drop_broadcast(x: torch.Tensor, other: torch.Tensor, batch: str) -> tuple[torch.Tensor, str]:
-    """Drop the batch dims of size 1 that `other` has larger: the dot broadcasts over what one operand lacks."""
+    """Drop batch dims of size 1 that `other` broadcasts: dot dims that one operand lacks are its free dims."""
     kept = batch[len(batch) - (x.dim() - 2) :]
     for position in reversed(range(x.dim() - 2)):
         from_right = x.dim() - position

@@ -1,8 +1,7 @@
-"""Convolutions with groups of several features, written so that GSPMD partitions them.
+"""Grouped convolutions with several features per group, in a form that GSPMD partitions.
 
-XLA's CPU and GPU partitioners gather everything that such a convolution reads, batch and all (measured: a batch split
-over 8 devices is all-gathered, and every device computes the whole). Depthwise ones (one input feature per group) they
-split, and so they do products whose batch dim is the group.
+XLA's CPU and GPU partitioners all-gather the operands of such a convolution, batch included. They do partition
+depthwise ones (one input feature per group), and products with the group as batch dim.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from autoshard.frontends.tracing import ops
 
 MAX_TAPS = 32
-"""Kernels of at most so many taps become one product per tap; larger ones one convolution per group."""
+"""Most taps of a kernel that becomes one product per tap; larger ones become one convolution per group."""
 
 _SPATIAL = "xyz"
 
@@ -57,7 +56,7 @@ def _by_taps(
     dilation: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """The sum over the kernel's taps of the products with what each of them meets."""
+    """Sum over the kernel's taps of products with the shifted input."""
     taps = weight.shape[2:]
     rank = len(taps)
     edges = [size for amount in reversed(padding) for size in (amount, amount)]
@@ -92,7 +91,7 @@ def grouped_transposed(
     groups: int,
     convolve: Callable[..., Any],
 ) -> torch.Tensor:
-    """The transposed convolution without its bias; XLA's partitioner ends the process on one of groups.
+    """The transposed convolution without its bias; XLA's partitioner aborts on grouped ones.
 
     Args:
         input: `(batch, features, *extents)`.
@@ -125,7 +124,7 @@ def grouped_transposed(
 
 
 def _spread(x: torch.Tensor, dim: int, stride: int, before: int, after: int) -> torch.Tensor:
-    """`x` with its elements along `dim` `stride` apart, and so many zeros before and after (fewer elements, if < 0)."""
+    """Interior and edge padding of a dim: elements `stride` apart, zeros before and after (fewer elements, if < 0)."""
     after_dims = x.dim() - 1 - dim
     if stride > 1:
         size = x.shape[dim]

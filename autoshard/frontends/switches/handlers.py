@@ -1,4 +1,4 @@
-"""Handlers of torch functions, by capture switch: registered here, called while `switches.active`."""
+"""Registry of torch function handlers by capture switch; called while `switches.active`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SWITCHES: tuple[str, ...] = (
     "checks",
     "transformers",
 )
-"""All there are; what each is for says `table.py`."""
+"""All switches, as described in `table.py`."""
 HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in SWITCHES}
-"""By switch: what torch function is handled by what."""
+"""Switch -> torch function -> handler."""
 
 UNTOUCHED = NotImplemented
-"""What a handler returns when the call is none that it can do better."""
+"""Returned by a handler that declines a call."""
 
 
 def replaces(switch: str, *functions: Any) -> Callable[[Handler], Handler]:

@@ -1,4 +1,4 @@
-"""Convolutions of groups and interpolation, as ops that partitioners split."""
+"""Grouped convolutions and interpolation, as ops that partitioners split."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autoshard.frontends.switches.handlers import UNTOUCHED, replaces
 
 
 def _of_dims(value: Any, rank: int) -> list[int]:
-    """A convolution's setting for each of its dims: given so, or once for all."""
+    """A convolution's setting per dim, given so or once for all."""
     return list(value) * (rank // len(value)) if isinstance(value, tuple | list) else [value] * rank
 
 
 def _replace_convolution(convolve: Any, rank: int) -> None:
-    """Of so many dims in space."""
+    """Register handlers of convolutions of `rank` spatial dims."""
 
     @replaces("groups", convolve)
     def convolution(
@@ -37,14 +37,14 @@ def _replace_convolution(convolve: Any, rank: int) -> None:
         if groups == 1 or weight.shape[1] == 1 or input.dim() != rank + 2 or isinstance(padding, str):
             return UNTOUCHED
         if input.shape[1] != groups * weight.shape[1] or weight.shape[0] % groups:
-            return UNTOUCHED  # torch says what is wrong
+            return UNTOUCHED  # torch raises the error
         stride, padding, dilation = (_of_dims(value, rank) for value in (stride, padding, dilation))
         input, weight = same_dtype(input, weight)
         return _biased(grouped_convolution(input, weight, stride, padding, dilation, groups, convolve), bias)
 
 
 def _replace_transposed(convolve: Any, rank: int) -> None:
-    """Of so many dims in space."""
+    """Register handlers of transposed convolutions of `rank` spatial dims."""
 
     @replaces("groups", convolve)
     def transposed(
@@ -130,7 +130,7 @@ def _grid_sample(
 ) -> Any:
     modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
     if mode not in modes or padding_mode not in paddings:
-        return UNTOUCHED  # torch says what is wrong
+        return UNTOUCHED  # torch raises the error
     return _grid_sampler(input, grid, modes.index(mode), paddings.index(padding_mode), bool(align_corners))
 
 

@@ -1,4 +1,4 @@
-"""Interpolation along one dim at a time, in ops whose gradients torch_xla can lower."""
+"""Separable interpolation, in ops whose gradients torch_xla can lower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CUBIC = -0.75
 
 
 def nearest(x: torch.Tensor, dim: int, new: int, factor: float | None, exact: bool) -> torch.Tensor:
-    """`dim` at `new` positions, each the element that it falls on (in its middle, where `exact`)."""
+    """Nearest-neighbour resize of `dim` to `new` positions (`exact`: by centres)."""
     old = x.shape[dim]
     if new % old == 0 and factor in (None, new // old):
         return repeated(x, dim, new // old)
@@ -33,14 +33,14 @@ def repeated(x: torch.Tensor, dim: int, times: int) -> torch.Tensor:
 def weights_of(
     mode: str, old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """[old, new]: how much of each element goes into each position; None for a mode that is no such product."""
+    """Interpolation matrix [old, new]; None for a mode that is not linear."""
     if mode in ("linear", "bilinear", "trilinear"):
         return _linear(old, new, factor, corners, like)
     return _cubic(old, new, factor, corners, like) if mode == "bicubic" else None
 
 
 def affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool | None = None) -> torch.Tensor:
-    """Where each position of an image of this size lies under affine maps; torch's own makes dims in place.
+    """`F.affine_grid` without in-place writes.
 
     Args:
         theta: `[N, d, d + 1]`.
@@ -48,7 +48,7 @@ def affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool | 
     """
     extents = list(size[2:])
     like = {"device": theta.device, "dtype": theta.dtype}
-    # One rounding each, and as many up as down: XLA's linspace adds up steps, and moves all positions to one side.
+    # Rounds once, symmetrically: XLA's linspace accumulates steps, which shifts all positions to one side.
     lines = [(torch.arange(1 - n, n, 2, **like)) / (max(n - 1, 1) if align_corners else n) for n in extents]
     places = torch.meshgrid(*lines, indexing="ij")[::-1]  # x before y before z
     base = torch.stack([*places, torch.ones_like(places[0])], -1)
@@ -64,14 +64,14 @@ def _positions(old: int, new: int, factor: float | None, corners: bool, like: to
 
 
 def _linear(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
-    """Those between two elements share by distance."""
+    """Linear interpolation matrix."""
     at = _positions(old, new, factor, corners, like).clamp(min=0, max=old - 1)
     elements = torch.arange(old, device=like.device, dtype=torch.float32)
     return (1 - (at - elements.unsqueeze(-1)).abs()).clamp(min=0).to(like.dtype)
 
 
 def _cubic(old: int, new: int, factor: float | None, corners: bool, like: torch.Tensor) -> torch.Tensor:
-    """Four elements around each position, those beyond the edge being the edge's."""
+    """Cubic interpolation matrix: four taps per position, edges replicated."""
     at = _positions(old, new, factor, corners, like)
     first = at.floor()
     elements = torch.arange(old, device=like.device, dtype=torch.float32).unsqueeze(-1)

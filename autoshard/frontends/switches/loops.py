@@ -1,8 +1,7 @@
-"""torch_xla's `scan` and `scan_layers`, unrolled: one iteration after the other, each with ops of its own.
+"""Unrolls torch_xla's `scan` and `scan_layers`, so that each iteration has ops of its own.
 
-In a loop, GSPMD keeps all that is carried in one sharding, no value of the body can be annotated, and the backward pass
-of `scan` needs a jax that fits torch_xla. Unrolled, the program is that of the plain Python loop, which `scan`
-documents itself to be equal to.
+In a loop GSPMD keeps each carried value in one sharding, no value of the body can be annotated, and the backward pass
+of `scan` needs a jax that fits torch_xla. The unrolled program is the Python loop that `scan` documents as equal.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _SCAN, _LAYERS = "torch_xla.experimental.scan", "torch_xla.experimental.scan_lay
 
 
 class _Unrolled:
-    """In place of the autograd function of `scan`: `fn` itself is differentiated."""
+    """Replaces the autograd function of `scan`: `fn` itself is differentiated."""
 
     @staticmethod
     def apply(fn: Callable[..., Any], _alias: Any, _backward: Any, init: Any, xs: Any) -> tuple[Any, Any]:
@@ -32,7 +31,7 @@ class _Unrolled:
 
 
 def _as_it_is(fn: Callable[..., Any], init: Any, xs: Any, partition_fn: Any = None, **_: Any) -> tuple[Any, Any, Any]:
-    """In place of `value_and_grad_partitioned`."""
+    """Replaces `value_and_grad_partitioned`."""
     return _again(fn) if _rematerializes(partition_fn) else fn, None, None
 
 
@@ -41,7 +40,7 @@ def _rematerializes(partition_fn: Any) -> bool:
 
 
 def _again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` whose activations are computed again in the backward pass."""
+    """Checkpoint `fn`."""
 
     def checkpointed(*args: Any) -> Any:
         from torch_xla.utils.checkpoint import checkpoint
@@ -52,22 +51,22 @@ def _again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Layers:
-    """What `scan_layers` calls: the layers run one after the other, with their own parameters."""
+    """Replaces what `scan_layers` calls: the layers run one by one, with their own parameters."""
 
     def __init__(self) -> None:
         self.layers: list[torch.nn.Module] = []
 
     def extract(self, layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """In place of `_extract_weights_and_buffers`: nothing needs to be stacked."""
+        """Replaces `_extract_weights_and_buffers`: nothing is stacked."""
         self.layers.append(layer)
         return {}, {}
 
     def template(self, first_layer: torch.nn.Module, *_: Any) -> Any:
-        """In place of `_create_or_get_cached_one_layer_fn`."""
+        """Replaces `_create_or_get_cached_one_layer_fn`."""
         return first_layer
 
     def run(self, _: Any, carry: Any, __: Any, partition_fn: Any = None, **___: Any) -> tuple[Any, None]:
-        """In place of `scan`."""
+        """Replaces `scan`."""
         layers: Sequence[torch.nn.Module] = self.layers
         self.layers = []
         for layer in layers:
@@ -77,7 +76,7 @@ class _Layers:
 
 @contextlib.contextmanager
 def unrolled() -> Iterator[None]:
-    """Have `scan` and `scan_layers` run unrolled meanwhile, by whatever name the model imported them."""
+    """Unroll `scan` and `scan_layers`, under whatever name the model imported them."""
     layers = _Layers()
     replaced: dict[str, dict[str, Any]] = {
         _SCAN: {"value_and_grad_partitioned": _as_it_is, "Scan": _Unrolled},
@@ -102,7 +101,7 @@ def unrolled() -> Iterator[None]:
 
 
 def _import() -> None:
-    """torch_xla loads `scan` itself; `scan_layers`, which a model may import while it runs, is a small file."""
+    """Import both: torch_xla imports `scan` itself; a model may import `scan_layers` while it runs."""
     if _SCAN in sys.modules:
         with contextlib.suppress(ImportError):
             import torch_xla.experimental.scan_layers  # noqa: F401

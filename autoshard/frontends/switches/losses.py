@@ -1,4 +1,4 @@
-"""Losses and distances whose kernels or gradients torch_xla computes on the CPU: functions for `table.py`."""
+"""Losses and distances whose kernels or gradients torch_xla computes on the CPU, in ops that it lowers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def multi_margin(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """By how much each other class comes closer to the right one than `margin`, to the power of `p`."""
+    """`F.multi_margin_loss`."""
     if size_average is not None or reduce is not None or input.dim() != 2:
         return NotImplemented
     own = target.unsqueeze(-1) == torch.arange(input.shape[1], device=input.device)
@@ -41,13 +41,13 @@ def gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:
-    """torch's, without its look at whether a variance is negative."""
+    """`F.gaussian_nll_loss` without the check for negative variances, which reads values."""
     if not isinstance(var, torch.Tensor):
         var = var * torch.ones_like(input)
     elif var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
     kept = var.detach().clamp(min=eps)
-    var = var + (kept - var).detach()  # the value is limited, the gradient is not
+    var = var + (kept - var).detach()  # clamps the value, not the gradient
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
 
@@ -58,7 +58,7 @@ def cdist(
     p: float = 2.0,
     compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
 ) -> Any:
-    """Distances of every row of one from every row of the other; with a gradient of 0 where there is none."""
+    """`torch.cdist`; the gradient is 0 where the distance is."""
     if p == 0 or x1.dim() < 2 or x2.dim() < 2 or not (x1.is_floating_point() and x2.is_floating_point()):
         return NotImplemented
     away = x1.unsqueeze(-2) - x2.unsqueeze(-3)
@@ -72,7 +72,7 @@ def cdist(
 
 
 def solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True, out: torch.Tensor | None = None) -> Any:
-    """By the inverse: torch_xla has that, and no LU."""
+    """`torch.linalg.solve` by the inverse, as torch_xla lacks LU."""
     if out is not None:
         return NotImplemented
     inverse, vectors = torch.linalg.inv(A), B.dim() == 1 or B.shape == A.shape[:-1]
@@ -82,7 +82,7 @@ def solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True, out: torch.Ten
 
 
 def slogdet(A: torch.Tensor, *, out: Any = None) -> Any:
-    """Sign and logarithm of the determinant; the gradient is that of the first order, by the inverse."""
+    """`torch.linalg.slogdet`; its gradient, of first order only, is by the inverse."""
     if out is not None:
         return NotImplemented
     with torch.no_grad():
@@ -92,7 +92,7 @@ def slogdet(A: torch.Tensor, *, out: Any = None) -> Any:
 
 
 def logdet(input: torch.Tensor) -> torch.Tensor:
-    """Not a number where the determinant is negative."""
+    """`torch.logdet`: NaN for negative determinants."""
     sign, log = slogdet(input)
     return torch.where(sign < 0, math.nan, log)
 
@@ -106,11 +106,11 @@ def ctc(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Any:
-    """The forward recursion of Graves et al. 2006 ("Connectionist Temporal Classification"), section 4.1, in logs.
+    """The forward recursion of Graves et al. 2006 ("Connectionist Temporal Classification"), section 4.1, in log space.
 
     Args:
         log_probs: `[T, N, C]`, or `[T, C]`.
-        targets: `[N, S]`, or `[S]` beside `[T, C]`; targets joined into one dim are left to torch.
+        targets: `[N, S]`, or `[S]` beside `[T, C]`; concatenated targets are left to torch.
     """
     if log_probs.dim() == 2 and targets.dim() == 1:
         one, other = (torch.as_tensor(n, device=log_probs.device).reshape(1) for n in (input_lengths, target_lengths))

@@ -1,4 +1,4 @@
-"""Pools to a given size whose windows overlap or differ: torch_xla pools on the CPU then. For `table.py`."""
+"""Adaptive pools with overlapping or unequal windows, which torch_xla computes on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def windows(old: int, new: int) -> list[tuple[int, int]]:
-    """First and last + 1 of each window, as torch divides a dim."""
+    """First and last + 1 of each window, by torch's rule."""
     return [(i * old // new, -(-(i + 1) * old // new)) for i in range(new)]
 
 
@@ -20,7 +20,7 @@ def sizes_of(x: torch.Tensor, output_size: Any, rank: int) -> list[int]:
 
 
 def adaptive_average(x: torch.Tensor, output_size: Any, rank: int) -> Any:
-    """Means of windows, dim by dim, each as a product with a matrix of shares."""
+    """Means of windows, dim by dim, as products with averaging matrices."""
     sizes = sizes_of(x, output_size, rank)
     if all(old % new == 0 for new, old in zip(sizes, x.shape[-rank:], strict=True)):
         return NotImplemented
@@ -36,7 +36,7 @@ def adaptive_average(x: torch.Tensor, output_size: Any, rank: int) -> Any:
 
 
 def adaptive_largest(x: torch.Tensor, output_size: Any, rank: int) -> Any:
-    """Largest elements of windows, dim by dim; of equal ones the first, as torch takes it."""
+    """Maxima of windows, dim by dim; of equal ones the first, as in torch."""
     sizes = sizes_of(x, output_size, rank)
     if all(old % new == 0 for new, old in zip(sizes, x.shape[-rank:], strict=True)):
         return NotImplemented

@@ -1,8 +1,7 @@
-"""Capture switches: named ways of computing the same numbers that GSPMD partitions better.
+"""Capture switches: named rewrites of torch functions into equal ones that GSPMD partitions better.
 
-A switch is a mode. It is on while a program is captured and again while the plan for it runs (`Program.switches` says
-which), and it never edits the model: torch functions are replaced on their way in (`TorchFunctionMode`), and only for
-tensors on an XLA device.
+A switch is a `TorchFunctionMode`, active during capture and again while the plan runs (`Program.switches`). It replaces
+calls with tensors on an XLA device, and never edits the model.
 
 | switch | what it replaces | why (measured on the CPU, TPU and GPU partitioners) |
 |---|---|---|
@@ -51,22 +50,22 @@ DEFAULT: tuple[str, ...] = SWITCHES
 
 @contextlib.contextmanager
 def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Have these switches on.
+    """Activate switches.
 
     Args:
-        names: of switches, as in `DEFAULT`.
-        model: the one that runs; the `transformers` switch turns off its `config.use_cache` meanwhile.
+        names: of switches, by default `DEFAULT`.
+        model: the running model; the `transformers` switch turns off its `config.use_cache`.
 
     Raises:
-        ValueError: a name is no switch.
+        ValueError: an unknown switch.
     """
     unknown = [name for name in names if name not in DEFAULT]
     if unknown:
         raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(DEFAULT)}")
     handlers = {function: handler for name in names for function, handler in HANDLERS[name].items()}
     with contextlib.ExitStack() as stack:
-        # Of nodes that are ready, autograd takes the one that was made last, and each thread counts for itself: were
-        # gradients of gradients made on a thread of the device's, their order would depend on what ran there before.
+        # Of ready nodes, autograd runs the one created last, and each thread counts for itself: if gradients of
+        # gradients were created on a device thread, their order would depend on what ran there before.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if "transformers" in names:
             stack.enter_context(transformers_traced(model))
@@ -83,7 +82,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
 
 
 class _Replace(TorchFunctionMode):  # type: ignore[misc]
-    """Sends calls to handlers; remembers which tensors are a flattened view of which."""
+    """Dispatches calls to handlers; remembers which tensors are flattened views."""
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func in _FLATTENS:
             return _remember_flattened(func, args, kwargs)
-        if func is torch.Tensor.backward:  # what checkpoints compute again runs in here
+        if func is torch.Tensor.backward:  # checkpoints recompute in here
             with self:
                 return _backward(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -110,13 +109,13 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
 def _backward(
     loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """`Tensor.backward`, which would ask the mode again."""
+    """`Tensor.backward` without dispatching to the mode again."""
     torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @contextlib.contextmanager
 def _unchecked() -> Iterator[None]:
-    """Distributions do not look at the values of their parameters and samples, unless they were told to."""
+    """Disable distributions' validation of arguments, which reads values, unless enabled explicitly."""
     distribution = torch.distributions.Distribution
     default = distribution._validate_args
     distribution.set_default_validate_args(False)
@@ -128,7 +127,7 @@ def _unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def body_of_functional() -> Iterator[None]:
-    """Let a Python function of torch.nn.functional run its body under a function mode, instead of asking it again."""
+    """Run the body of a torch.nn.functional function under a function mode, instead of dispatching again."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     saved = {name: getattr(F, name) for name in names}
     try:
@@ -149,7 +148,7 @@ def _standardized(x: torch.Tensor, dims: Sequence[int], eps: float) -> torch.Ten
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Half precision is normalized in float32, as torch's kernels do."""
+    """Half precision is normalized in float32, as in torch's kernels."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -236,7 +235,7 @@ def _average_statistics(
     count: int,
     momentum: float,
 ) -> None:
-    """Move running statistics, `[C]`, towards those of a batch, `[N or 1, C, 1, ...]`, each of `count` numbers."""
+    """Update running statistics, `[C]`, by those of a batch, `[N or 1, C, 1, ...]`, each of `count` elements."""
     if running_mean is None or running_var is None:
         return
     unbiased = variance.detach() * (count / max(count - 1, 1))
@@ -302,7 +301,7 @@ _FLATTENS = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.reshape, t
 
 
 def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a view; if it merges leading dims of an XLA tensor, the result knows what it was made of."""
+    """Run a view; if it merges leading dims of an XLA tensor, its result remembers the base."""
     out, source = func(*args, **kwargs), args[0] if args else None
     if isinstance(source, torch.Tensor) and on_xla(out) and out.dim() in (1, 2) and out.dim() < source.dim():
         kept = source.shape[-1:] if out.dim() == 2 else ()
@@ -395,12 +394,12 @@ def _embedding_bag(*args: Any, **named: Any) -> Any:
 
 
 def _bags(input: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The bag of each element."""
+    """The bag of each index."""
     return (torch.arange(len(input), device=input.device).unsqueeze(1) >= starts).sum(1) - 1
 
 
 def _largest_in_bags(rows: torch.Tensor, input: torch.Tensor, offsets: torch.Tensor | None, padding: int | None) -> Any:
-    """Per feature the largest of each bag's rows, 0 where there are none; equal rows share the gradient."""
+    """Per feature the maximum of each bag's rows, 0 for empty bags; equal rows share the gradient."""
     if offsets is not None:
         return UNTOUCHED
     if padding is not None:

@@ -1,4 +1,4 @@
-"""What the `transformers` switch changes in that library while a model runs."""
+"""Changes of the `transformers` switch to that library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.frontends.tracing.device import current, is_xla
 
 @contextlib.contextmanager
 def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
-    """transformers' mask code leaves values alone when traced; a key-value cache is off."""
+    """Make transformers' mask code skip value checks as under tracing; disable the key-value cache."""
     configs: dict[int, Any] = {}
     for module in model.modules() if model is not None else ():
         config: Any = getattr(module, "config", None)
@@ -26,8 +26,8 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
     find_packed = getattr(masks, "find_packed_sequence_indices", None)
 
     def packed(position_ids: torch.Tensor) -> Any:
-        # Traced, transformers supposes that any positions may be of packed sequences; those that a model counts
-        # itself are of one sequence each, as it would find by looking at them.
+        # Under tracing, transformers assumes that given positions may be of packed sequences; those that a model
+        # makes itself are of one sequence each, as a look at their values would show.
         return find_packed(position_ids) if find_packed and _reads_data(position_ids) else None
 
     try:
@@ -48,7 +48,7 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
 
 
 def _reads_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor depends on any data on the device that is more than one number (an input, a parameter)."""
+    """Whether a tensor depends on device data of more than one element (an input, a parameter)."""
     return current().reads_data(tensor) if is_xla(tensor) else True
 
 

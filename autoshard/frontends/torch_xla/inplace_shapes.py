@@ -1,9 +1,8 @@
-"""Says at once what shape the in-place steps of optimizers leave, where there is nothing to work out.
+"""Fast shape inference for the in-place ops of optimizers.
 
-Before functionalization turns an in-place op into one that makes a new tensor, it asks what the op would do to tensors
-without data, so that wrong shapes are refused. Of interpolation and of the fused multiplications that is worked out in
-Python, with all rules of broadcasting: a tenth of the time of a capture of many parameters. Tensors of one shape and
-one dtype of floats need none of that; all else is still asked of torch.
+Before functionalization makes an in-place op out-of-place, it runs the op on meta tensors, to refuse wrong shapes. For
+interpolation and fused multiplications that is Python code with all broadcasting rules: a tenth of the capture of many
+parameters. Operands of equal shape and float dtype do not need it; all others still go through torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _OPS = {"lerp_": ("Scalar", "Tensor"), "addcmul_": ("",), "addcdiv_": ("",)}
 
 @contextlib.contextmanager
 def quick_inplace_shapes() -> Iterator[None]:
-    """Meanwhile those ops give back what they write where all that they read is like it."""
+    """Make those ops return the written tensor where all operands are like it."""
     import torch._meta_registrations as known
 
     library = torch.library.Library("aten", "IMPL", "Meta")
@@ -45,7 +44,7 @@ def _quick(asked: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _alike(written: torch.Tensor, read: tuple[Any, ...]) -> bool:
-    """Whether every tensor has the shape and the dtype of what is written."""
+    """Whether every operand has the shape and dtype of the written tensor."""
     dtype, shape = written.dtype, written.shape
     return dtype.is_floating_point and all(
         each.dtype is dtype and each.shape == shape if isinstance(each, torch.Tensor) else isinstance(each, float | int)

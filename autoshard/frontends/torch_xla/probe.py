@@ -1,8 +1,8 @@
-"""Which ops torch_xla can take: some end the process where they are recorded or lowered.
+"""Finds ops on which torch_xla would crash the process, when recorded or lowered.
 
-`safe_ops.json` names the overloads that `benchmarks/safe_ops.py` saw nothing of the kind from, for one version of torch
-and torch_xla. Any other, and any with an operand without elements, is tried in a fork of this process, with its own
-operands and, lowered, with placeholders like them. What came of it is kept on disk.
+`safe_ops.json` names the overloads without crashes in `benchmarks/safe_ops.py`, for one version of torch and torch_xla.
+Any other, and any with an empty operand, is tried in a fork of this process, with its own operands and, lowered, with
+placeholders like them. The outcome is cached on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TABLE = "safe_ops.json"
 
 @functools.cache
 def versions() -> str:
-    """What answers are kept for: `torch 2.9.0, torch_xla 2.9.0`."""
+    """Key of the outcomes: `torch 2.9.0, torch_xla 2.9.0`."""
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla"))
 
 
@@ -48,10 +48,10 @@ def safe_ops() -> frozenset[str]:
 
 
 def ends_process(call: Call, of_several: Callable[[torch.Tensor], bool], xla: Any) -> str:
-    """How torch_xla would end the process on an op (`SIGSEGV`); nothing where it takes it.
+    """The signal with which torch_xla would crash on an op (`SIGSEGV`); empty where it would not.
 
     Args:
-        of_several: whether a tensor may be one of several results of its node, on which some ops end the process.
+        of_several: whether a tensor may be one of several results of its node, on which some ops crash.
         xla: `torch_xla._XLAC`.
     """
     if call.name in safe_ops() and not any(0 in t.shape for t in call.tensors):
@@ -66,7 +66,7 @@ def ends_process(call: Call, of_several: Callable[[torch.Tensor], bool], xla: An
 
 
 def way_of(call: Call, of_several: Callable[[torch.Tensor], bool]) -> str:
-    """An op, and what it is called with that may matter: dtypes, which sizes are 0 or 1, options."""
+    """The cache key of a call: the op, dtypes, which sizes are 0 or 1, options."""
 
     def said(leaf: Any) -> str:
         if isinstance(leaf, torch.Tensor):
@@ -93,7 +93,7 @@ def _kept() -> Path:
 
 @functools.cache
 def _answers(path: Path) -> dict[str, str]:
-    """Way -> how it ends the process, as it is kept; what cannot be read is worked out again."""
+    """Key -> outcome, from disk; an unreadable file is recomputed."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -107,9 +107,9 @@ def _keep(way: str, answer: str) -> None:
     path = _kept()
     known = _answers(path)
     known[way] = answer
-    with contextlib.suppress(FileError, OSError):  # a cache that cannot be written is none
+    with contextlib.suppress(FileError, OSError):  # a cache that cannot be written is skipped
         path.parent.mkdir(parents=True, exist_ok=True)
-        others = _answers.__wrapped__(path)  # another process may have written meanwhile
+        others = _answers.__wrapped__(path)  # another process may have written it since
         files.write(path, json.dumps(others | known, indent=0, sort_keys=True))
 
 
@@ -117,7 +117,7 @@ def _keep(way: str, answer: str) -> None:
 
 
 def _tried(call: Call, xla: Any) -> None:
-    """Run an op on placeholders like its operands, lower that, and run it as it is called."""
+    """Run an op on placeholders like its operands, lower that, and run it as called."""
     import torch_xla.core.xla_builder as xla_builder
 
     def alone(leaf: Any) -> Any:
@@ -135,12 +135,12 @@ def _tried(call: Call, xla: Any) -> None:
 
 
 def _forked(trial: Callable[[], None]) -> str | None:
-    """How a fork of this process ends in which `trial` runs: the name of a signal, or nothing; None if it does not.
+    """Run `trial` in a fork: the name of the signal that ends it, or nothing; None if it hangs.
 
-    An error that it raises is none here: it will be raised again, and explained.
+    A Python error counts as success: it will be raised again, and explained.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that other threads are not in the fork, which needs none of them
+        warnings.simplefilter("ignore")  # about other threads, which the fork lacks and does not need
         child = os.fork()
     if not child:
         try:

@@ -1,10 +1,10 @@
 """Capture through torch_xla: a model's forward, or its whole training step, as StableHLO, without running it.
 
-A placeholder (`frontends/tracing/trace.py`) is a lazy tensor without data; the step is traced once, and
-torch_xla lowers the trace.
+A placeholder (`frontends/tracing/trace.py`) is a lazy tensor without data; the step is traced once and torch_xla lowers
+it.
 Each aten op runs under a label (`op<k>`), and each floating-point output is marked by a replicated `custom_call
-@Sharding` labelled `op<k>.out<j>`, unless the label is enough (`WRITTEN_LAST`): so every HLO op knows the aten op it
-came from, and every output that lowering can annotate is one value of the module.
+@Sharding` labelled `op<k>.out<j>`, unless the label suffices (`WRITTEN_LAST`): so every HLO op carries its aten op, and
+every annotatable output is one value of the module.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from autoshard.stablehlo.hlo_proto import drop_stacks, number_from_one, parse, s
 from autoshard.stablehlo.unread import with_arguments
 
 UNMARKABLE = frozenset({"aten.view_as_real_copy.default"})
-"""torch_xla gives the result a layout of fewer dims than it has, and XLA refuses to copy it."""
+"""torch_xla's layout of the result has too few dims, and XLA refuses to copy it."""
 
 
 def prepare_runtime(devices: int | None = None) -> None:
-    """Make torch_xla ready to capture (and, with `devices`, to run on that many virtual CPU devices).
+    """Prepare torch_xla for capture (and, with `devices`, for running on that many virtual CPU devices).
 
     Sets `PJRT_DEVICE=CPU` unless the user has chosen a device, `CPU_NUM_DEVICES` if `devices` is given, and switches
-    SPMD on. Needs nothing to be set before torch_xla is imported; once its runtime has started, the number of devices
-    is what it is.
+    SPMD on. Works after torch_xla's import; once its runtime has started, the number of devices is fixed.
 
     Raises:
         CaptureError: torch_xla is not installed, or its runtime already runs with fewer devices.
     """
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     if not any(name in os.environ for name in ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL")):
-        os.environ.setdefault("PT_XLA_DEBUG_FILE", os.devnull)  # its page on every value that capture refuses to read
+        os.environ.setdefault(
+            "PT_XLA_DEBUG_FILE", os.devnull
+        )  # suppresses its report on every value that capture refuses to read
     if devices is not None and os.environ["PJRT_DEVICE"] == "CPU":
         os.environ.setdefault("CPU_NUM_DEVICES", str(devices))
     try:
@@ -88,14 +89,14 @@ def capture(
     """Capture a program without running it and without memory for its weights.
 
     Args:
-        model: on meta or with weights, in the mode (train or eval) it is to run in. It is left as it is.
+        model: on meta or with weights, in the mode (train or eval) to run in. Not modified.
         sample_inputs: a tensor, a tuple of positional arguments or a dict of named ones; shapes and dtypes count,
             values do not. Those that the model does not take go to `loss_fn` (see `inputs.split_inputs`).
         loss_fn: from the model's output (and further inputs) to a scalar. Without one, a training step takes the
             output's `loss`, or the output if it is a scalar.
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one.
-        train: whether to capture backward and step too; by default if there is a `loss_fn` or an `optimizer`. A
-            training step without optimizer gives the gradients as outputs.
+        train: whether to capture backward and step too; by default with a `loss_fn` or an `optimizer`. Without
+            optimizer a training step outputs the gradients.
         switches: see `autoshard.frontends.switches.table`.
 
     Raises:
@@ -107,7 +108,7 @@ def capture(
 def trace(
     labels: Callable[[Any, ModulePaths], XlaLabels], model: torch.nn.Module, sample_inputs: Any, **asked: Any
 ) -> Program:
-    """`capture` under another sequence than `XlaLabels`, with all of its keywords: lowering has one that annotates."""
+    """`capture` under another sequence than `XlaLabels`, with the same keywords; lowering's annotates."""
     prepare_runtime()
     return trace_step(partial(_XlaTracing, labels), model, sample_inputs, **asked)
 
@@ -159,7 +160,7 @@ class _XlaTracing(Tracing):
             return like.detach().cpu()
         import torch_xla
 
-        torch_xla._XLAC._set_allow_execution(True)  # what is on the device may have to be computed
+        torch_xla._XLAC._set_allow_execution(True)  # device tensors may have to be computed
         try:
             return like.detach().cpu()
         finally:
@@ -186,7 +187,7 @@ class _XlaTracing(Tracing):
         return Lowered(with_arguments(stablehlo, [a.type for a in unread]), (*read, *unread), result_types)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that no op made, an argument or one that came from the host, becomes a value of its own."""
+        """Make a tensor that no op made, an argument or a host constant, a value of its own."""
         return tensor if isinstance(self.labels.producer(tensor), tuple) else tensor.detach().clone()
 
     def _arguments(self, data: list[torch.Tensor], types: tuple[TensorType, ...]) -> tuple[Argument, ...]:
@@ -208,11 +209,11 @@ class _XlaTracing(Tracing):
 
 
 _TRIED: set[str] = set()
-"""Ops, with their options, that torch_xla is known to compute without data."""
+"""Ops, with their options, that torch_xla is known to run without data."""
 
 
 def _options(tree: Any) -> Any:
-    """A tree of arguments, tensors as their dtypes."""
+    """A tree of arguments, with dtypes for tensors."""
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         return tree.dtype
@@ -222,7 +223,7 @@ def _options(tree: Any) -> Any:
 
 
 def _expression(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one that is computed."""
+    """A computed tensor like this one."""
     if not is_xla(tensor):
         return tensor
     return torch.logical_not(tensor) if tensor.dtype == torch.bool else torch.add(tensor, 0)
@@ -239,14 +240,14 @@ class XlaLabels(Labels):
         super().__init__(paths)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Know an argument, and the data that stands for it in what is lowered."""
+        """Record an argument, and the data that stands for it in the lowered program."""
         super().name(tensor, name)
         self.data_ids[name] = self.xla._unique_id_for_ir_and_data(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Number the op; in a backward pass, without asking switches whenever something is asked of a tensor."""
+        """Number the op; in a backward pass, without dispatching attribute reads to switches."""
         if not torch._C._len_torch_function_stack():
             return super().__torch_dispatch__(func, types, args, kwargs)
         with torch._C.DisableTorchFunction():
@@ -254,7 +255,7 @@ class XlaLabels(Labels):
 
     @contextlib.contextmanager
     def _once_more(self) -> Iterator[None]:
-        """Under the switches again."""
+        """Re-enter the switches."""
         with torch._C._EnableTorchFunction(), super()._once_more():
             yield
 
@@ -271,11 +272,11 @@ class XlaLabels(Labels):
             del scope
 
     def _try(self, call: Call) -> None:
-        """Meet an op for the first time with operands that have no data to be asked for.
+        """Run an op for the first time, with operands that have no data to read.
 
-        Some of torch_xla's own kernels compute on the CPU after all, some for some options only (addmm's beta). On an
-        expression that is an execution, which is off; on a placeholder itself it would end the process. So the first
-        call sees expressions only.
+        Some of torch_xla's kernels fall back to the CPU, some for certain options only (addmm's beta). On a computed
+        tensor that is an execution, which is disabled; on a placeholder it would crash. So the first call gets computed
+        tensors only.
         """
         bare = {id(t) for t, maker in zip(call.tensors, call.inputs, strict=True) if isinstance(maker, str)}
         if not bare or draws(call.func):
@@ -288,7 +289,7 @@ class XlaLabels(Labels):
         _TRIED.add(way)
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Mark the outputs that lowering can annotate."""
+        """Mark the annotatable outputs."""
         if call.name in UNMARKABLE or call.name in WRITTEN_LAST:
             return
         for j, tensor in self.marked(call, outputs):
@@ -299,7 +300,7 @@ class XlaLabels(Labels):
     def _mark(self, tensor: torch.Tensor) -> None:
         try:
             self.xla._xla_mark_sharding(tensor, self.replicated)
-        except RuntimeError:  # the copy of an argument is no expression yet, and has no data to be marked
+        except RuntimeError:  # the copy of an argument has no IR yet, and no data to mark
             self.xla._xla_annotate_custom_sharding(tensor, self.replicated)
 
 

@@ -1,9 +1,9 @@
-"""Keeps the lazy tensors of a capture from recording the Python stack with every node that they make.
+"""Stops lazy tensors from recording a Python stack per node during capture.
 
-Labels need the debug mode of torch's lazy tensors, and that also copies the whole Python stack, a file, a function and
-a line per frame, into every node: a third of the time of a large capture, and of its memory. No switch leaves it out,
-but torch keeps what collects the frames in one `std::function`, which its accessor hands out to be assigned to. Python
-cannot assign one; but where it holds a plain function, that function's address is its first word.
+Labels need the debug mode of torch's lazy tensors, which also copies the Python stack into every node: a third of the
+time and memory of a large capture. torch has no option for it, but an accessor returns the `std::function` that
+collects the frames by reference. Where it holds a plain function, its first word is that function's address, which is
+replaced here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VECTOR_BYTES = 24  # of a std::vector: begin, end, end of storage; an empty one
 
 
 def _no_frames(result: int) -> int:
-    """An empty vector, made where the caller wants it (System V: its address comes first, and is returned)."""
+    """An empty vector, at the address given by the caller (System V: passed first, and returned)."""
     ctypes.memset(result, 0, _VECTOR_BYTES)
     return result
 
@@ -34,7 +34,7 @@ _NO_FRAMES = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_no_frames)
 
 @contextlib.contextmanager
 def no_python_frames() -> Iterator[None]:
-    """Nodes that are made meanwhile know their scope and no Python stack; where that cannot be had, both."""
+    """In this context nodes record their scope but no Python stack; both where that cannot be done."""
     collector = _collector()
     if collector is None or collector[0].value != collector[1]:
         yield
@@ -49,9 +49,9 @@ def no_python_frames() -> Iterator[None]:
 
 @cache
 def _collector() -> tuple[ctypes.c_void_p, int] | None:
-    """The word of the process that holds the address of what collects frames, and that address.
+    """The word that holds the collector's address, and that address.
 
-    None where it cannot be told for sure: another processor, or libraries that are built otherwise.
+    None where it cannot be identified: other processors, or libraries built otherwise.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None

@@ -1,12 +1,10 @@
-"""Aten ops in jax: the StableHLO that a textbook gives for each, as torch_xla writes them.
+"""Lowerings of aten ops to jax: plain StableHLO, as torch_xla writes it.
 
-torchax lowers these too, through jax.numpy, whose gathers check bounds, whose sums upcast, whose pads are nested.
-GSPMD partitions the plain form better, and plans of one program come out the same whichever way it was captured.
+torchax lowers these through jax.numpy, whose gathers check bounds, whose sums upcast, whose pads nest. GSPMD partitions
+the plain form better, and both front ends give equal plans. Shapes, indices and sorts are in `aten_index.py`, windows
+and random numbers in `aten_window.py`, losses in `aten_losses.py`.
 
-The shapes, indices and orders are in `aten_index.py`, windows and random numbers in `aten_window.py`,
-losses in `aten_losses.py`.
-
-A lowering is called with the output types and the op's arguments: arrays for tensors, the rest as torch has it.
+A lowering takes the output types and the op's arguments: arrays for tensors, the rest as in torch.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Lowering = Callable[..., Any]
 LOWERINGS: dict[str, Lowering] = {}
 """Name of an overload (`aten.add.Tensor`) -> its lowering."""
 NUMBERS_ARE_OPERANDS: set[str] = set()
-"""Ops whose numbers torch_xla passes as arguments of the program: what an optimizer counts changes with every step."""
+"""Ops whose numbers torch_xla passes as arguments of the program: an optimizer's counters change with every step."""
 
 
 def lowers(names: str, numbers: bool = False) -> Callable[[Lowering], Lowering]:
@@ -51,7 +49,7 @@ def lowers(names: str, numbers: bool = False) -> Callable[[Lowering], Lowering]:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """An array or number of a dtype; to bool as torch has it: whether it is not 0."""
+    """Cast an array or number; to bool as in torch: whether it is not 0."""
     x = jnp.asarray(x, dtype) if isinstance(x, bool | int | float) else x
     if x.dtype == dtype:
         return x
@@ -59,7 +57,7 @@ def cast(x: Any, dtype: Any) -> Any:
 
 
 def spread(x: Any, shape: Sequence[int]) -> Any:
-    """Broadcast as torch does: an operand's dims of size 1 are dropped first, as XLA wants it."""
+    """Broadcast as in torch: drops an operand's dims of size 1 first, for XLA."""
     shape = tuple(shape)
     if x.shape == shape:
         return x
@@ -71,7 +69,7 @@ def spread(x: Any, shape: Sequence[int]) -> Any:
 
 
 def _common(*operands: Any) -> Any:
-    """The dtype in which operands meet: those without dims count only where they are of a higher category."""
+    """The promoted dtype: operands without dims count only if of a higher category."""
     arrays = [x for x in operands if not isinstance(x, bool | int | float)]
     with_dims = [x.dtype for x in arrays if x.ndim] or [x.dtype for x in arrays]
     found = with_dims[0]
@@ -95,7 +93,7 @@ def _category(dtype: Any) -> int:
 
 
 def full(value: Any, out: jax.ShapeDtypeStruct) -> Any:
-    """One number everywhere."""
+    """A tensor filled with one number."""
     return lax.full(out.shape, value, out.dtype)
 
 
@@ -105,7 +103,7 @@ def _dims(dims: Any, rank: int) -> list[int]:
     return sorted({d % max(rank, 1) for d in (dims if isinstance(dims, tuple | list) else [dims])} if rank else set())
 
 
-# One element at a time.
+# Elementwise ops.
 
 
 def _unary(names: str, function: Callable[[Any], Any]) -> None:
@@ -147,7 +145,7 @@ def _binary(names: str, function: Callable[[Any, Any], Any]) -> None:
 
 
 _OF_BOOLS = {lax.add: lax.bitwise_or, lax.mul: lax.bitwise_and, lax.max: lax.bitwise_or, lax.min: lax.bitwise_and}
-"""What torch means by arithmetic of bools."""
+"""Arithmetic of bools in torch."""
 
 for _names, _function2 in {
     "add.Tensor add.Scalar": lax.add, "sub.Tensor sub.Scalar": lax.sub, "mul.Tensor mul.Scalar": lax.mul,
@@ -334,7 +332,7 @@ def _log_sigmoid_backward(out: Types, grad: Any, x: Any, buffer: Any) -> Any:
 
 
 def _by_reduction(out: Types, losses: Any, reduction: int) -> Any:
-    """torch's numbers for no reduction, the mean and the sum."""
+    """The reduction modes of losses: none, mean, sum."""
     if reduction == 0:
         return losses
     return (_mean if reduction == 1 else _sum)(out, losses)
@@ -357,7 +355,7 @@ def _mse_loss_backward(out: Types, grad: Any, x: Any, target: Any, reduction: in
     return lax.mul(lax.mul(lax.full_like(difference, 2), difference), spread(grad, shape))
 
 
-# Tensors from nothing.
+# Factories.
 
 
 @lowers(
@@ -423,11 +421,11 @@ lowers("tril")(lambda out, x, diagonal=0: _triangle(out, x, diagonal, True))
 lowers("triu")(lambda out, x, diagonal=0: _triangle(out, x, diagonal, False))
 
 
-# Sums and the like.
+# Reductions.
 
 
 def reduced(x: Any, out: jax.ShapeDtypeStruct, dims: Any, start: Any, function: Any) -> Any:
-    """Reduce dims; the output's shape says whether they are kept."""
+    """Reduce dims; the output's shape decides whether they are kept."""
     return lax.reshape(lax.reduce(x, np.array(start, x.dtype), function, _dims(dims, x.ndim)), out.shape)
 
 
@@ -444,12 +442,12 @@ def _mean(out: Types, x: Any, dims: Any = None, keepdim: bool = False, dtype: An
 
 
 def lowest(dtype: Any) -> Any:
-    """What every number of a dtype is at least."""
+    """The least number of a dtype."""
     return -math.inf if jnp.issubdtype(dtype, jnp.floating) else dtype == jnp.bool_ or jnp.iinfo(dtype).min
 
 
 def highest(dtype: Any) -> Any:
-    """What every number of a dtype is at most."""
+    """The largest number of a dtype."""
     return math.inf if jnp.issubdtype(dtype, jnp.floating) else dtype == jnp.bool_ or jnp.iinfo(dtype).max
 
 
@@ -484,14 +482,14 @@ def _cumsum(out: Types, x: Any, dim: int, dtype: Any = None) -> Any:
 
 
 def _shifted(x: Any, dim: int) -> tuple[Any, Any, Any]:
-    """x less its largest along a dim, the exponentials of that, and their sum."""
+    """x minus its maximum along a dim, the exponentials of that, and their sum."""
     shifted = lax.sub(x, _along(lax.reduce(x, np.array(-math.inf, x.dtype), lax.max, _dims(dim, x.ndim)), x, dim))
     powers = lax.exp(shifted)
     return shifted, powers, lax.reduce(powers, np.array(0, x.dtype), lax.add, _dims(dim, x.ndim))
 
 
 def _along(total: Any, x: Any, dim: int) -> Any:
-    """What a dim of `x` was reduced to, in each place of that dim."""
+    """Broadcast a reduction of a dim of `x` along that dim."""
     return lax.broadcast_in_dim(total, x.shape, [d for d in range(x.ndim) if d != dim % x.ndim])
 
 
@@ -531,7 +529,7 @@ def _log_softmax_backward(out: Types, grad: Any, y: Any, dim: int, dtype: Any) -
 
 
 def _dot(out: jax.ShapeDtypeStruct, a: Any, b: Any, batch: int = 0) -> Any:
-    """The last dim of a against the first of b behind `batch` leading ones."""
+    """Contract the last dim of a with the first of b after `batch` leading batch dims."""
     shared = tuple(range(batch))
     return lax.dot_general(a, b, (((a.ndim - 1,), (batch,)), (shared, shared)), preferred_element_type=out.dtype)
 

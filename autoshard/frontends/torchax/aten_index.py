@@ -1,4 +1,4 @@
-"""Aten ops in jax, continued: shapes, indices, orders."""
+"""Lowerings of aten ops to jax: shapes, indices, sorts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _split(out: Types, x: Any, *rest: Any, dim: int | None = None) -> Any:
 
 
 def _placed(x: Any, into: Any, dim: int, start: int, step: int) -> Any:
-    """`x` written into every step-th place of a dim."""
+    """Write `x` into every step-th position of a dim."""
     size, count = into.shape[dim], x.shape[dim]
     if step == 1 and count == size:
         return x
@@ -107,7 +107,7 @@ def _select_scatter(out: Types, x: Any, src: Any, dim: int, index: int) -> Any:
 
 
 def _one_placed(src: Any, into: Any, dim: int, index: int) -> Any:
-    """`into` with one place of a dim overwritten."""
+    """Overwrite one position of a dim of `into`."""
     dim %= into.ndim
     starts = [0] * into.ndim
     starts[dim] = index % into.shape[dim]
@@ -172,13 +172,13 @@ def _repeat(out: Types, x: Any, repeats: Sequence[int]) -> Any:
 
 
 def _wrapped(index: Any, size: int) -> Any:
-    """Indices counted from the end where negative."""
+    """Wrap negative indices."""
     negative = lax.lt(index, lax.full_like(index, 0))
     return lax.select(negative, lax.add(index, lax.full_like(index, size)), index)
 
 
 def _located(x: Any, indices: Sequence[Any], wrap: bool) -> tuple[list[int], Any, tuple[int, ...], int]:
-    """Of an index with tensors for some dims: those dims, the tensors in one, their common shape, where it goes."""
+    """Of an index with tensors for some dims: those dims, the tensors stacked, their broadcast shape, its position."""
     given = [(d, index) for d, index in enumerate(indices) if index is not None]
     dims = [d for d, _ in given]
     shape = np.broadcast_shapes(*(index.shape for _, index in given))
@@ -191,7 +191,7 @@ def _located(x: Any, indices: Sequence[Any], wrap: bool) -> tuple[list[int], Any
 
 @lowers("index.Tensor")
 def index(out: Types, x: Any, indices: Sequence[Any], wrap: bool = True) -> Any:
-    """Elements, or slices, that tensors name; `wrap` counts negative indices from the end."""
+    """Gather elements or slices by index tensors; `wrap` counts negative indices from the end."""
     dims, where, shape, at = _located(x, indices, wrap)
     rank = len(shape) + x.ndim - len(dims)
     numbers = lax.GatherDimensionNumbers(
@@ -209,7 +209,7 @@ def _index_put(out: Types, x: Any, indices: Sequence[Any], values: Any, accumula
 
 
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, wrap: bool = True) -> Any:
-    """Write, or add, to what tensors name; `wrap` counts negative indices from the end."""
+    """Write or add to the indexed elements; `wrap` counts negative indices from the end."""
     dims, where, shape, at = _located(x, indices, wrap)
     rest = [n for d, n in enumerate(x.shape) if d not in dims]
     target = [*rest[:at], *shape, *rest[at:]]
@@ -257,7 +257,7 @@ def _index_select(out: Types, x: Any, dim: int, at: Any) -> Any:
 
 
 def _along(x: Any, dim: int, at: Any) -> list[Any]:
-    """The index of a gather along one dim: iotas for the others. aten allows no negative ones here."""
+    """The index of a gather along one dim, with iotas for the others; aten has no negative ones here."""
     return [at if d == dim % x.ndim else lax.broadcasted_iota(jnp.int64, at.shape, d) for d in range(x.ndim)]
 
 
@@ -272,7 +272,7 @@ def _scatter(out: Types, x: Any, dim: int, at: Any, src: Any) -> Any:
 
 
 def scatter_add(x: Any, dim: int, at: Any, src: Any) -> Any:
-    """Add to what an index names along one dim."""
+    """Scatter-add along one dim."""
     return index_put(x, _along(x, dim, at), _cut(src, at, x.dtype), True, wrap=False)
 
 
@@ -280,7 +280,7 @@ lowers("scatter_add")(lambda out, x, dim, at, src: scatter_add(x, dim, at, src))
 
 
 def _cut(src: Any, at: Any, dtype: Any) -> Any:
-    """The part of what is written that indices are given for."""
+    """Slice the source to the shape of the indices."""
     src = cast(src, dtype)
     return lax.slice(src, [0] * src.ndim, at.shape) if src.shape != at.shape and src.ndim else src
 
@@ -291,7 +291,7 @@ def _index_add(out: Types, x: Any, dim: int, at: Any, src: Any, alpha: Any = 1) 
     return index_put(x, [None] * (dim % x.ndim) + [at], src, True, wrap=False)
 
 
-# Order.
+# Sorts.
 
 
 @lowers("topk")

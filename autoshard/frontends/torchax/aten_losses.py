@@ -1,4 +1,4 @@
-"""Aten ops in jax, continued: losses, as torch_xla writes them."""
+"""Lowerings of aten ops to jax: losses, as torch_xla writes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jax import lax
 from autoshard.frontends.torchax.aten import Types, lowers, spread
 
 _MEAN, _SUM = 1, 2
-"""torch's numbers of reductions; 0 is none."""
+"""torch's reduction modes; 0 is none."""
 
 
 def _chosen(x: Any, target: Any) -> Any:
-    """1 at each row's class, of the shape of `x` (rows, classes): nothing is looked up where it lies."""
+    """One-hot of the class, of the shape of `x` (rows, classes): needs no gather."""
     classes = lax.broadcast_in_dim(lax.iota(target.dtype, x.shape[1]), x.shape, (1,))
     here = lax.eq(lax.broadcast_in_dim(target, x.shape, (0,)), classes)
     return lax.select(here, lax.full_like(x, 1), lax.full_like(x, 0))
 
 
 def _weighed(x: Any, target: Any, chosen: Any, weight: Any, ignored: int) -> Any:
-    """What each class of each row counts."""
+    """Weight of each class of each row."""
     counts = lax.broadcast_in_dim(lax.ne(target, lax.full_like(target, ignored)), x.shape, (0,))
     weighed = lax.mul(lax.select(counts, lax.full_like(x, 1), lax.full_like(x, 0)), chosen)
     return weighed if weight is None else lax.mul(weighed, lax.broadcast_in_dim(weight, x.shape, (1,)))
@@ -63,5 +63,5 @@ def _nll_loss_backward(
 
 
 def _in_rows(x: Any, target: Any) -> tuple[Any, Any]:
-    """A single row as one of several."""
+    """Unsqueeze a single row."""
     return (x, target) if x.ndim > 1 else (lax.reshape(x, (1, *x.shape)), lax.reshape(target, (1,)))

@@ -1,4 +1,4 @@
-"""Aten ops in jax, continued: convolutions, pools, random numbers."""
+"""Lowerings of aten ops to jax: convolutions, pools, random numbers."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _convolution(out: Types, x: Any, w: Any, bias: Any, *settings: Any) -> Any:
 
 
 def _flat(x: Any) -> Any:
-    """What a convolution of one dim in space reads, or its type, in two, as torch gives it to devices."""
+    """A 1-d convolution's operand, or its type, as 2-d, as torch passes it to devices."""
     shape = (*x.shape[:2], 1, *x.shape[2:])
     return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else lax.reshape(x, shape)
 
 
 def _flat_settings(settings: Sequence[Any]) -> tuple[Any, ...]:
-    """The settings of a convolution of one dim in space, for two."""
+    """A 1-d convolution's settings as 2-d."""
     stride, padding, dilation, transposed, out_padding, groups = settings
     steps, gaps = ([1, *_each(each, 1)] for each in (stride, dilation))
     edges, more = ([0, *_each(each, 1)] for each in (padding, out_padding))
@@ -94,7 +94,7 @@ def _convolution_backward(out: Types, grad: Any, x: Any, w: Any, bias_sizes: Any
 def _input_gradient(
     grad: Any, x: Any, w: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Any:
-    """As XLA's own helper has it: with the kernel turned round, its features exchanged."""
+    """As in XLA's own helper: kernel reversed, its features exchanged."""
     rank = x.ndim - 2
     space = "HWD"[:rank]
     edges = []
@@ -112,7 +112,7 @@ def _input_gradient(
 def _kernel_gradient(
     grad: Any, x: Any, w: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Any:
-    """As XLA's own helper has it: batch and features exchanged, the kernel's dims first."""
+    """As in XLA's own helper: batch and features exchanged, the kernel's dims first."""
     rank = x.ndim - 2
     space = "HWD"[:rank]
     edges = []
@@ -131,7 +131,7 @@ def _kernel_gradient(
 def _window(
     x: Any, out: Any, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[list[int], list[int], list[tuple[int, int]], list[int]]:
-    """Window, strides, edges and dilation over all dims; the far edge as the output's extent wants it (ceil mode)."""
+    """Window, strides, padding and dilation over all dims; high padding follows the output size (ceil mode)."""
     rank = len(_each(kernel, 2)) if not isinstance(kernel, int) else x.ndim - 2
     size, pad, gap = _each(kernel, rank), _each(padding, rank), _each(dilation, rank)
     step = _each(stride, rank) if stride not in ((), [], None) else size
@@ -195,7 +195,7 @@ def _avg_pool(
     if all(edge == (0, 0) for edge in edges):
         return lax.div(total, lax.full_like(total, math.prod(size)))
     ones = lax.full(x.shape, 1, x.dtype)
-    if counts_pads:  # the padding asked for counts, what the ceiling adds does not
+    if counts_pads:  # explicit padding counts, ceil mode's does not
         asked = [(low, min(low, high)) for low, high in edges]
         ones = lax.pad(ones, np.array(1, x.dtype), [(*edge, 0) for edge in asked])
         edges = [(0, high - more) for (_, high), (_, more) in zip(edges, asked, strict=True)]
@@ -208,7 +208,7 @@ def _avg_pool_backward(out: Types, grad: Any, x: Any, *settings: Any) -> Any:
 
 
 def _adaptive(x: Any, sizes: Sequence[int]) -> Any:
-    """Means over windows that begin and end where torch has them, as products with their weights."""
+    """Adaptive average: products with averaging matrices over torch's windows."""
     for dim, size in zip(range(x.ndim - len(sizes), x.ndim), sizes, strict=True):
         extent = x.shape[dim]
         if extent % size == 0:
@@ -235,7 +235,7 @@ def _adaptive_backward(out: Types, grad: Any, x: Any) -> Any:
     return jax.linear_transpose(lambda each: _adaptive(each, grad.shape[-rank:]), x)(grad)[0]
 
 
-# Random numbers: each op takes a seed and gives the next op's.
+# Random numbers: each op takes a seed and returns the next op's.
 
 
 def _bits(seed: Any, shape: Sequence[int]) -> tuple[Any, Any]:

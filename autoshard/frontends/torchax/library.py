@@ -1,4 +1,4 @@
-"""torchax: what of it there is, and how it is loaded beside a torch that it does not know yet."""
+"""Loads torchax's lowerings, also beside a newer torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ INSTALL = "pip install 'autoshard[torchax]'"
 
 @cache
 def check_versions() -> None:
-    """Refuse packages that capture without torch_xla has not been made for.
+    """Refuse unsupported versions of packages for capture without torch_xla.
 
     Raises:
-        CaptureError: torch is too old, torchax is missing, or jax is another one; says what to install.
+        CaptureError: torch is too old, torchax is missing, or jax does not match; says what to install.
     """
     found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if found < MIN_TORCH:
@@ -56,7 +56,7 @@ def installed(package: str) -> str | None:
 
 @contextlib.contextmanager
 def _only_its_ops() -> Iterator[None]:
-    """Import modules of torchax without the package's own start, which renames a device of torch's and sets up jax."""
+    """Import torchax's modules without its package init, which renames a torch device and configures jax."""
     if "torchax" in sys.modules:
         yield
         return
@@ -73,7 +73,7 @@ def _only_its_ops() -> Iterator[None]:
 
 
 class _Absent:
-    """Stands in for an op or overload that this torch does not have; so does every attribute of it."""
+    """Stand-in for an op or overload that this torch lacks, and for its attributes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class _Absent:
 
 @contextlib.contextmanager
 def _absent_ops() -> Iterator[None]:
-    """While entered, torchax finds a stand-in for each aten op or overload that this torch does not have."""
+    """In this context torchax finds stand-ins for aten ops and overloads that this torch lacks."""
     aten = torch.ops.aten
     with contextlib.ExitStack() as stack:
         for kind in (type(aten), type(aten.add)):
@@ -114,10 +114,10 @@ def _or_absent(has: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 def _registry() -> dict[Any, Any]:
     """torchax's table of lowerings.
 
-    It names ops that newer torches have dropped (overloads for named tensors, `aten.cholesky`): those are absent.
+    Ops that newer torches dropped (overloads for named tensors, `aten.cholesky`) get stand-ins.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it warns of what it registers twice
+    logging.disable(logging.WARNING)  # it warns of double registrations
     try:
         with _only_its_ops(), _absent_ops():
             importlib.import_module("torchax.ops.jaten")
@@ -135,7 +135,7 @@ def _registry() -> dict[Any, Any]:
 
 @cache
 def jax_function_of(func: Any) -> Callable[..., Any] | None:
-    """torchax's lowering of an overload, called as those of `aten.py` are, or None."""
+    """torchax's lowering of an overload, with the signature of those in `aten.py`, or None."""
     table = _registry()
     found = table.get(func) or table.get(func.overloadpacket)
     if found is None or not found.is_jax_function or found.needs_env:

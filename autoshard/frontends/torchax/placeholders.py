@@ -1,12 +1,12 @@
-"""Tensors without data that record what is done to them: what stands for XLA's lazy tensors without torch_xla.
+"""Tensors without data that record ops: the counterpart of XLA's lazy tensors without torch_xla.
 
 A `Placeholder` is on the device `meta`. Functionalization runs above it, as above torch_xla's tensors, so that autograd
-gives both the same aten ops: views are `_copy` ops, what is written in place is a new tensor. Tensors that a factory
-(`torch.zeros`) makes in the step are not functionalized, there as here; views of those, and writes into them, are
-followed here.
+gives both the same aten ops: views are `_copy` ops, in-place writes make new tensors. Tensors from factories
+(`torch.zeros`) inside the step are not functionalized, there as here; views of those, and writes into them, are tracked
+here.
 
-Shapes come from torch's own kernels for `meta`. Strides are those of a new tensor, of views too, as torch_xla has
-them: they decide where `reshape` copies.
+Shapes come from torch's `meta` kernels. Strides are those of a new tensor, for views too, as in torch_xla: they decide
+where `reshape` copies.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
 FIRST_RNG_SEED = 42
-"""Of the first random op: an argument of the program; each op gives the next its own."""
+"""Seed of the first random op: an argument of the program; each op passes the next seed on."""
 _DISPATCH = torch._C.DispatchKey
 _BIJECTIVE = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "t", "transpose", "permute"})
-"""Views that hold every element of their base."""
+"""Views that contain every element of their base."""
 _SCATTERS = {"select": "select_scatter", "slice": "slice_scatter", "diagonal": "diagonal_scatter"}
 _ALIAS_NAMES = frozenset({"detach", "alias", "lift_fresh", "lift", "detach_copy", "alias_copy", "lift_fresh_copy"})
 
 
 class UnlowerableError(Exception):
-    """Nothing lowers an op; the message is its name."""
+    """An op has no lowering; the message is its name."""
 
 
 class NoDataError(Exception):
-    """A value was asked for where no op was seen."""
+    """A value was read outside of any op."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in the arguments of a recorded op: its place among the op's operands."""
+    """Stands for a tensor in the arguments of a recorded op: its index among the op's operands."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All of an op that decides what it is lowered to.
+    """Key of an op's lowering.
 
     Attributes:
         func: the overload.
@@ -65,7 +65,7 @@ class Signature:
 
 @dataclass
 class Recorded:
-    """One op of the step: its signature, the values it reads and makes, and the aten op it ran for."""
+    """A recorded op: its signature, the values it reads and makes, and its aten op."""
 
     signature: Signature
     operands: list[int]
@@ -74,7 +74,7 @@ class Recorded:
 
 
 class Placeholder(torch.Tensor):  # type: ignore[misc]
-    """A tensor of the step."""
+    """A tensor of the step without data."""
 
     value: int
     ident: int
@@ -84,11 +84,11 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]
     seen: int
     recorder: Recorder
     functional: bool = False
-    """Whether functionalization wraps it: an argument, and what is computed from one; what a factory makes is not."""
+    """Whether functionalization wraps it: arguments and what is computed from them, not factories' results."""
 
     @staticmethod
     def make(recorder: Recorder, value: int, like: torch.Tensor) -> Placeholder:
-        """One like a tensor that holds a value of the step."""
+        """A placeholder like a tensor for a value of the step."""
         made: Placeholder = torch.Tensor._make_wrapper_subclass(Placeholder, like.shape, dtype=like.dtype, device=META)
         made.recorder, made.value, made.ident = recorder, value, next(recorder.idents)
         made.root, made.chain, made.version, made.seen = None, (), 0, 0
@@ -104,12 +104,12 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]
         raise NoDataError(str(func))
 
     def __repr__(self, **_: Any) -> str:
-        """Without values."""
+        """A repr without values."""
         return f"Placeholder({tuple(self.shape)}, {self.dtype})"
 
 
 def inner(tensor: torch.Tensor) -> Placeholder | None:
-    """The placeholder that a tensor is, or that functionalization has wrapped."""
+    """The placeholder that a tensor is, or that its functionalization wrapper contains."""
     if torch._is_functional_tensor(tensor):
         torch._sync(tensor)
         tensor = torch._from_functional_tensor(tensor)
@@ -117,15 +117,15 @@ def inner(tensor: torch.Tensor) -> Placeholder | None:
 
 
 class Recorder:
-    """What was done to the placeholders of one capture.
+    """Records the ops on the placeholders of one capture.
 
     Args:
         lowers: whether an op has a lowering.
-        takes_numbers: whether the numbers that an op is called with are operands, as tensors without dims would be.
+        takes_numbers: whether an op's numbers are operands, like tensors without dims.
     """
 
     def __init__(self, lowers: Callable[[Any], bool], takes_numbers: Callable[[Any], bool]) -> None:
-        """Nothing recorded yet."""
+        """An empty recording."""
         self.lowers, self.takes_numbers = lowers, takes_numbers
         self.idents = itertools.count(1)
         self.types: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -138,7 +138,7 @@ class Recorder:
         self._inferred: dict[Any, tuple[Signature, Any]] = {}
 
     def argument(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor that exists before the step, functionalized."""
+        """A functionalized tensor that exists before the step."""
         value = self._value(tuple(like.shape), like.dtype, reads=True)
         bare = Placeholder.make(self, value, like)
         bare.functional = True
@@ -146,7 +146,7 @@ class Recorder:
         return made
 
     def constant(self, tensor: torch.Tensor) -> int:
-        """The value that a tensor of the host is; equal ones are one."""
+        """The value of a host tensor; equal ones share one."""
         tensor = tensor.detach().contiguous()
         key = (tuple(tensor.shape), tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         if key not in self._known:
@@ -162,7 +162,7 @@ class Recorder:
     # Ops.
 
     def dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Record an op, and what it writes; returns what it returns."""
+        """Record an op and its writes; return its results."""
         schema = func._schema
         if _composite(func):
             with _OwnTensors(self):
@@ -230,7 +230,7 @@ class Recorder:
         return Signature(func, placed, placed_kwargs, types, outputs), result
 
     def _in_other_ops(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run an op as the ops that torch writes it in."""
+        """Decompose an op by torch's own decomposition."""
         from torch._decomp import decomposition_table
 
         instead = decomposition_table.get(func)
@@ -247,7 +247,7 @@ class Recorder:
     # Views and writes.
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The value that a tensor now holds."""
+        """The present value of a tensor."""
         if not isinstance(tensor, Placeholder):
             if tensor.device == META:
                 raise NoDataError("a tensor that was made without its data")
@@ -279,7 +279,7 @@ class Recorder:
         return made if many else made[0]
 
     def _write(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """An op that writes its first argument."""
+        """Record an op that writes its first argument."""
         target, functional = args[0], _functional(func)
         if functional is None or not isinstance(target, Placeholder):
             return self._in_other_ops(func, args, kwargs)
@@ -311,7 +311,7 @@ class Recorder:
 
 
 class _Step:
-    """One view, to be taken again of another tensor of the same shape."""
+    """A view, to be replayed on another tensor of the same shape."""
 
     def __init__(self, recorder: Recorder, copies: Any, base: str, args: Any, kwargs: Any, index: int | None) -> None:
         self.recorder, self.copies, self.base = recorder, copies, base
@@ -325,7 +325,7 @@ class _Step:
         return made
 
     def back(self, base: Placeholder, written: Placeholder) -> Placeholder:
-        """`base` with what was written into this view of it."""
+        """`base` updated by what was written into this view of it."""
         run, aten = self.recorder._run, torch.ops.aten
         if self.base in _ALIAS_NAMES:
             return written
@@ -351,14 +351,14 @@ class _Step:
 
 
 def _plain(value: Any) -> Any:
-    """What stands for an argument where only shapes count."""
+    """An argument's stand-in for shape inference."""
     if not isinstance(value, torch.Tensor) or (not isinstance(value, Placeholder) and value.dim() == 0):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device=META)
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Arguments changed, in their order."""
+    """Map a function over arguments, in order."""
     if isinstance(value, list | tuple):
         return tuple(_mapped(change, each) for each in value)
     if isinstance(value, dict):
@@ -367,7 +367,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Arguments as a key: 1, 1.0 and True are three."""
+    """A hashable key of arguments: 1, 1.0 and True differ."""
     if isinstance(value, tuple):
         return tuple(_frozen(each) for each in value)
     if isinstance(value, dict):
@@ -376,7 +376,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _number_dtype(args: Sequence[Any]) -> Callable[[Any], torch.dtype]:
-    """number -> the dtype that it takes beside the first tensor of the arguments."""
+    """number -> the dtype it takes next to the first tensor among the arguments."""
     first = next((each for each in tree_leaves(args) if isinstance(each, torch.Tensor)), None)
 
     def of(number: Any) -> torch.dtype:
@@ -389,13 +389,13 @@ def _number_dtype(args: Sequence[Any]) -> Callable[[Any], torch.dtype]:
 
 @cache
 def _composite(func: Any) -> bool:
-    """Whether an op is nothing but others, which autograd has not met here: it is a decomposition that runs."""
+    """Whether an op is a composite that autograd has not decomposed here, so that its decomposition runs."""
     return bool(func.has_kernel_for_dispatch_key(_DISPATCH.CompositeImplicitAutograd))
 
 
 @cache
 def _copy_of(view: Any) -> Any:
-    """The op that copies what a view shows."""
+    """The op that copies a view."""
     name, overload = view._schema.name.partition("::")[2], view._overloadname
     if name in ("_unsafe_view", "reshape", "_reshape_alias"):
         return torch.ops.aten.view_copy.default
@@ -404,7 +404,7 @@ def _copy_of(view: Any) -> Any:
 
 @cache
 def _functional(func: Any) -> Any:
-    """The overload that returns what an in-place one writes, or None."""
+    """The functional overload of an in-place one, or None."""
     namespace, _, name = func._schema.name.partition("::")
     arguments = func._schema.arguments
     if not name.endswith("_") or not arguments[0].is_write or any(a.is_write for a in arguments[1:]):
@@ -414,7 +414,7 @@ def _functional(func: Any) -> Any:
 
 
 class _OwnTensors(TorchDispatchMode):  # type: ignore[misc]
-    """Records what an op that torch writes in other ops makes of nothing: the numbers that it chooses from."""
+    """Records tensors that a decomposition creates: the numbers that it selects from."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Capture without torch_xla, on current torch: the step recorded on placeholders, each of its aten ops lowered by jax.
+"""Capture without torch_xla, on current torch: records the step on placeholders, and lowers its aten ops by jax.
 
-The aten ops are those that torch_xla would be given (`placeholders.py`), under the same numbers. Each different one, by
-its operands' shapes and its options, is lowered once: by `aten.py` and what continues it, else by torchax. The
-module calls these functions in the order of the step, and then has them inlined; labels and marks are as torch_xla's
-capture leaves them.
+The aten ops are those that torch_xla would get (`placeholders.py`), with the same numbers. Each distinct one, by
+operand shapes and options, is lowered once: by `aten.py` and its companions, else by torchax. The module calls these
+functions in program order, and inlines them; labels and marks are as in torch_xla's captures.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class _Meta:
         return found is None or found.recorder.reads[found.recorder.value_of(found)]
 
     def falls_back(self, op: str) -> bool:
-        return False  # what nothing lowers is met when it is recorded
+        return False  # ops without a lowering are reported when recorded
 
     def random_state(self) -> int | None:
         return self.recorder.seed
@@ -153,7 +152,7 @@ def _type(shape: tuple[int, ...], dtype: torch.dtype) -> TensorType:
 
 
 class _Recording(Labels):
-    """Labels the calls that an op records; a mark is noted beside them."""
+    """Labels the calls recorded for an op, and notes its marks."""
 
     def __init__(self, recorder: Recorder, paths: ModulePaths) -> None:
         self.recorder = recorder
@@ -162,14 +161,14 @@ class _Recording(Labels):
         super().__init__(paths)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Know an argument, and the value that it is in what is lowered."""
+        """Record an argument, and its value in the lowered program."""
         super().name(tensor, name)
         found = inner(tensor)
         assert found is not None
         self.arguments[name] = found.value
 
     def labelled(self, call: Call) -> Any:
-        """Run the op, and have what it records know its number."""
+        """Run the op, and label what it records with its number."""
         self.recorder.label = call.index
         try:
             return self.execute(call.func, call.args, call.kwargs)
@@ -179,20 +178,20 @@ class _Recording(Labels):
             self.recorder.label = None
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Note which values lowering can annotate."""
+        """Note the annotatable values."""
         for j, tensor in self.marked(call, outputs):
             found = inner(tensor)
             assert found is not None
             self.marks.setdefault(self.recorder.value_of(found), (call.index, j))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answer what reads values; keep the data of what comes from the host."""
+        """Answer host reads; keep the data of host tensors."""
         if takes_values(func, args, kwargs):
             return self.read(func, args, kwargs)
         return self.execute(func, args, kwargs)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op on placeholders, or make one."""
+        """Run an op on placeholders, or a factory."""
         on_meta = any(each.device == META for each in tensors_in((args, kwargs)))
         return self.recorder.dispatch(func, args, kwargs) if on_meta or names_it(kwargs.get("device")) else func(
             *args, **kwargs
@@ -200,7 +199,7 @@ class _Recording(Labels):
 
 
 class _KeepsData(TorchFunctionMode):  # type: ignore[misc]
-    """Has tensors made of data on the host before they come to the device: made on `meta`, they would have none."""
+    """Keeps the data of host constants, which would have none if made on `meta`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -219,7 +218,7 @@ class _KeepsData(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _indices(index: Any) -> Any:
-    """An index with tensors of the host in the place of its lists."""
+    """An index with host tensors for its lists."""
     if isinstance(index, tuple):
         return tuple(_indices(each) for each in index)
     if isinstance(index, list) and not any(isinstance(leaf, torch.Tensor) for leaf in index):
@@ -231,7 +230,7 @@ def _indices(index: Any) -> Any:
 
 
 def lowering_of(func: Any) -> Callable[..., Any] | None:
-    """What lowers an overload: `(output types, *args, **kwargs) -> arrays`, or None."""
+    """The lowering of an overload, `(output types, *args, **kwargs) -> arrays`, or None."""
     from autoshard.frontends.torchax import aten as aten_jax
     from autoshard.frontends.torchax import aten_index as aten_jax_index  # noqa: F401
     from autoshard.frontends.torchax import aten_losses as aten_jax_losses  # noqa: F401
@@ -247,9 +246,9 @@ def _takes_numbers(func: Any) -> bool:
 
 
 class _Module:
-    """The recorded calls that results depend on, as one StableHLO module.
+    """Builds a StableHLO module from the recorded calls that results depend on.
 
-    `given` are the values that main takes, in its order: of arguments and constants, those that are read.
+    `given` are main's parameters in order: the arguments and constants that are read.
     """
 
     def __init__(self, recorder: Recorder, marks: Mapping[int, tuple[int, int]], results: Sequence[int]) -> None:
@@ -305,13 +304,13 @@ class _Module:
 
 
 INDEXED_BY_ROW = frozenset({"aten.index_select.default", "aten.index_add.default"})
-"""Ops that take one index, for one dim."""
+"""Ops with one index, for one dim."""
 
 _REPLICATED = '{mhlo.sharding = "{replicated}"}'
 
 
 def _needed(calls: Sequence[Recorded], results: Sequence[int]) -> list[Recorded]:
-    """The calls that results depend on, as they were recorded."""
+    """The calls that results depend on, in recorded order."""
     live = set(results)
     kept = []
     for call in reversed(calls):
@@ -322,7 +321,7 @@ def _needed(calls: Sequence[Recorded], results: Sequence[int]) -> list[Recorded]
 
 
 def _leaves(calls: Sequence[Recorded], results: Sequence[int]) -> list[int]:
-    """The values that no call makes, in the order in which torch_xla comes upon them: last operands first."""
+    """Leaf values in the order in which torch_xla reaches them: last operands first."""
     maker = {value: call for call in calls for value in call.outputs}
     leaves: dict[int, None] = {}
     entered: set[int] = set()
@@ -340,7 +339,7 @@ def _leaves(calls: Sequence[Recorded], results: Sequence[int]) -> list[int]:
 
 
 def _concatenate_at_once(block: Any) -> None:
-    """Make one op of a concatenation of more than 16 operands, which jax writes as a tree of several."""
+    """Merge concatenations of more than 16 operands, which jax writes as a tree."""
     from jaxlib.mlir import ir
 
     for view in list(block.operations):
@@ -364,9 +363,9 @@ def _concatenate_at_once(block: Any) -> None:
 
 
 def _without_index_dim(block: Any, labels: set[str]) -> None:
-    """Have the gathers and scatters of some ops read their indices as they are, without a last dim of size 1.
+    """Drop the last index dim, of size 1, from gathers and scatters of some ops.
 
-    jax knows indices with such a dim only; torch_xla has none where an aten op takes one index for one dim.
+    jax always has that dim; torch_xla has none where an aten op takes one index for one dim.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -394,10 +393,10 @@ def _without_index_dim(block: Any, labels: set[str]) -> None:
 
 
 def _in_post_order(block: Any) -> None:
-    """Put the ops of a block in the order in which XLA writes out a computation, and torch_xla's captures have.
+    """Sort the ops of a block into XLA's post-order, as in torch_xla's captures.
 
-    Each op stands behind those that it reads, the first operand's first, from the results on. What a compiler fuses
-    and combines follows from the order of a program, and what is planned with it: both captures have to have one.
+    Operands come before their op, the first operand's first. Fusion and combining depend on program order, and so does
+    the plan: both front ends need the same.
     """
     *ops, last = [view.operation for view in block.operations]
     number = {result: i for i, op in enumerate(ops) for result in op.results}
@@ -421,7 +420,7 @@ def _in_post_order(block: Any) -> None:
 
 
 def _reads(op: Any) -> Iterator[Any]:
-    """The values that an op reads, in its regions too."""
+    """The values that an op reads, also in its regions."""
     return (value for each in (op, *ops_inside(op)) for value in each.operands)
 
 
@@ -439,7 +438,7 @@ def _parsed(text: str) -> Any:
 
 
 def _inline(module: Any) -> None:
-    """Inline the ops' functions, each op under the label of the call that it came from."""
+    """Inline the ops' functions, with the caller's label on each op."""
     from jaxlib.mlir import ir
 
     def of(op: Any, caller: Any) -> Any:
@@ -455,10 +454,10 @@ def _inline(module: Any) -> None:
 
 @contextlib.contextmanager
 def jax_types() -> Iterator[None]:
-    """Have jax keep 64-bit numbers as they are."""
+    """Enable 64-bit types in jax."""
     import jax
 
-    logger = logging.getLogger("jax._src.xla_bridge")  # complains of plugins for devices that are not there
+    logger = logging.getLogger("jax._src.xla_bridge")  # warns of plugins for absent devices
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -469,7 +468,7 @@ def jax_types() -> Iterator[None]:
 
 
 def _function_text(signature: Signature, name: str) -> str:
-    """The function of one op, in MLIR's text, with the functions that it calls."""
+    """MLIR text of the function of one op, and of functions that it calls."""
     import jax
 
     lowering = lowering_of(signature.func)

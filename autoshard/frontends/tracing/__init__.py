@@ -1,1 +1,1 @@
-"""What both front ends share: the traced step and its numbered sequence of aten ops."""
+"""Shared by both front ends: the traced step and its numbered sequence of aten ops."""

@@ -1,4 +1,4 @@
-"""Ops that torch_xla computes on the CPU, or wrongly, written in ops that it lowers: for `decompositions.py`."""
+"""Ops that torch_xla computes on the CPU, or wrongly, in ops that it lowers; for `decompositions.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autoshard.frontends.tracing import ops
 
 
 def median(x: torch.Tensor) -> torch.Tensor:
-    """The lower one of the two in the middle."""
+    """The lower median."""
     return torch.kthvalue(x.reshape(-1), (x.numel() + 1) // 2)[0]
 
 
 def median_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-    """Along one dim, and where it lies."""
+    """Median along one dim, and its position."""
     return torch.kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
 
 
@@ -30,7 +30,7 @@ def searchsorted(
     side: str | None = None,
     sorter: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How many elements of the last dim of a sorted sequence are smaller (`right`: not larger) than each value."""
+    """Number of smaller (`right`: not larger) elements in a sorted last dim, per value."""
     if sorter is not None:
         sorted_sequence = sorted_sequence.gather(-1, sorter)
     if not isinstance(value, torch.Tensor):
@@ -43,7 +43,7 @@ def searchsorted(
 
 
 def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """By doubling: after step k each position holds the sum of the 2^k before it, so that nothing overflows."""
+    """By doubling (after step k each position holds the sum of 2^k elements), so that nothing overflows."""
     size = x.shape[dim] if x.dim() else 1
     reach = 1
     while reach < size:
@@ -58,7 +58,7 @@ def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    """A diagonal of two dims, as a last dim; torch_xla gives another length where it begins lower down."""
+    """`torch.diagonal`; torch_xla's length is wrong where it begins lower down."""
     dim1, dim2 = dim1 % x.dim(), dim2 % x.dim()
     rows, columns = x.shape[dim1], x.shape[dim2]
     row, column = torch.arange(rows, device=x.device), torch.arange(columns, device=x.device)
@@ -70,12 +70,12 @@ def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> 
 
 
 def diagonal_scatter(x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    """`x` with `src` on a diagonal of two of its dims; torch_xla fails where these are not the last ones."""
+    """`torch.diagonal_scatter`; torch_xla fails unless these are the last dims."""
     rank, dim1, dim2 = x.dim(), dim1 % x.dim(), dim2 % x.dim()
     rows, columns = x.shape[dim1], x.shape[dim2]
     row, column = torch.arange(rows, device=x.device), torch.arange(columns, device=x.device)
     on = column == row.unsqueeze(-1) + offset
-    # Element (i, i + offset) is number i of the diagonal, or i + offset where that is negative: it starts lower down.
+    # Element (i, i + offset) is number i of the diagonal, or i + offset for negative offsets: it starts lower down.
     spread = torch.index_select(src, -1, (row + min(offset, 0)).clamp(0, src.shape[-1] - 1)).unsqueeze(-1)
     order = [d for d in range(rank) if d not in (dim1, dim2)] + [dim1, dim2]
     made = torch.where(on, spread, x.permute(order))
@@ -91,7 +91,7 @@ def diagonal_backward(grad_output: torch.Tensor, input_sizes: Any, offset: int, 
 def as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """The elements that strides name, in the order of memory that XLA's tensors have; they may overlap."""
+    """The elements at these strides, in XLA's row-major memory order; they may overlap."""
     flat = x.reshape(-1)
     offset = storage_offset or 0
     count = math.prod(size)
@@ -103,7 +103,7 @@ def as_strided(
 def as_strided_scatter(
     x: torch.Tensor, src: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """`x` with `src` in the place of the elements that strides name."""
+    """Replace the elements at these strides by `src`."""
     flat, offset, count = x.reshape(-1), storage_offset or 0, math.prod(size)
     if tuple(stride) == _contiguous(size):
         return torch.slice_scatter(flat, src.reshape(-1), 0, offset, offset + count).reshape(x.shape)
@@ -111,7 +111,7 @@ def as_strided_scatter(
 
 
 def _strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-    """Where in memory the elements lie that strides name."""
+    """Memory offsets of strided elements."""
     at = torch.full((1,), offset, device=x.device)
     for extent, step in zip(size, stride, strict=True):
         at = at.unsqueeze(-1) + torch.arange(extent, device=x.device) * step
@@ -119,7 +119,7 @@ def _strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset
 
 
 def masked_scatter_backward(grad_output: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The gradient of what a mask's true elements were filled with, in order; what was not needed has none."""
+    """The gradient of the source of a masked scatter; unused elements have none."""
     count = math.prod(sizes)
     taken = mask.expand(grad_output.shape).reshape(-1)
     place = torch.where(taken, torch.cumsum(taken.to(torch.int64), 0) - 1, count)
@@ -128,12 +128,12 @@ def masked_scatter_backward(grad_output: torch.Tensor, mask: torch.Tensor, sizes
 
 
 def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor that lies in memory in the order of its dims."""
+    """Row-major strides."""
     return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
 def cholesky_ex(x: torch.Tensor, *, upper: bool = False, check_errors: bool = False) -> Any:
-    """The factor, and that nothing went wrong: XLA gives numbers that are none where something did."""
+    """The factor, and an error code of 0: XLA gives NaN on failure."""
     made = torch.ops.aten.cholesky.default(x, upper)
     return made, torch.zeros(x.shape[:-2], dtype=torch.int32, device=x.device)
 
@@ -141,10 +141,10 @@ def cholesky_ex(x: torch.Tensor, *, upper: bool = False, check_errors: bool = Fa
 def solve_triangular(
     a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """X with a X = b, or X a = b where not `left`; for several systems by products, which can be split among them.
+    """X with a X = b, or X a = b where not `left`; batched systems by products, whose batch can be split.
 
-    XLA's partitioners split its triangular solve along no dim (measured), batch dims included. What XLA makes of that
-    op on each device are blocks that are inverted, and products, too.
+    XLA's partitioners split its triangular solve along no dim, batch dims included; its own expansion also inverts
+    blocks and multiplies.
     """
     if not left:
         return solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
@@ -158,13 +158,13 @@ def solve_triangular(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Matrices by matrices, all batch dims kept."""
+    """Batched matrix product."""
     batch = "".join(chr(ord("a") + dim) for dim in range(a.dim() - 2))
     return ops.einsum(f"{batch}xy,{batch}yz->{batch}xz", a, b)
 
 
 def _inverse_of_lower(a: torch.Tensor, unit: bool) -> torch.Tensor:
-    """Inverses of the lower triangles of `a`, `[*batch, n, n]`, by halves: what is inverted doubles in size each time.
+    """Inverses of the lower triangles of `a`, `[*batch, n, n]`, by blocks of doubling size.
 
     As stable as substitution (Du Croz and Higham, "Stability of methods for matrix inversion", 1992, method 2C).
     """
@@ -194,6 +194,6 @@ def _inverse_of_lower(a: torch.Tensor, unit: bool) -> torch.Tensor:
 def huber_loss_backward(
     grad_output: torch.Tensor, self: torch.Tensor, target: torch.Tensor, reduction: int, delta: float
 ) -> torch.Tensor:
-    """Of `F.huber_loss`: the difference, no longer than `delta`; reduction 1 is the mean."""
+    """Gradient of `F.huber_loss`: the clamped difference; reduction 1 is the mean."""
     slope = (self - target).clamp(-delta, delta) * grad_output
     return slope / self.numel() if reduction == 1 else slope

@@ -1,4 +1,4 @@
-"""Attributes of a model's modules, put back once its step has run on placeholders."""
+"""Saves and restores attributes of modules around a run on placeholders."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LITERALS = (bool, int, float, complex, str, bytes)
 
 
 class Attributes:
-    """What the attributes of modules were: their values, and what lists, dicts and sets among these held.
+    """Snapshot of modules' attributes, with the contents of lists, dicts and sets among them.
 
-    A forward pass may register hooks (transformers does, in its first run), and keep results in a list; of a run on
-    placeholders neither may stay, but what says that they are there does not stay either.
+    A forward pass may register hooks (as transformers does at first) or append results to a list; neither may survive a
+    run on placeholders, nor may flags that say they exist.
     """
 
     def __init__(self) -> None:
-        """Of no module yet."""
+        """An empty snapshot."""
         self.saved: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = []
         self.tensors: list[tuple[torch.nn.Module, str, torch.Tensor, int, torch.Tensor]] = []
 
     def save(self, module: torch.nn.Module) -> None:
-        """Remember a module's attributes as they are."""
+        """Save a module's attributes."""
         held = {name: copy(value) for name, value in module.__dict__.items() if type(value) in _CONTAINERS}
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_inference():
@@ -34,7 +34,7 @@ class Attributes:
         self.saved.append((module, dict(module.__dict__), held))
 
     def changes(self) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:
-        """(module, name, what it was, what it is) of the attributes that are no longer what they were."""
+        """(module, name, before, after) of the changed attributes."""
         for module, attributes, held in self.saved:
             for name, value in module.__dict__.items():
                 was = attributes.get(name, getattr(type(module), name, None))
@@ -49,14 +49,14 @@ class Attributes:
                 yield module, name, was, tensor
 
     def lists(self) -> Iterator[tuple[torch.nn.Module, str, list[Any]]]:
-        """(module, name, value) of the lists among them that are not public."""
+        """(module, name, value) of the non-public lists among them."""
         for module, attributes, _ in self.saved:
             for name, value in attributes.items():
                 if name[:1] == "_" and isinstance(value, list):
                     yield module, name, value
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore them."""
         for module, attributes, held in self.saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
@@ -74,7 +74,7 @@ class Attributes:
 
 
 def _same_items(was: Any, now: Any) -> bool:
-    """Whether a list, dict or set holds what a copy of it does."""
+    """Whether a list, dict or set equals a copy of it, by identity of elements."""
     if len(was) != len(now):
         return False
     if isinstance(now, dict):

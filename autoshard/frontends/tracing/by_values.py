@@ -1,7 +1,7 @@
-"""Ops whose results have shapes that depend on values, and ops that torch_xla computes on the CPU.
+"""Ops with data-dependent shapes, and ops that torch_xla computes on the CPU.
 
-Neither is part of a captured program: what they give comes from the host, as it does when torch_xla meets them. An
-index that is a boolean mask becomes the positions of its true elements, which such an op gives.
+Neither is part of a captured program: their results are host constants, as in torch_xla. A boolean mask used as index
+becomes the positions of its true elements.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INDEXES = frozenset(
 
 
 def on_host(func: Any) -> bool:
-    """Whether the host computes what an op gives."""
+    """Whether an op is computed on the host."""
     return _on_host(func, current().type)
 
 
@@ -63,7 +63,7 @@ def may_index(func: Any) -> bool:
 
 
 def by_positions(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What computes an op that a boolean mask indexes, by the positions of the true elements; None for other ops."""
+    """The form by positions of an op indexed by a boolean mask; None for other ops."""
     if func is torch.ops.aten.masked_select.default:
         return _masked_select
     if not _indexes(func) or not any(_is_mask(index) for index in args[1]):
@@ -81,7 +81,7 @@ def _indexes(func: Any) -> bool:
 
 
 def positions(indices: Any, device: torch.device) -> list[torch.Tensor | None]:
-    """Indices, with the positions of true elements in the place of masks: one tensor per dim of the mask."""
+    """Indices with positions for masks: one tensor per dim of the mask."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if _is_mask(index):

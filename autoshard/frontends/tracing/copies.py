@@ -1,9 +1,8 @@
-"""Copies that PyTorch makes and torch_xla does not: `contiguous`, `reshape`, `flatten` of what lies otherwise.
+"""Copies that PyTorch makes and torch_xla does not: `contiguous`, `reshape`, `flatten` of non-contiguous tensors.
 
-On torch_xla's device every tensor counts as contiguous, so that these return the tensor itself or a view of it, where
-PyTorch copies if the strides ask for it. It makes a difference where one of both is written in place and the other is
-read afterwards: then the captured program would compute something else than PyTorch, and it is refused. What the
-strides would be is asked of tensors without data.
+On torch_xla's device every tensor counts as contiguous, so these return the tensor itself or a view, where PyTorch
+copies by strides. It matters where one of the two is written in place and the other is read later: the captured program
+would differ from PyTorch, and is refused. Strides come from meta tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from autoshard.frontends.tracing.refusals import source
 from autoshard.frontends.tracing.sequence import tensors_in
 
 LIKE_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as"})
-"""Views that take a second tensor, for its shape; no other does."""
+"""Views that take the shape of a second tensor."""
 
 
 @dataclass
 class _Family:
-    """Tensors that share memory on the device; those of one group share it in PyTorch too.
+    """Tensors that share memory on the device; tensors of one group share it in PyTorch too.
 
     Attributes:
-        made: of each group, what copied it in PyTorch.
-        stale: of a group that another one was written after: what to say of that.
+        made: per group, the op that copied it in PyTorch.
+        stale: per group that is outdated by a write to another, the message.
     """
 
     made: list[str] = field(default_factory=lambda: [""])
@@ -41,7 +40,7 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies in PyTorch: its family, the group in it, its strides, and whether the device's overlap."""
+    """A tensor's memory in PyTorch: its family and group, its strides, and whether the device's overlap."""
 
     family: _Family
     group: int
@@ -50,10 +49,10 @@ class _Place:
 
 
 class Copies(TorchFunctionMode):  # type: ignore[misc]
-    """Refuses a read of what PyTorch would have copied, once one of both has been written.
+    """Refuses reads of a tensor that PyTorch would have copied, once original or copy was written.
 
     Args:
-        where: says who is running.
+        where: names the running module.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -64,7 +63,7 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
         self._stale = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; look at what it reads, writes and returns."""
+        """Run a function; track its reads, writes and results."""
         kwargs = kwargs or {}
         read = [t for t in (tensors_in((args, kwargs)) if kwargs else tensors_in(args)) if is_xla(t)]
         places = [(t, self._places[t], t._version) for t in read if t in self._places]
@@ -81,7 +80,7 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
         return result
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse to read what the device has changed and PyTorch has not.
+        """Refuse reads of tensors changed on the device but not in PyTorch.
 
         Raises:
             CaptureError: one of them is stale.
@@ -101,7 +100,7 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
                 self._stale = True
 
     def _follow(self, func: Any, read: torch.Tensor, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
-        """Know where results lie that share memory with the first tensor that was read."""
+        """Track results that share memory with the first tensor read."""
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place or (name not in LIKE_ANOTHER and len(tensors_in((args, kwargs))) > 1):
@@ -118,7 +117,7 @@ class Copies(TorchFunctionMode):  # type: ignore[misc]
             like = tree_map(lambda leaf: shadow if leaf is read else _without_data(leaf), (args, kwargs))
             try:
                 shadows = [leaf for leaf in tree_leaves(func(*like[0], **like[1])) if isinstance(leaf, torch.Tensor)]
-            except RuntimeError:  # `to(device)` of what is there: nothing without data can be moved
+            except RuntimeError:  # `to(device)` of a present tensor: meta tensors cannot be moved
                 return
         if len(shadows) != len(made):
             return
@@ -149,7 +148,7 @@ def _without_data(leaf: Any) -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Tells the memory of a tensor from others; None where it has none that can be asked for."""
+    """A key of a tensor's memory; None where it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -166,7 +165,7 @@ def _contiguous(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of a strided tensor may lie in one place."""
+    """Whether elements of a strided tensor may overlap."""
     reach = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -1,7 +1,7 @@
-"""Ops that torch_xla computes on the CPU, and that torch itself knows how to write in ops that it can lower.
+"""Decompositions of ops that torch_xla computes on the CPU, mostly torch's own.
 
-Such an op is replaced wherever ops are numbered: while a program is captured, and while a plan for it runs; without
-torch_xla too, so that the sequence of ops is one.
+They apply wherever ops are numbered: during capture and while a plan runs, with and without torch_xla, so that the
+sequence of ops is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def _own() -> dict[Any, Callable[..., Any]]:
-    """Ops written here; torch_xla's entry of some is no fallback, but leads to one, or is wrong."""
+    """Our own decompositions; torch_xla's entry of some is no fallback but leads to one, or is wrong."""
     aten = torch.ops.aten
     return {
         aten.copy.default: writes.copied,
@@ -76,7 +76,7 @@ def _own() -> dict[Any, Callable[..., Any]]:
 
 
 def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
-    """Windows of `size` elements of a dim, `step` apart, as a last dim: gathered, where torch names strides."""
+    """Windows of `size` elements of a dim, `step` apart, as a last dim, by a gather."""
     dim %= x.dim()
     count = (x.shape[dim] - size) // step + 1
     at = torch.arange(count, device=x.device).unsqueeze(-1) * step + torch.arange(size, device=x.device)
@@ -85,22 +85,21 @@ def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
 
 
 def _permutation(n: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
-    """The order of random numbers; torch_xla's own has a slice at an index of one dim, which StableHLO has not."""
+    """Argsort of random numbers; torch_xla's own slices by an index of one dim, which StableHLO lacks."""
     order = torch.rand(n, device=device).argsort()
     return order if dtype in (None, order.dtype) else order.to(dtype)
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
-    """What computes an op overload in others, if the device needs that."""
+    """The decomposition of an overload, if the device needs it."""
     return _decomposition(op, current().type)
 
 
 AVERAGES = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.var.correction, torch.ops.aten.std.correction})
-"""Reductions that torch_xla writes as a sum, a product with a constant, and a reshape to the dims that are kept.
+"""Reductions that torch_xla writes as a sum, a product with a constant, and a reshape to the kept dims.
 
-Only what is behind the reshape would be an output, that is annotated. The product would be split as propagation has it,
-which goes through the constant: equal ones of the whole program are merged (measured: BERT's step on 8 H100, whose plan
-splits one mean and not the others, gathers all of them, 11 % of its time).
+Only the result of the reshape would be an annotated output. Propagation would shard the product, and spread through the
+constant, which is merged with equal ones of the whole program: one split mean would gather all others.
 """
 
 REDUCTIONS = AVERAGES | {
@@ -111,15 +110,15 @@ REDUCTIONS = AVERAGES | {
     torch.ops.aten.var_mean.correction,
     torch.ops.aten.std_mean.correction,
 }
-"""Reductions of all dims where none is named. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
+"""Reductions over all dims by default. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
 
 
 BY_ARGUMENTS = REDUCTIONS | {torch.ops.aten.addmm.default}
-"""Ops that are others for some of their arguments."""
+"""Ops decomposed for some of their arguments."""
 
 
 def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What computes one of `BY_ARGUMENTS` as it is called here; None where the op itself does."""
+    """The decomposition of one of `BY_ARGUMENTS` for these arguments, or None."""
     if op in REDUCTIONS:
         return _reduced(op, args, kwargs)
     scales = (_argument(op, "beta", args, kwargs), _argument(op, "alpha", args, kwargs))
@@ -127,7 +126,7 @@ def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
 
 
 def _scaled(product: Callable[..., Any]) -> Callable[..., Any]:
-    """An op such as `addmm`, with factors, which torch_xla computes on the CPU."""
+    """Decompose an op such as `addmm` with factors, which torch_xla computes on the CPU."""
 
     def made(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
         found = product(a, b) if alpha == 1 else torch.ops.aten.mul.Tensor(product(a, b), alpha)
@@ -141,9 +140,9 @@ def _summed_products(a: Any, b: Any) -> Any:
 
 
 def _reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What computes one of `REDUCTIONS` as it is called here.
+    """The decomposition of one of `REDUCTIONS` for these arguments.
 
-    One of `AVERAGES` that keeps its dims is one that does not, and a view. No dims are all dims, by their numbers.
+    One of `AVERAGES` with kept dims becomes one without, and a view. Missing dims become all dims.
     """
     if not args[0].dim():
         return None
@@ -154,7 +153,7 @@ def _reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calla
 
 
 def _of_all_dims(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A reduction that names no dim, with all of them named."""
+    """A reduction without dims, with all of them listed."""
     named = _named(op, args, kwargs) | {"dim": list(range(args[0].dim()))}
     return op(named.pop("self"), **named)
 
@@ -165,7 +164,7 @@ def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def _argument(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An argument of an op by its name: as it was given, else its default; None where the op has none of that name."""
+    """An argument of an op by name: as given, else its default; None where the op has none of that name."""
     if name in kwargs:
         return kwargs[name]
     for place, each in enumerate(op._schema.arguments):
@@ -175,7 +174,7 @@ def _argument(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _kept_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A reduction whose reduced dims are kept, as one that does not keep them, and a view."""
+    """A reduction with kept dims as one without, and a view."""
     x, dims = args[0], _argument(op, "dim", args, kwargs)
     gone = sorted({d % x.dim() for d in dims} if dims else range(x.dim()))
     rest = _named(op, args, kwargs) | {"dim": gone, "keepdim": False}
@@ -191,10 +190,10 @@ def _decomposition(op: Any, device: str) -> Callable[..., Any] | None:
 
 @cache
 def functional_form(op: Any) -> Callable[..., Any] | None:
-    """What an op is run as that functionalization would have turned into others; None where there is nothing to do.
+    """The functional form of an op that functionalization missed; None where it needs none.
 
-    It comes before the modes, but not before what runs inside one, as decompositions do. A view made there would be
-    torch_xla's own kind of view, whose copies read other elements than it (measured: a copy of a permuted tensor).
+    Functionalization runs above modes, so not for decompositions inside one. A view made there would be torch_xla's
+    own, whose copies may read other elements (a copy of a permuted tensor).
     """
     if not op.name().startswith("aten::") or torch.Tag.view_copy in op.tags:
         return None

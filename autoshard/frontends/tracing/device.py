@@ -1,7 +1,7 @@
-"""Which device programs are captured on: XLA's, or what stands for it without torch_xla.
+"""The capture device: XLA's, or its counterpart without torch_xla.
 
-`sequence.py`, `frontends/switches/table.py` and the rest of this room act on tensors of that device alone. While
-a program is captured without torch_xla it is `meta`; at any other time it is `xla`.
+`sequence.py`, `frontends/switches/table.py` and the rest of this package act on tensors of that device alone: `meta`
+during a capture without torch_xla, else `xla`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 
 
 class Device(Protocol):
-    """What the aten sequence has to know of a device's tensors."""
+    """Interface of a device to the aten sequence."""
 
     @property
     def type(self) -> str:
-        """The name that torch has for it."""
+        """torch's name of the device type."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on it."""
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
-        """Tells the value that a tensor now holds from every other of the same step."""
+        """A unique id of a tensor's present value within the step."""
 
     def reads_data(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor depends on any data on the device that is more than one number (an input, a parameter)."""
+        """Whether a tensor depends on device data of more than one element (an input, a parameter)."""
 
     def falls_back(self, op: str) -> bool:
-        """Whether nothing lowers an op, by its name in the dispatcher (`aten::nonzero`)."""
+        """Whether an op, by its dispatcher name (`aten::nonzero`), has no lowering."""
 
     def random_state(self) -> Any:
-        """What its next random numbers follow from, unless torch itself asks the device for that."""
+        """State of its random number generator, unless torch itself asks the device for it."""
 
     def set_random_state(self, state: Any) -> None:
-        """Draw the numbers again that follow from a state."""
+        """Set the state of its random number generator."""
 
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -83,13 +83,13 @@ _now: Device = _Xla()
 
 
 def current() -> Device:
-    """The device that programs are captured on now."""
+    """The present capture device."""
     return _now
 
 
 @contextlib.contextmanager
 def captured_on(device: Device) -> Iterator[None]:
-    """Capture on another device meanwhile."""
+    """Capture on another device in this context."""
     global _now
     before, _now = _now, device
     try:
@@ -99,15 +99,15 @@ def captured_on(device: Device) -> Iterator[None]:
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the device that programs are captured on."""
+    """Whether a tensor is on the capture device."""
     return _now.holds(tensor)
 
 
 def names_it(device: object) -> bool:
-    """Whether `device`, as an op is given it, is the one that programs are captured on."""
+    """Whether `device`, an op's argument, is the capture device."""
     return device is not None and torch.device(device).type == _now.type
 
 
 def tensor_id(tensor: torch.Tensor) -> int:
-    """The device's id of the value that a tensor of its holds now."""
+    """The device's id of a tensor's present value."""
     return _now.tensor_id(tensor)

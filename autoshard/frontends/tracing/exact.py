@@ -1,4 +1,4 @@
-"""What torch_xla computes wrongly, or outside XLA, from ops that it lowers: functions for `switches/table.py`."""
+"""Ops that torch_xla computes wrongly, or outside XLA, in ops that it lowers; for `switches/table.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """x, or alpha * (exp(x) - 1) where negative; torch_xla is right where it is in place."""
+    """x, or alpha * (exp(x) - 1) where negative; torch_xla is right only in place."""
     return NotImplemented if inplace else _exponential_unit(input, alpha, 1.0, 1.0)
 
 
@@ -45,15 +45,15 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def of_truth(reduce: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`all` or `any` of numbers: of whether each is not zero."""
+    """`all` or `any` of numbers, by whether each is nonzero."""
     if input.dtype == torch.bool or "out" in kwargs:
         return NotImplemented
     found = reduce(input != 0, *args, **kwargs)
-    return found.to(torch.uint8) if input.dtype == torch.uint8 else found  # as torch has it
+    return found.to(torch.uint8) if input.dtype == torch.uint8 else found  # as in torch
 
 
 def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
-    """`x[mask] = value` as a choice between the two, where the value is one for all places, or one per trailing dim.
+    """`x[mask] = value` as a select, for a value that is a number or broadcasts over the trailing dims.
 
     Args:
         x: written in place.
@@ -63,7 +63,7 @@ def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
     mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if not is_mask(mask) or not isinstance(x, torch.Tensor) or x.shape[: mask.dim()] != mask.shape:
         return NotImplemented
-    if isinstance(value, torch.Tensor):  # no op may run before it is clear that this can be done
+    if isinstance(value, torch.Tensor):  # no op may run before it is clear that a select suffices
         behind = x.shape[x.dim() - value.dim() :] if value.dim() else ()
         if value.dim() > x.dim() - index_dims(index) or any(
             v not in (1, b) for v, b in zip(value.shape, behind, strict=True)
@@ -83,6 +83,6 @@ def is_mask(index: Any) -> bool:
 
 
 def index_dims(index: Any) -> int:
-    """How many dims a mask, alone or in a tuple, indexes."""
+    """Number of dims that a mask, alone or in a tuple, indexes."""
     mask = index[0] if isinstance(index, tuple) else index
     return int(mask.dim())

@@ -1,7 +1,7 @@
-"""Complex numbers and Fourier transforms in ops that torch_xla lowers: it has no transform, but products and pairs.
+"""Complex numbers and Fourier transforms as products, which torch_xla lowers; it has no transform.
 
-A transform is a product with the matrix of its roots of unity, as long as a dim is: n multiplications per number where
-a fast transform has about log n. That is what a program of short transforms pays; one of long ones is refused.
+A transform is a product with the matrix of roots of unity: n multiplications per element where an FFT has about log n.
+Long ones are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoshard.errors import CaptureError
 from autoshard.frontends.tracing import ops
 
 MAX_FFT_SIZE = 4096
-"""Numbers along a transformed dim; the matrix of roots has their square."""
+"""Longest transformed dim; the matrix of roots has its square of elements."""
 
 
 def complex_of(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scale(sizes: Sequence[int], normalization: int) -> float:
-    """What torch's word for a normalization means: 0 nothing, 1 the root of the size, 2 the size."""
+    """Scale of a normalization mode: 0 none, 1 the root of the size, 2 the size."""
     count = math.prod(sizes)
     return {0: 1.0, 1: 1 / math.sqrt(count), 2: 1 / count}[normalization]
 
@@ -97,7 +97,7 @@ def _times(x: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _transformed(pair: tuple[torch.Tensor, torch.Tensor], dim: int, forward: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A complex transform of one dim, not scaled."""
+    """A complex transform of one dim, unscaled."""
     real, imaginary = pair
     size = real.shape[dim]
     cos, sin = _roots(size, size, size, real)

@@ -1,4 +1,4 @@
-"""Sample inputs: which go to the model and which to the loss, and what each tensor of them is called."""
+"""Assigns sample inputs to the model and the loss, and names each tensor."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Inputs:
 
 
 def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[..., Any] | None) -> Inputs:
-    """Give each sample input to who wants it.
+    """Divide sample inputs between the model and the loss.
 
-    A tensor is the one positional argument; a tuple or list the positional ones: those that the model's forward has no
-    place for go to `loss_fn`, after the model's output; if forward takes any number (a wrapper's `*args`), the last
-    ones that `loss_fn` cannot do without. A mapping gives arguments by name: those that only `loss_fn` names go there.
+    A tensor is the only positional argument; a tuple or list holds several: those beyond the model's parameters go to
+    `loss_fn`, after the model's output; for a forward with `*args`, the last ones that `loss_fn` requires. A mapping
+    holds keyword arguments: those that only `loss_fn` names go there.
 
     Raises:
-        CaptureError: there are none, or they do not fit; says what forward wants.
+        CaptureError: there are none, or they do not fit; names forward's parameters.
     """
     _check_model(model)
     wants = f"{type(model).__name__}.forward{_signature(model.forward)}"
@@ -91,7 +91,7 @@ def _check_model(model: Any) -> None:
 
 
 def input_names(model: torch.nn.Module, inputs: Inputs, loss_fn: Callable[..., Any] | None) -> list[tuple[str, Any]]:
-    """Each argument under the name of the parameter that takes it: forward's, or the loss function's."""
+    """Name each argument after its parameter in forward or the loss function."""
     return (
         _bound(model.forward, inputs.args)
         + list(inputs.kwargs.items())
@@ -118,7 +118,7 @@ def _names(function: Callable[..., Any]) -> list[str]:
 
 
 def _places(function: Callable[..., Any]) -> int | None:
-    """How many positional arguments a function takes; None for any number."""
+    """Number of positional parameters of a function; None for any number."""
     parameters = _parameters(function)
     if not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
@@ -126,7 +126,7 @@ def _places(function: Callable[..., Any]) -> int | None:
 
 
 def _needed(loss_fn: Callable[..., Any]) -> int:
-    """How many arguments a loss cannot do without, beside the model's output."""
+    """Number of required arguments of a loss, beside the model's output."""
     positional = [p for p in _parameters(loss_fn) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return max(0, sum(p.default is p.empty for p in positional) - 1)
 
@@ -144,6 +144,6 @@ def _describe(value: Any) -> str:
 
 
 def key_name(key: Any) -> str:
-    """One step of a path in a container, as names of inputs and results have it."""
+    """One step of a path in a container, as in names of inputs and results."""
     found = next((getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)), key)
     return str(found)

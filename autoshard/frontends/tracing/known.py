@@ -1,13 +1,12 @@
-"""Values that a step reads, worked out where they are known: `.item()`, `if t:`, `.tolist()`, `nonzero()`.
+"""Evaluates host reads at capture where they are known: `.item()`, `if t:`, `.tolist()`, `nonzero()`.
 
-A captured step has no values, but some of what it reads follows from what capture was given: from the sample inputs,
-from constants, and from parameters and buffers where the model has its weights. So the ops that a value depends on
-are kept by number, and run again on the CPU when, and only when, the value is read. Capture goes on with what they
-give, and the program notes it (`Program.reads`): another batch may give another value, and with it another program,
-which lowering then refuses with that value in its error.
+A captured step has no values, but some reads depend only on what capture was given: sample inputs, constants, and
+weights where the model has them. Ops are recorded by number, and those that a value depends on are replayed on the CPU
+only when it is read. Capture continues with the result and records it (`Program.reads`): another batch may give another
+value and so another program, which lowering then refuses with that value in its error.
 
-What depends on random numbers is never known. A *shape* that depends on a value is taken only from whole numbers and
-booleans of the inputs (masks, counts, tokens): one that follows from parameters or from floats differs in every step.
+Random numbers are never known. A data-dependent *shape* is accepted only from integers and bools of the inputs (masks,
+counts, tokens): one from parameters or floats differs in every step.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ from autoshard.program import ArgumentRole
 
 CPU = torch.device("cpu")
 MAX_LISTED_ELEMENTS = 16
-"""So many elements of a tensor that was read are told one by one; of more, a hash."""
+"""Most elements of a read tensor that are listed; of more, a hash."""
 
 Kinds = frozenset[str]
-"""What values follow from: roles of arguments; `floats` for inputs that are no whole numbers."""
+"""What values depend on: roles of arguments; `floats` for non-integer inputs."""
 
 
 class UnknownValueError(Exception):
-    """A value that does not follow from what capture was given; the message says from what it follows instead."""
+    """A value that does not follow from what capture was given; the message says what it depends on instead."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Stands for a tensor among the arguments of a kept op: who made it, or the id of what came from the host."""
+    """Stands for a tensor among the arguments of a recorded op: its producer, or the id of a host tensor."""
 
     producer: Producer
     ident: int
 
 
 class KnownValues:
-    """The ops of a step, and what their values are, as far as that is known.
+    """The recorded ops of a step, evaluated on demand.
 
-    No tensor of the device is held here, and nothing that holds one: a placeholder must not outlive its capture.
+    Holds no device tensor, directly or indirectly: a placeholder must not outlive its capture.
 
     Args:
-        data_of: brings a tensor of the user's, which is not on meta, to the CPU.
+        data_of: copies a user's tensor, not on meta, to the CPU.
     """
 
     def __init__(self, data_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Nothing has run yet."""
+        """An empty record."""
         self.data_of = data_of
         self.states: Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]] | None = None
-        """From what stands for each parameter to the values of the optimizer's state, as it is after a step."""
+        """From stand-ins of parameters to the values of the optimizer's state after a step."""
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Producer, ...]]] = []
         self._arguments: dict[str, tuple[ArgumentRole, torch.Tensor | None]] = {}
         self.host: dict[int, torch.Tensor] = {}
@@ -71,33 +70,33 @@ class KnownValues:
         return fresh
 
     def argument(self, name: str, role: ArgumentRole, like: torch.Tensor | None) -> None:
-        """Know where to find the values of an argument: the user's tensor, or None where there is none."""
+        """Record the source of an argument's values: the user's tensor, or None."""
         self._arguments[name] = (role, like)
 
     @property
     def read(self) -> frozenset[str]:
-        """The arguments whose values were asked for."""
+        """The arguments whose values were read."""
         return frozenset(self._given)
 
     def from_host(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Know that a tensor came from the host in the step, and holds this."""
+        """Record a tensor that came from the host in the step, and its content."""
         self.host[tensor_id(tensor)] = source
 
     def same(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
-        """Know that a tensor is another one, if that is known to have come from the host."""
+        """Record that a tensor equals another, if that came from the host."""
         found = self.host.get(tensor_id(source))
         if found is not None:
             self.host[tensor_id(tensor)] = found
         return found is not None
 
     def keep(self, call: Call) -> None:
-        """Keep a counted op, in the order of their numbers."""
+        """Record a counted op."""
         producers = iter(call.inputs)
         args, kwargs = _kept(call.args, producers), _kept(dict(call.kwargs), producers)
         self.calls.append((call.func, args, kwargs, call.inputs))
 
     def of(self, producer: Producer, tensor: torch.Tensor) -> tuple[torch.Tensor, Kinds]:
-        """The value of a tensor of the device, on the CPU, and what it follows from.
+        """Evaluate a device tensor on the CPU; its value and what that depends on.
 
         Raises:
             UnknownValueError: it does not follow from what capture was given.
@@ -108,7 +107,7 @@ class KnownValues:
         return self._value(wanted)
 
     def _needed(self, wanted: Read) -> list[int]:
-        """The ops that a value follows from and that have not run, in order."""
+        """The ops that a value depends on and that have not been replayed, in order."""
         found: set[int] = set()
         left = [wanted.producer]
         while left:
@@ -166,14 +165,14 @@ class KnownValues:
         return self._given[read.producer]
 
     def _stand_in(self, name: str) -> torch.Tensor:
-        """A parameter's values, or zeros where there are none."""
+        """A parameter's values, or zeros if it has none."""
         like = self._arguments[name][1]
         assert like is not None
         return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else self.data_of(like)
 
 
 def _kept(part: Any, producers: Iterator[Producer]) -> Any:
-    """What an op was called with, without the device's tensors."""
+    """An op's arguments without device tensors."""
     kind = type(part)
     if isinstance(part, torch.Tensor):
         producer = next(producers)
@@ -190,11 +189,11 @@ def _kept(part: Any, producers: Iterator[Producer]) -> Any:
 
 
 SHAPING: Kinds = frozenset({"input"})
-"""What a shape may follow from, beside constants."""
+"""What a shape may depend on, beside constants."""
 
 
 def described(value: Any) -> str:
-    """A value that was read, in few words that tell it from others: `True`, `3`, `[1, 2]`, or a tensor's hash."""
+    """A short description of a read value: `True`, `3`, `[1, 2]`, or a tensor's hash."""
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     if not leaves:
         return repr(value)

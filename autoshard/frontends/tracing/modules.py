@@ -1,4 +1,4 @@
-"""Which module an aten op belongs to, forward and backward, without touching the model."""
+"""Attributes aten ops to modules, in forward and backward pass, without changing the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn.modules import module as nn_module
 
 
 class ModulePaths:
-    """While entered, knows the path of the module that runs, and of the one whose forward is being differentiated.
+    """In this context, tracks the running module, or the one whose forward is being differentiated.
 
-    Forward: hooks on all modules keep a stack. Backward: autograd numbers its nodes in the order in which the forward
-    made them, so the numbers at which modules began and ended say whose node the current one is.
+    Forward: hooks on all modules keep a stack. Backward: autograd numbers nodes in the order of the forward, so the
+    numbers at which modules began and ended identify the current node's module.
 
     Args:
         roots: prefix -> module; the path of a module is the prefix and its name, joined by a dot.
@@ -39,7 +39,7 @@ class ModulePaths:
         self._failed = ""
         self.backward = False
         self.outside = "the program"
-        """Who runs when no module does."""
+        """Path where no module runs."""
 
     def __enter__(self) -> ModulePaths:
         """Hook every module's forward."""
@@ -68,8 +68,8 @@ class ModulePaths:
         self._mark()
 
     def _mark(self) -> None:
-        """From the next autograd node on, nodes belong to the module on top of the stack."""
-        if not self.backward:  # a checkpoint's second forward runs on another thread, which numbers its own nodes
+        """Attribute autograd nodes made from here on to the module on top of the stack."""
+        if not self.backward:  # a checkpoint's second forward runs on another thread with its own numbers
             self._starts.append(torch.autograd._get_sequence_nr())
             self._owners.append(self._stack[-1] if self._stack else "")
 
@@ -86,7 +86,7 @@ class ModulePaths:
         return self._owners[max(bisect_right(self._starts, node._sequence_nr()) - 1, 0)]
 
     def failed(self) -> str:
-        """Where the exception on its way out came from, described."""
+        """Where the exception in flight was raised, described."""
         return self._failed or self.describe()
 
     def describe(self) -> str:
@@ -99,7 +99,7 @@ class ModulePaths:
 
 
 def tensor_parallel_plan(root: torch.nn.Module) -> dict[str, str]:
-    """The tensor parallel plan that `root`, or the outermost modules in it that have one, carry: path -> style.
+    """The tensor parallel plan of `root`, or of the outermost modules in it that have one: path -> style.
 
     transformers' models merge theirs from `base_model_tp_plan` of their configurations' classes and from what the
     classes of the models themselves add. Numbers in paths are written as `*`, as there.

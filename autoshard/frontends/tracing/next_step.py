@@ -1,10 +1,9 @@
-"""Whether the next step is the captured one, though the forward pass changed attributes of modules.
+"""Checks that the next step is the captured program, where the forward pass changed module attributes.
 
-A captured step has what parameters, buffers and optimizer states hold. What a pass leaves for the next one elsewhere (a
-hidden state in an attribute, a counter, a list) stays in it as it was at capture: the program is right once. Where the
-first pass changed such attributes, the forward pass is traced once more from what it left, and what both compute is
-compared: op by op, constant by constant. What nothing reads, or is the same in every step (a mask made once), is no
-difference.
+A captured step threads parameters, buffers and optimizer states. State kept elsewhere (a hidden state in an attribute,
+a counter, a list) is constant in it, so it may be right only once. Where the first pass changed attributes, the forward
+pass is traced again from there, and both are compared: op by op, constant by constant. Attributes that nothing reads,
+or that are equal in every step (a cached mask), are no difference.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ FILLS = frozenset(
         *("new_zeros", "new_ones", "new_full", "new_empty"),
     )
 )
-"""Ops whose results follow from no element of what they read."""
+"""Ops whose results depend on no element of their operands."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that a pass has changed: its module's path and its name, what it was, and what it is."""
+    """An attribute that a pass changed: its module's path, its name, before and after."""
 
     path: str
     name: str
@@ -55,19 +54,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Expression:
-    """How a value is computed: a digest that equal computations share, and what it follows from, a bit for each."""
+    """How a value is computed: a digest equal for equal computations, and a bit set of what it depends on."""
 
     digest: bytes
     follows_from: int
 
 
 class Expressions:
-    """How each value of a traced pass is computed.
-
-    Args:
-        values: the ops of the pass.
-        kept: what stands for arguments that are values of the pass before.
-    """
+    """Expressions of all values of a traced pass."""
 
     def __init__(self, values: KnownValues, kept: Mapping[str, Expression] | None = None) -> None:
         """Work it out for every op, in their order."""

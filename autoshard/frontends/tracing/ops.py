@@ -1,11 +1,11 @@
-"""The ops that capture switches put in place of torch's: one visible, annotatable op where torch_xla would merge dims.
+"""Custom ops used by capture switches: one annotatable op where torch_xla would merge dims.
 
 - `autoshard::einsum(equation, a, b)`: one XLA dot_general, no reshape; both gradients are einsums again. (torch_xla's
   own `torch.einsum` passes a dispatch mode unseen, so it can carry neither label nor annotation.)
 - `autoshard::embedding(weight, indices, padding_idx)` and its gradient: a gather and a scatter-add that keep the dims
   of `indices`, where torch_xla's embedding flattens them.
-- `autoshard::barrier(values, after)`: the values, of which XLA does not know that they are what it is given, and which
-  are there no earlier than what they come after (`checkpoints.py`).
+- `autoshard::barrier(values, after)`: an `optimization_barrier`: returns `values`, available no earlier than `after`
+  (`checkpoints.py`).
 
 They are registered with `torch.library.Library` and an autograd kernel, which costs no import of torch's compiler.
 """
@@ -29,7 +29,7 @@ DimPair = tuple[list[int], list[int]]
 
 @cache
 def dot_dims(equation: str) -> tuple[tuple[DimPair, DimPair], list[int] | None]:
-    """The dot_general of `"bsi,oi->bso"`: contracting dims of a and b, batch dims of both; how to permute its result.
+    """The dot_general of `"bsi,oi->bso"`: contracting dims of a and b, batch dims of both, permutation of its result.
 
     Every index must be in two of the three operands. The permutation is None when none is needed.
     """
@@ -85,7 +85,7 @@ class _Einsum(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _product(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`einsum(equation, a, b)` with the operands in the order that needs no transpose of the result, if one does."""
+    """`einsum(equation, a, b)` with operands ordered so that the result needs no transpose, where possible."""
     if dot_dims(equation)[1] is not None:
         first, second, out = equation.replace(",", "->").split("->")
         swapped = f"{second},{first}->{out}"

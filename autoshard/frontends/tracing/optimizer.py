@@ -1,7 +1,7 @@
 """A twin of the user's optimizer over placeholders, in its steady state.
 
-What state an optimizer keeps is found out, not known: a twin takes one step with one parameter of each shape, and what
-it then holds is the state of every parameter of that shape.
+State is discovered, not assumed: a twin takes one step with one parameter of each shape, and its resulting state is
+that of every parameter of that shape.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from autoshard.frontends.tracing.device import is_xla
 from autoshard.frontends.tracing.refusals import asks_for_data
 
 STEADY_STEP = 10.0
-"""Step counters are set to this: past the first steps, in which RAdam, say, computes something else, and where
-bias corrections are ordinary numbers (torch_xla makes 0 and 1 constants of the program, not arguments)."""
+"""Value of step counters: past first steps that compute otherwise (RAdam), and with bias corrections other than 0 and
+1,
+which torch_xla makes constants of the program, not arguments."""
 
 Placeholder = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,7 +33,7 @@ def make_optimizer(optimizer: Any, tensors: Mapping[int, torch.Tensor]) -> torch
     """The optimizer of the captured step, without state.
 
     Args:
-        optimizer: a torch optimizer over the user's parameters (left as it is), or a callable from parameters to one.
+        optimizer: a torch optimizer over the user's parameters (not modified), or a callable from parameters to one.
         tensors: id of the user's parameter -> its placeholder, in the model's order.
 
     Raises:
@@ -75,13 +76,13 @@ def seed_state(
     placeholder: Placeholder,
     guard: AbstractContextManager[Any],
 ) -> dict[str, tuple[torch.Tensor, str]]:
-    """Give `optimizer` the state that it has between steps, as placeholders; call it when gradients exist.
+    """Give `optimizer` its steady state as placeholders; call it when gradients exist.
 
     Args:
         optimizer: as `make_optimizer` made it.
         names: id of each placeholder parameter -> its name.
         placeholder: makes one like a tensor.
-        guard: entered around the trial step, to refuse what it must not do.
+        guard: context of the trial step, which refuses forbidden ops.
 
     Returns:
         Name of each state tensor on the device -> (the tensor, its parameter's name).
@@ -90,7 +91,7 @@ def seed_state(
         raise CaptureError("the optimizer has fused=True, which XLA devices do not support; leave `fused` out")
     of_kind, groups = _after_a_step(optimizer, placeholder, guard)
     seeded: dict[str, tuple[torch.Tensor, str]] = {}
-    optimizer.state.clear()  # what it was constructed with
+    optimizer.state.clear()  # initial state from the constructor
     for group_index, group in enumerate(optimizer.param_groups):
         group.update({key: _seed(key, value, placeholder) for key, value in changed(group, groups[group_index])})
         for p in group["params"]:
@@ -116,7 +117,7 @@ def state_leaves(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, K
 
 
 def put(state: dict[str, Any], path: KeyPath, value: torch.Tensor) -> None:
-    """Set the entry of a parameter's state that a path leads to."""
+    """Set an entry of a parameter's state by its path."""
     key: Any = path[0]
     state[key.key] = tree_map_with_path(lambda at, leaf: value if at == path else leaf, dict(state))[key.key]
 
@@ -126,7 +127,7 @@ def twin_of(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings over other tensors, with no hooks and the state of a new one.
 
-    Optimizers that it holds (one for each part of the model, say) are twins too, with it share what they share with it.
+    Inner optimizers (one for each part of the model, say) become twins too, with the same sharing.
     """
     memo = {} if memo is None else memo
     if id(optimizer) in memo:
@@ -172,13 +173,13 @@ def fill_state(
     like: Callable[[Any, torch.Tensor], Any],
     stand_ins: Mapping[int, torch.Tensor],
 ) -> None:
-    """Give a twin the state that its class makes at construction (Adagrad does; most make it in a step).
+    """Give a twin the state that its class creates at construction (as Adagrad does).
 
-    Where the class cannot be made of parameters alone, it is state like that of the optimizer that it is a twin `of`,
-    with a warning; `stand_ins` has the twin's parameter by the id of that one's.
+    Where the class needs more than parameters, copies the form of the state of the original, `of`, with a warning;
+    `stand_ins`: id of an original parameter -> the twin's.
     """
     if not of.state:
-        return  # its class has made none
+        return  # its class creates none
     groups = [
         {key: list({id(p): p for p in value}.values()) if key == "params" else value for key, value in group.items()}
         for group in optimizer.param_groups
@@ -204,14 +205,14 @@ def _beside(like: Callable[[Any, torch.Tensor], Any], parameter: torch.Tensor, v
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """One entry of a state, beside a parameter; numbers, and tensors of one, stay on the host."""
+    """A state entry for a parameter; numbers, and tensors of one, stay on the host."""
     if isinstance(value, torch.Tensor) and value.dim():
         return parameter.detach().new_zeros(value.shape, dtype=value.dtype)
     return copy.deepcopy(value)
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(name, value) of the settings of a group of parameters that a step has set anew, as it counts steps there."""
+    """(name, value) of the group settings that a step changed, such as step counts."""
     return [
         (key, value)
         for key, value in after.items()
@@ -228,7 +229,7 @@ def _tensors(value: Any) -> bool:
 def _after_a_step(
     optimizer: torch.optim.Optimizer, placeholder: Placeholder, guard: AbstractContextManager[Any]
 ) -> tuple[dict[tuple[int, tuple[int, ...], torch.dtype], dict[str, Any]], list[dict[str, Any]]]:
-    """(group, shape, dtype) -> the state of such a parameter after one step; and the groups after it."""
+    """(group, shape, dtype) -> state of such a parameter after one step; and the groups after it."""
     stand_ins: dict[int, torch.Tensor] = {}
     kinds: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
     for group_index, group in enumerate(optimizer.param_groups):
@@ -271,14 +272,14 @@ def state_values(
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """One step; an optimizer that cannot take it without a closure or values is refused."""
+    """Take a step; refuse an optimizer that needs a closure or values for it."""
     try:
         optimizer.step()
     except CaptureError:
         raise
     except Exception as error:
         if asks_for_data(str(error)):
-            raise  # whoever captures knows which op it was
+            raise  # the caller knows which op it was
         raise CaptureError(
             f"the step of {type(optimizer).__name__} cannot be captured: {str(error).splitlines()[0]}. "
             "Optimizers are supported that step without a closure and keep tensors as their state."
@@ -286,7 +287,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _seed(key: str, value: Any, placeholder: Placeholder) -> Any:
-    """One entry of a parameter's state, made new for one parameter."""
+    """A new state entry for one parameter."""
 
     def seed(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and is_xla(leaf):

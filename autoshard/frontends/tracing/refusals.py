@@ -1,7 +1,7 @@
-"""Which ops cannot be captured, recognized before the runtime meets them, and what to say about them.
+"""Recognises ops that cannot be captured before the runtime runs them, with error messages.
 
-A captured program has no values. An op that needs one (to branch on, or to know a result's shape), and an op that
-torch_xla computes on the CPU, would end the process when it asks for the data of a placeholder.
+A captured program has no values. An op that needs one (to branch, or for its result's shape), or that torch_xla
+computes on the CPU, would crash the process by reading a placeholder's data.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _ONE_DTYPE = frozenset(
         "autoshard.einsum.default",
     }
 )
-"""Ops that torch refuses for tensors of different dtypes, and torch_xla would promote."""
+"""Ops for which torch refuses mixed dtypes, while torch_xla would promote."""
 _TAKES_CLASSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 
 
 @cache
 def may_take_values(name: str) -> bool:
-    """Whether an op takes values of some tensors to the host."""
+    """Whether an op may read tensor values on the host."""
     return name in READS_VALUE or name in COPY_OPS or name.startswith(("aten._copy_from", "aten._to_cpu"))
 
 
 def takes_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op takes values of an XLA tensor to the host."""
+    """Whether an op reads values of an XLA tensor on the host."""
     if not may_take_values(name) or not any(is_xla(t) for t in tensors):
         return False
     asked = kwargs.get("device")
@@ -49,7 +49,7 @@ def takes_values(name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[s
 
 
 def reads_value(name: str, where: str, of: str) -> CaptureError:
-    """The error for an op that takes values to the host which follow from `of`, and not from what capture was given."""
+    """The error for a host read that depends on `of`, not known at capture."""
     return CaptureError(
         f"{where} reads the value of a tensor ({_short(name)}: `.item()`, `.tolist()`, `.cpu()`, `float(t)` or "
         f"`if t:`){source()}. Capture records the program without running it, and this value follows from {of}. "
@@ -58,9 +58,9 @@ def reads_value(name: str, where: str, of: str) -> CaptureError:
 
 
 def on_host(name: str, where: str, of: str, indexed: str) -> CaptureError:
-    """The error for an op that the host computes, from values that follow from `of`.
+    """The error for an op computed on the host from values that depend on `of`.
 
-    `indexed` is the op that it finds the positions of a boolean mask for, if it does that.
+    `indexed` is the op for which it finds the positions of a boolean mask, if any.
     """
     if indexed:
         return _shape_by_value("indexes with a boolean mask", indexed, where, of)
@@ -70,7 +70,7 @@ def on_host(name: str, where: str, of: str, indexed: str) -> CaptureError:
 
 
 def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Callable[[], str]) -> None:
-    """Raise CaptureError if an op's result has a shape that depends on values, or torch_xla has no lowering for it."""
+    """Raise CaptureError if an op has a data-dependent shape or no lowering."""
     if current().falls_back(func.name()):
         raise no_lowering(name, where())
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
@@ -87,19 +87,19 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Calla
 
 
 class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]
-    """Refuses `x[mask] = …` and `index_put` with a boolean mask: torch_xla looks for the true ones at once.
+    """Refuses `x[mask] = …` and `index_put` with a boolean mask, for which torch_xla reads the mask.
 
-    What `exact.masked_write` can write without looking is left to it.
+    Writes that `exact.masked_write` handles are left to it.
     """
 
     def __init__(self, where: Callable[[], str], unknown: Callable[[torch.Tensor], str]) -> None:
-        """`where` says who is running, `unknown` what a tensor follows from whose values are not known, or nothing."""
+        """`where` names the running module, `unknown` what a tensor depends on that is not known, or nothing."""
         super().__init__()
         self.where = where
         self.unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what is written through an index."""
+        """Check writes through an index."""
         if func in _WRITES_BY_INDEX and len(args) > 1:
             indices = args[1] if isinstance(args[1], tuple | list) else (args[1],)
             if any(is_mask(i) and is_xla(i) for i in indices):
@@ -124,7 +124,7 @@ def _shape_by_value(what: str, name: str, where: str, of: str) -> CaptureError:
 
 
 def asks_for_data(message: str) -> bool:
-    """Whether an error of torch or torch_xla says that somebody wanted data, which nothing has here."""
+    """Whether an error of torch or torch_xla means a read of data, which does not exist here."""
     return any(
         text in message
         for text in (
@@ -137,7 +137,7 @@ def asks_for_data(message: str) -> bool:
 
 
 def execution(where: str, line: str) -> CaptureError:
-    """The error for a value that was asked for where no op was seen; `line` as `line_of` gives it."""
+    """The error for a read outside any op; `line` from `line_of`."""
     return CaptureError(
         f"{where} needs the value of a tensor{line}, and capture records the program without running it. "
         "Decide with tensors instead (torch.where, a mask)."
@@ -145,7 +145,7 @@ def execution(where: str, line: str) -> CaptureError:
 
 
 def apart(where: str, line: str) -> CaptureError:
-    """The error for a body that torch traces by itself; `line` as `line_of` gives it."""
+    """The error for a body that torch traces separately; `line` from `line_of`."""
     return CaptureError(
         f"{where} has torch trace a function apart (torch.cond, while_loop, torch.compile, torch.func){line}, "
         "which cannot be captured. Compute both sides and choose with torch.where, write a loop whose count is known "
@@ -154,7 +154,7 @@ def apart(where: str, line: str) -> CaptureError:
 
 
 def of_host(where: str, kind: str, line: str) -> CaptureError:
-    """The error for an op that is given a tensor of the host, of `kind` (`torch.LongTensor`), beside the step's own."""
+    """The error for an op with a host tensor of `kind` (`torch.LongTensor`) among the step's own."""
     return CaptureError(
         f"{where} gives an op a {kind} of the host beside tensors of the step{line}. A tensor that the step only finds "
         "(a target that the loss closes over, a table made on the CPU) is no part of its program. Give it with the "
@@ -164,7 +164,7 @@ def of_host(where: str, kind: str, line: str) -> CaptureError:
 
 
 def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
-    """The error for an op that torch_xla computes outside XLA; `line` as `line_of` gives it, or the running one."""
+    """The error for an op that torch_xla computes outside XLA; `line` from `line_of`, or the running one."""
     line = source() if line is None else line
     return CaptureError(
         f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
@@ -173,7 +173,7 @@ def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
 
 
 def ends_process(name: str, tensors: tuple[torch.Tensor, ...], how: str, where: str) -> CaptureError:
-    """The error for an op on which torch_xla ends the process; `how` as `probe.ends_process` says it."""
+    """The error for an op on which torch_xla crashes; `how` from `probe.ends_process`."""
     of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]" for t in tensors)
     return CaptureError(
         f"{where} uses {_short(name)}, which torch_xla cannot take: alone, on {of or 'no tensors'}, it ends the "
@@ -190,9 +190,11 @@ _NOT_THE_USERS = ("torch", "torch_xla", "autoshard")
 
 
 def source() -> str:
-    """` at file:line`, the innermost line of the captured program that is neither torch's nor ours; else nothing."""
+    """` at file:line`, the innermost line of the user's program; else nothing."""
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_qualname.startswith("Tracing."):  # further out is who plans
+    while frame is not None and not frame.f_code.co_qualname.startswith(
+        "Tracing."
+    ):  # frames further out belong to the caller of `plan`
         if _users(frame):
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_back is None:
@@ -202,7 +204,7 @@ def source() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """` at file:line`, where the error passed a line of the captured program, innermost; else nothing."""
+    """` at file:line`, the innermost line of the user's program that the error passed; else nothing."""
     line, trace = "", error.__traceback__
     while trace is not None:
         if _users(trace.tb_frame):

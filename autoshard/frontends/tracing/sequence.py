@@ -1,37 +1,33 @@
-"""The sequence of aten ops that a program dispatches, numbered the same way at capture and in every training step.
+"""Dispatch mode that numbers a program's aten ops, the same way at capture and in every training step.
 
-`AtenSequence` is a dispatch mode. It gives op k its number, and says of each tensor an op reads who produced it: an
-argument of the program (by name), output j of op i, or nobody it knows. Capture builds on it to label the HLO,
-lowering to annotate outputs; what both must agree on is therefore here, once.
+`AtenSequence` gives op k its number, and each of its operands a producer: an argument of the program, output j of op i,
+or unknown. Capture labels HLO by it, lowering annotates outputs by it. torch_xla functionalizes above it: no op writes
+in place, and views are `_copy` ops.
 
-torch_xla functionalizes: what arrives here writes nothing in place, and views are `_copy` ops.
+**Counted** are ops with an operand on the XLA device, or that create a tensor there, except:
 
-**Which ops are counted.** An op is counted when a tensor it reads, or the device it is asked to make one on, is XLA's,
-except those that a training loop adds around the step, or that compute nothing:
-
-- aliases (`detach_copy`, `alias_copy`, `lift_fresh`): their result is who their operand was; write-backs
+- aliases (`detach_copy`, `alias_copy`, `lift_fresh`), which keep their operand's producer, and write-backs
   (`_propagate_xla_data`);
-- transfers between host and device (a loader's `.to(device)`, logging's `.cpu()`), and reads of a value (`.item()`);
-- clearing (`zero`, as `zero_grad(set_to_none=False)` does), what reads cleared tensors only, and `add` of a term to a
-  cleared tensor: autograd adds where, with gradients None, it would have handed the term over. The sum, and views of
-  it, are who the term was;
-- what the host computes (`by_values.py`: `nonzero`, ops that torch_xla has no lowering of): its result is a constant
-  that came from the host, and a boolean mask as an index is the positions that `nonzero` gives;
-- a view made a second time of the same tensor: torch makes views of a tensor anew once that has been written, as a
-  parameter has from the second step on. The view that was made first, annotation included, is used again.
+- transfers between host and device (a loader's `.to(device)`, logging's `.cpu()`), and host reads (`.item()`);
+- clearing (`zero`, as in `zero_grad(set_to_none=False)`), ops on cleared tensors only, and `add` of a term to a cleared
+  tensor: with gradients None autograd would pass the term on. The sum, and views of it, keep the term's producer;
+- ops computed on the host (`by_values.py`: `nonzero`, ops without a lowering in torch_xla): the result is a host
+  constant, and a boolean mask as index becomes the positions of its true elements;
+- a repeated view of one tensor: torch recreates views of a tensor once that was written, as parameters are from the
+  second step on. The first view, annotation included, is reused.
 
 Ops on CPU tensors alone (step counters of optimizers, schedulers, a loader's collate) are never counted.
 
-**Outputs of an op** are the tensors it returns, in order, then those it writes in place without returning them
+**Outputs** are the tensors that an op returns, in order, then those it writes in place without returning them
 (`native_batch_norm` writes its running statistics).
 
-**Identity.** A tensor is known by torch_xla's own tensor id, or what stands for it (`device.py`). It survives
-autograd's saved tensors, `detach` and `.data`, which are new Python objects; writing in place gives a new one; none is
-ever used twice. So nothing is kept alive here.
+**Identity.** A tensor's key is torch_xla's tensor id, or its counterpart (`device.py`). It survives autograd's saved
+tensors, `detach` and `.data`, which are new Python objects; an in-place write gives a new one; none is reused. So this
+mode keeps no tensor alive.
 
-**Order.** Autograd takes, of the nodes that are ready, the one that was made last, and each thread counts for itself. A
-backward pass whose result is differentiated again makes nodes in a thread of its own, and which come first would depend
-on what the process did before: under the mode, backward passes run in the thread that asks for them.
+**Order.** Of ready nodes, autograd runs the one created last, and each thread counts for itself. A backward pass whose
+result is differentiated again creates nodes on its own thread, so their order would depend on the process's history:
+under the mode, backward passes run on the calling thread.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ from autoshard.frontends.tracing.decompositions import BY_ARGUMENTS, decompositi
 from autoshard.frontends.tracing.device import current, is_xla, names_it, tensor_id
 
 Producer = tuple[int, int] | str | None
-"""Who made a tensor: `(k, j)` for output j of op k, the name of an argument, or None when nobody here knows."""
+"""Producer of a tensor: `(k, j)` for output j of op k, the name of an argument, or None if unknown."""
 
 ALIAS_OPS = frozenset(
     f"aten.{name}.default"
@@ -67,9 +63,9 @@ READS_VALUE = frozenset(
     f"aten.{name}.default" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
 )
 SAID_BY_SHAPES = frozenset({"size", "implicit"})
-"""Arguments of ops that say no more than the shapes of their results."""
+"""Arguments of ops that follow from the shapes of results."""
 _VIEWS = frozenset({"aten._unsafe_view.default"})
-"""Ops that functionalization makes anew as it does views, and that are not tagged as such."""
+"""Ops that functionalization replays like views, and that are not tagged as such."""
 TAKES_ONE_RESULT = frozenset(
     f"aten.{name}"
     for name in (
@@ -78,8 +74,9 @@ TAKES_ONE_RESULT = frozenset(
         *("index_add_.default", "index_copy_.default", "index_fill_.int_Scalar", "index_fill_.int_Tensor"),
     )
 )
-"""Ops on which torch_xla ends the process where an index is one of several results of its node (`topk`'s positions):
-it asks the node for its shape, and that is a tuple. They are given a view of it."""
+"""Ops on which torch_xla crashes for an index that is one of several results of its node (`topk`'s positions): it asks
+the
+node for its shape, a tuple. They get a view of it."""
 UNDECLARED_WRITES = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
 
 
@@ -90,8 +87,8 @@ class Call:
     Attributes:
         index: k, its number.
         func: the overload; `str(func)` is its name, such as `aten.addmm.default`.
-        tensors: the tensors it reads, in the order of its flattened arguments.
-        inputs: who produced each of them.
+        tensors: its operands, in the order of its flattened arguments.
+        inputs: the producer of each operand.
         args, kwargs: as dispatched.
     """
 
@@ -109,7 +106,7 @@ class Call:
 
     @property
     def options(self) -> str:
-        """What the op is called with beside tensors, as `AtenOp.options`."""
+        """Arguments of the op other than tensors, as in `AtenOp.options`."""
         said = []
         for position, name, default in _options(self.func):
             value = self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
@@ -120,17 +117,17 @@ class Call:
 
 
 class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
-    """Numbers the aten ops that run under it, and knows who produced each of their tensors.
+    """Numbers the aten ops that run under it, and tracks the producer of each tensor.
 
-    Override `run` to do something around an op (capture enters a label), `after` to do something with its outputs
-    (lowering annotates them), `skip` to leave further ops out of the numbering, `uncounted` to look at the rest.
+    Hooks: `run` around an op (capture enters a label), `after` on its outputs (lowering annotates them), `skip` to
+    leave further ops out of the numbering, `uncounted` for the rest.
 
     Args:
         arguments: name -> tensor, the tensors that exist before the step: parameters, buffers, inputs, states.
     """
 
     def __init__(self, arguments: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Start at op 0, knowing `arguments`."""
+        """Start at op 0 with these arguments."""
         super().__init__()
         self._producers: dict[int, Producer] = {}
         self._cleared: set[int] = set()
@@ -145,32 +142,32 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self.restart(arguments or {})
 
     def restart(self, arguments: Mapping[str, torch.Tensor]) -> None:
-        """Begin a new step: count from 0, forget who produced what, and know these tensors as arguments."""
+        """Begin a step: count from 0, forget producers, and name these tensors as arguments."""
         self._producers.clear()
         self._accumulated.clear()
         self._views.clear()
         self._of_several.clear()
-        # A loop may clear gradients before or after it begins the step in which autograd adds to them.
+        # A loop may clear gradients before or after it begins the step in which autograd accumulates into them.
         self._cleared_before, self._cleared = self._cleared, set()
         self.next_index = 0
         for name, tensor in arguments.items():
             self.name(tensor, name)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Know `tensor`, as it now is, as the argument `name`; the first name of a shared tensor stays."""
+        """Name a tensor's present value as an argument; the first name of a shared tensor stays."""
         self._producers.setdefault(tensor_id(tensor), name)
 
     def producer(self, tensor: torch.Tensor) -> Producer:
-        """Who made `tensor` as it now is."""
+        """Producer of a tensor's present value."""
         return self._producers.get(tensor_id(tensor)) if is_xla(tensor) else None
 
     def __enter__(self) -> Any:
-        """Be the mode of this thread, in which backward passes run."""
+        """Enter the mode, with backward passes on this thread."""
         self._threads.append(torch.autograd.set_multithreading_enabled(False))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> Any:
-        """Be no mode, and let backward passes run where they did."""
+        """Leave the mode, and restore the thread of backward passes."""
         result = super().__exit__(*raised)
         self._threads.pop().__exit__(None, None, None)
         return result
@@ -182,14 +179,14 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         return call.func(*call.args, **call.kwargs)
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Look at the outputs of a counted op (annotating one in place keeps its identity)."""
+        """Handle the outputs of a counted op (annotating one in place keeps its identity)."""
 
     def skip(self, func: Any, inputs: tuple[Producer, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Leave this op, which the rule would count, out of the numbering."""
+        """Whether to leave this op, otherwise counted, out of the numbering."""
         return False
 
     def made(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Know the outputs of a counted op as its own."""
+        """Record the outputs of a counted op."""
         for j, tensor in enumerate(outputs):
             if is_xla(tensor):
                 self._producers[tensor_id(tensor)] = (call.index, j)
@@ -199,11 +196,11 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def alone(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op as it would run outside this mode."""
+        """Run an op outside this mode."""
         return self._wrapped(name_of(func), tensors_in((args, kwargs)), kwargs, func(*args, **kwargs))
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What an op gives that the host computes, on the host."""
+        """Compute an op on the host."""
         return func(*on_cpu(args, torch.Tensor.cpu), **on_cpu(dict(kwargs), torch.Tensor.cpu))
 
     # The mode.
@@ -277,7 +274,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _once_more(self) -> Iterator[None]:
-        """Number what runs inside an op; entering the mode itself would begin a new step in lowering."""
+        """Number ops inside an op, without entering the mode itself, which would begin a new step in lowering."""
         TorchDispatchMode.__enter__(self)
         self._inside += 1
         try:
@@ -287,25 +284,25 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
             TorchDispatchMode.__exit__(self, None, None, None)
 
     def _passes_on(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> bool:
-        """Whether an op may return one of several results as it is: a copy, a slice of everything, a permutation."""
+        """Whether an op may return one of several results unchanged: a copy, a full slice, a permutation."""
         if call.name == "aten.view_copy.default":
             return False
         shapes = {each.shape for each in outputs}
         return any(t.shape in shapes and self.is_of_several(t) for t in call.tensors)
 
     def is_of_several(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may be one of several results of a node of torch_xla's."""
+        """Whether a tensor may be one of several results of a torch_xla node."""
         made = self.producer(tensor)
         return isinstance(made, tuple) and made[0] in self._of_several
 
     def _viewed(self, leaf: Any) -> Any:
-        """A tensor that may be one of several results as a view of it, which is one of its own."""
+        """A view of a tensor that may be one of several results, so that it has a node of its own."""
         if not isinstance(leaf, torch.Tensor) or not self.is_of_several(leaf):
             return leaf
         return torch.ops.aten.view_copy.default(leaf, list(leaf.shape))
 
     def _wrapped(self, name: str, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """What an op returned, as functionalization hands it out: else writes through views of it would be lost."""
+        """Wrap an op's results for functionalization, as outside the mode: else writes through views are lost."""
         copied = name == "aten._to_copy.default" and current().type != "xla"  # PyTorch wraps copies on XLA only,
         copied = copied and (kwargs.get("layout") is None or kwargs.get("device") is not None)  # and none of its own
         if not self._inside and (copied or not any(is_xla(t) for t in tensors)):
@@ -313,7 +310,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _view_key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Tells a view of a tensor from every other."""
+        """A key of a view of a tensor."""
         return f"{name_of(func)}{_by_id(args)!r}{_by_id(kwargs)!r}" if kwargs else f"{name_of(func)}{_by_id(args)!r}"
 
     def _is_cleared(self, tensor: torch.Tensor) -> bool:
@@ -323,7 +320,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         return known in self._cleared or known in self._cleared_before
 
     def _only_clears(self, func: Any, name: str, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the op reads cleared tensors only, accumulates into one, or views what was accumulated."""
+        """Whether the op only reads cleared tensors, accumulates into one, or views an accumulated one."""
         if not tensors or not is_xla(tensors[0]):
             return False
         if self._accumulated and torch.Tag.view_copy in func.tags:
@@ -333,7 +330,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         return name in ACCUMULATES or all(self._is_cleared(t) for t in tensors)
 
     def _follow(self, name: str, tensors: tuple[torch.Tensor, ...], result: Any) -> None:
-        """Keep track of tensors through an uncounted op."""
+        """Track tensors through an uncounted op."""
         made = [t for t in tensors_in((result,)) if is_xla(t)]
         if name in CLEARS or (tensors and all(self._is_cleared(t) for t in tensors)):
             self._cleared.update(tensor_id(t) for t in made)
@@ -351,7 +348,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _by_id(part: Any) -> Any:
-    """What an op is called with, tensors by their ids."""
+    """An op's arguments with ids for tensors."""
     kind = type(part)
     if isinstance(part, torch.Tensor):
         return f"%{tensor_id(part)}"
@@ -361,7 +358,7 @@ def _by_id(part: Any) -> Any:
 
 
 class _Made:
-    """What a view op returned, held weakly: a tensor kept alive here would be one more result of the step."""
+    """Results of a view op, held weakly: a tensor kept alive would be another result of the step."""
 
     def __init__(self, result: Any) -> None:
         self.leaves, self.structure = tree_flatten(result)
@@ -369,14 +366,14 @@ class _Made:
         del self.leaves
 
     def again(self) -> Any:
-        """The same, or None when some of it is gone."""
+        """The results, or None when any has been freed."""
         leaves = [ref() for ref in self.refs]
         return None if any(leaf is None for leaf in leaves) else tree_unflatten(leaves, self.structure)
 
 
 @cache
 def _options(func: Any) -> tuple[tuple[int, str, Any], ...]:
-    """(position, name, default) of an overload's arguments that may be whole numbers, truth values or words."""
+    """(position, name, default) of an overload's integer, bool and string arguments."""
     return tuple(
         (position, argument.name, argument.default_value)
         for position, argument in enumerate(func._schema.arguments)
@@ -385,13 +382,13 @@ def _options(func: Any) -> tuple[tuple[int, str, Any], ...]:
 
 
 def _tells(value: Any) -> bool:
-    """Whether a value tells one op from another: dtypes and devices show in results, floats may change."""
+    """Whether a value identifies an op: dtypes and devices show in results, floats may change."""
     several = value if isinstance(value, list) else [value]
     return all(each is None or isinstance(each, int | str) for each in several)
 
 
 def on_cpu(arguments: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Arguments of an op with values of the device's tensors in their place, and the CPU in the device's."""
+    """Arguments of an op with CPU values for device tensors, and the CPU for the device."""
 
     def placed(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -402,7 +399,7 @@ def on_cpu(arguments: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _to_device(leaf: Any) -> Any:
-    """What the host gave, on the device, without the wrapper that functionalization gives what an op returns."""
+    """Move a host result to the device, without functionalization's wrapper for op results."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     moved = leaf.to(current().type)
@@ -410,10 +407,10 @@ def _to_device(leaf: Any) -> Any:
 
 
 def _functionalized(result: Any) -> Any:
-    """A tensor that came to the device, or is made there from none, in functionalization's wrapper, as outside a mode.
+    """Wrap a tensor from the host or a factory for functionalization, as outside a mode.
 
-    Without it, ops on the tensor would be other ones than those on a parameter or a placeholder: a slice of it, which
-    XLA copies, would be written to, and not the tensor.
+    Without the wrapper, ops on it would differ from those on a parameter: a write to a slice of it, which XLA copies,
+    would not reach it.
     """
     if isinstance(result, torch.Tensor) and is_xla(result) and not torch._is_functional_tensor(result):
         return torch._to_functional_tensor(result)
@@ -426,23 +423,23 @@ def _on_xla(tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> boo
 
 
 def _stays(tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op that may transfer tensors has all of them on one device."""
+    """Whether an op that may transfer tensors keeps all on one device."""
     asked = kwargs.get("device")
     return len({t.device.type for t in tensors} | ({torch.device(asked).type} if asked is not None else set())) == 1
 
 
 class _Kind(NamedTuple):
-    """What an overload is on a device, whatever it is called with.
+    """Properties of an overload on a device.
 
     Attributes:
-        func: the overload, which is not to be freed while it is known by its id.
+        func: the overload, kept alive because it is cached by id.
         name: such as `aten.addmm.default`.
-        instead: what computes it in other ops.
-        by_arguments: whether it is computed in other ops for some of its arguments.
-        indexes: whether it may be indexed by a mask.
+        instead: its decomposition.
+        by_arguments: whether it is decomposed for some arguments.
+        indexes: whether it may take a mask as index.
         on_host: whether the host computes it.
-        uncounted: whether it is never counted, by the rule in this module's docstring (clearing apart).
-        transfers: whether it is counted only where all is on one device.
+        uncounted: whether it is never counted (module docstring; clearing apart).
+        transfers: whether it is counted only if all tensors are on one device.
         views: whether it makes a view.
         takes_one_result: whether it is one of `TAKES_ONE_RESULT`.
         draws: whether it draws random numbers.
@@ -465,7 +462,7 @@ _KINDS: dict[str, dict[int, _Kind]] = {}
 
 
 def _kind(func: Any) -> _Kind:
-    """What an overload is on the device that programs are captured on now. (Hashing it takes longer than its id.)"""
+    """Properties of an overload on the capture device. (Cached by id: hashing an overload is slower.)"""
     kinds = _KINDS.setdefault(current().type, {})
     found = kinds.get(id(func))
     if found is None:
@@ -488,7 +485,7 @@ def _kind(func: Any) -> _Kind:
 
 
 def computes(func: Any, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an overload makes values of those that it reads, on their device, and writes into none of them."""
+    """Whether an overload computes values from its operands on their device, without writing to them."""
     kind = _kind(func)
     if kind.uncounted or func._schema.is_mutable or kind.name in UNDECLARED_WRITES:
         return False
@@ -496,12 +493,12 @@ def computes(func: Any, tensors: tuple[torch.Tensor, ...], kwargs: Mapping[str, 
 
 
 def draws(func: Any) -> bool:
-    """Whether an overload draws random numbers. (Tags take long to look through.)"""
+    """Whether an overload draws random numbers. (Searching tags is slow.)"""
     return _kind(func).draws
 
 
 def outputs_of(call: Call, result: Any) -> tuple[torch.Tensor, ...]:
-    """The outputs of an op that has run: what it returned, then what it wrote in place and did not return."""
+    """The outputs of an op: returned tensors, then those written in place and not returned."""
     outputs = list(tensors_in((result,)))
     seen = {id(t) for t in outputs}
     for t in _written(call):
@@ -512,7 +509,7 @@ def outputs_of(call: Call, result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _written(call: Call) -> list[torch.Tensor]:
-    """The arguments that the op writes in place, in the order of its schema."""
+    """The arguments written in place, in schema order."""
     written: list[torch.Tensor] = []
     for position, name in _writes(call.func):
         value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
@@ -522,7 +519,7 @@ def _written(call: Call) -> list[torch.Tensor]:
 
 @cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """(place, name) of the arguments that an op writes in place."""
+    """(position, name) of arguments written in place."""
     undeclared = UNDECLARED_WRITES.get(name_of(func), ())
     arguments = enumerate(func._schema.arguments)
     return tuple((place, each.name) for place, each in arguments if each.is_write or each.name in undeclared)
@@ -538,9 +535,9 @@ _NO_TREES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch
 
 
 def tensors_in(tree: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors in a tuple, list or dict of what an op takes or returns, in the order of `tree_leaves`.
+    """The tensors in an op's arguments or results, in the order of `tree_leaves`.
 
-    Which takes longer than most ops do that are only recorded.
+    `tree_leaves` itself takes longer than recording most ops.
     """
     found: list[torch.Tensor] = []
     for part in tree.values() if type(tree) is dict else tree:

@@ -1,8 +1,7 @@
-"""What every way of capturing shares: the model on placeholders, its step traced once, and what it was made of.
+"""Shared by all front ends: puts a model on placeholders, traces its step once, and builds the `Program`.
 
-Every parameter, buffer, input and optimizer state is replaced by a *placeholder*, a tensor without data. The
-step runs once on these; a frontend (`torch_xla/program.py`, `torchax/program.py`) says what a placeholder is and
-lowers the trace.
+A *placeholder*, a tensor without data, replaces every parameter, buffer, input and optimizer state. The step runs once
+on these; a front end (`torch_xla/program.py`, `torchax/program.py`) implements placeholders and lowers the trace.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ from autoshard.program import (
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Leave no lazy tensor of a capture alive, also when it fails.
+    """Free all lazy tensors of a capture, also when it fails.
 
-    torch_xla's next sync runs every lazy tensor that is alive, and a placeholder among them, which has no data, ends
-    the process. What could keep one is a cycle that waits for the collector, or the frames of an error that somebody
-    keeps (a notebook keeps the last one); of the errors behind that one only what they say is kept.
+    torch_xla's next sync runs every live lazy tensor, and crashes on a placeholder, which has no data. Reference cycles
+    could keep one, or the frames of a stored error (a notebook keeps the last one); so chained errors are reduced to
+    their messages.
     """
     enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()  # so that the collection below looks at nothing older than the capture
+    gc.freeze()  # the collection below skips all that is older than the capture
     try:
         yield
     except BaseException as error:
@@ -112,7 +111,7 @@ def trace_step(
 
 
 def check_placeable(like: torch.Tensor) -> None:
-    """Refuse a tensor that no placeholder can stand for."""
+    """Refuse a tensor without a possible placeholder."""
     if like.dtype not in torch_dtypes():
         raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
     if like.layout is not torch.strided:
@@ -121,7 +120,7 @@ def check_placeable(like: torch.Tensor) -> None:
 
 @dataclass
 class Known:
-    """A tensor that is an argument: what it was first, and what `Program` says of it."""
+    """A tensor that is an argument: its initial value, and its `Program` entry."""
 
     name: str
     role: ArgumentRole
@@ -134,7 +133,7 @@ class Known:
 
 @dataclass
 class Result:
-    """A result of the step, before it is lowered."""
+    """A result of the step before lowering."""
 
     name: str
     role: OutputRole
@@ -144,12 +143,12 @@ class Result:
 
 @dataclass
 class Lowered:
-    """What a frontend made of a trace.
+    """A lowered trace.
 
     Attributes:
         stablehlo: as `Program.stablehlo`.
         arguments: of its main function.
-        result_types: one for each result that was asked for.
+        result_types: one per requested result.
     """
 
     stablehlo: bytes
@@ -158,11 +157,11 @@ class Lowered:
 
 
 class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
-    """One capture: the model on placeholders while it is entered, restored when it is left, however that is."""
+    """A capture: on entry the model is put on placeholders, on exit restored."""
 
     frontend: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
-    """Whose versions a program notes."""
+    """Packages whose versions a program records."""
 
     def __init__(self, model: torch.nn.Module, loss_fn: Any, names: tuple[str, ...]) -> None:
         """Nothing is replaced yet; `names` are switches."""
@@ -181,15 +180,15 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.stack = contextlib.ExitStack()
         self.data = KnownValues(self.data_of)
 
-    # What a frontend says.
+    # Implemented by a front end.
 
     @abstractmethod
     def placeholder(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of this shape and dtype that has no data."""
+        """A tensor of this shape and dtype without data."""
 
     @abstractmethod
     def annotated(self, tensor: torch.Tensor) -> str:
-        """The GSPMD sharding that a tensor of the user's carries, in HLO's words; empty where there is none."""
+        """The GSPMD sharding on a user's tensor, as HLO text; empty where there is none."""
 
     @abstractmethod
     def make_labels(self, paths: ModulePaths) -> Labels:
@@ -197,21 +196,21 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     @abstractmethod
     def lower(self, results: Sequence[Result]) -> Lowered:
-        """The trace as StableHLO; of the arguments it takes those that are read, then those that are only written."""
+        """The trace as StableHLO; of its arguments those that are read, then those only written."""
 
     @staticmethod
     def data_of(like: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the user's that is not on meta holds, on the CPU."""
+        """The data of a user's tensor that is not on meta, on the CPU."""
         return like.detach().cpu()
 
     def begin(self) -> None:
-        """Set what has to be set for placeholders to exist; undone by callbacks on `self.stack`."""
+        """Prepare for placeholders; callbacks on `self.stack` undo it."""
 
     def begin_step(self) -> None:
-        """The same, once placeholders stand for the model's tensors."""
+        """Prepare for the step, once the model is on placeholders."""
 
     def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
-        """What an error of the frontend's own means, if it is one; `first` is the first line that it says."""
+        """The meaning of an error of the front end, if it is one; `first` is its first line."""
         return None
 
     # The model on placeholders.
@@ -222,7 +221,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         try:
             self.stack.enter_context(
                 torch.inference_mode(False)
-            )  # the caller's would keep gradients from being recorded
+            )  # the caller's inference mode would keep gradients from being recorded
             self.begin()
             for prefix, root in self.roots.items():
                 self._replace(prefix, root)
@@ -244,7 +243,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.stack.close()
 
     def _replace(self, prefix: str, root: torch.nn.Module) -> None:
-        """Put placeholders in the place of parameters and buffers, in dicts of their own."""
+        """Replace parameters and buffers by placeholders, in dicts of their own."""
         for path, module in root.named_modules():
             self.attributes.save(module)
             where = ".".join(part for part in (prefix, path) if part)
@@ -287,7 +286,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     def forward(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, train: bool) -> Any:
         """Run the forward pass on placeholders; returns the loss of a training step, else the output."""
-        placed = []  # one for each argument: the same tensor given twice is two inputs, which may be two another time
+        placed = []  # one per argument: a tensor passed twice is two inputs, which may differ another time
         for name, value in input_names(self.model, inputs, loss_fn):
             for path, leaf in tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, torch.Tensor):
@@ -314,7 +313,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return loss
 
     def _pass(self, inputs: Inputs, placed: Sequence[torch.Tensor], loss_fn: Any, train: bool) -> Any:
-        """Run the forward pass once: the loss, or the output where nothing is trained."""
+        """Run the forward pass once: the loss, or the output without training."""
         in_order = iter(placed)
 
         def swap(value: Any) -> Any:
@@ -334,12 +333,12 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             return output
 
     def _given(self, output: Any) -> list[torch.Tensor]:
-        """What a pass gives: the tensors that it returned, then the buffers as they are."""
+        """Results of a pass: the returned tensors, then the present buffers."""
         returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_xla(leaf)]
         return returned + [self._current(known) for known in self.known.values() if known.role == "buffer"]
 
     def another_program(self, program: Program, inputs: Inputs, loss_fn: Any) -> str:
-        """Why the next step is another one than what was traced, or nothing (`next_step.py`); behind lowering."""
+        """Why the next step is another program than the traced one, or nothing (`next_step.py`); after lowering."""
         updated = {program.arguments[each.updates].name for each in program.outputs if each.updates is not None}
         known = next((known for name, known in self.known.items() if name in self.read and name in updated), None)
         if known is not None:
@@ -369,7 +368,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs)
 
     def _anew(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Another placeholder: what a step has written is known by more than one id."""
+        """A fresh placeholder: a tensor written in the step has more than one id."""
         made = self.placeholder(tensor)
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -378,7 +377,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def _put_anew(self, made: Mapping[int, torch.Tensor]) -> None:
-        """Put tensors in the place of others, by their ids: in modules, and where the pass has left them."""
+        """Replace tensors by id, in modules and where the pass has left them."""
         for root in self.roots.values():
             for module in root.modules():
                 for table in (module._parameters, module._buffers):
@@ -390,7 +389,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 module.__dict__[name] = made[id(value)]
 
     def _why_none(self, loss: Any) -> str:
-        """Why a loss is none that can be differentiated, where the model is why."""
+        """Why a loss is not differentiable, if the model is the cause."""
         if not isinstance(loss, torch.Tensor) or loss.requires_grad:
             return ""
         if not self.parameters:
@@ -400,7 +399,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return ""
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        """Differentiate, and take the optimizer's step."""
+        """Run the backward pass, and the optimizer's step."""
         self.labels.phase, self.paths.backward = "backward", True
         self.paths.outside = "the backward pass"
         with self._explained(None), self.labels:
@@ -435,7 +434,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     @contextlib.contextmanager
     def _explained(self, inputs: Inputs | None) -> Iterator[None]:
-        """Turn what goes wrong inside the program into one clear error."""
+        """Turn an error inside the program into one clear error."""
         try:
             yield
         except CaptureError:
@@ -457,7 +456,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
     # The program.
 
     def program(self, loss_or_output: Any, train: bool) -> Program:
-        """Lower what was traced."""
+        """Lower the trace."""
         results = self._results(loss_or_output, train)
         assert len({k.first for k in self.known.values()}) == len(self.known), "one tensor is known under two names"
         with self._explained(None):
@@ -486,13 +485,13 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         )
 
     def unread(self, results: Sequence[Result], read: Sequence[Argument]) -> list[Argument]:
-        """The arguments that results update and that nothing reads."""
+        """Arguments that are updated and never read."""
         names = {argument.name for argument in read}
         written = [self.known[r.updates] for r in results if r.updates is not None and r.updates not in names]
         return [Argument(k.name, k.role, k.type, k.of) for k in written]
 
     def _results(self, loss_or_output: Any, train: bool) -> list[Result]:
-        """Loss or outputs first, then what the step changed, in the order of the arguments."""
+        """Loss or outputs first, then updated arguments, in argument order."""
         results = []
         if train:
             results.append(Result("loss", "loss", loss_or_output))
@@ -512,7 +511,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         return results
 
     def _check_updates(self, results: Sequence[Result]) -> None:
-        """Refuse a parameter that is not trained, and what makes the next step another program."""
+        """Refuse a parameter without gradient, and updates that make the next step another program."""
         updated = {result.updates for result in results}
         left = next((name for name in self.trained if name not in updated), None)
         if left is not None:
@@ -537,7 +536,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 )
 
     def _current(self, known: Known) -> torch.Tensor:
-        """What stands now where a parameter or buffer stood: a module may have assigned another tensor."""
+        """The present tensor of a parameter or buffer: a module may have assigned another one."""
         for prefix, root in self.roots.items():
             if known.name.startswith(f"{prefix}." if prefix else ""):
                 path, _, leaf = known.name.removeprefix(f"{prefix}." if prefix else "").rpartition(".")
@@ -551,7 +550,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
 
 class _Followed:
-    """Values of tensors by what is known, and the kinds of what those followed from that were asked for."""
+    """Known values of tensors, and the kinds that the values read depend on."""
 
     def __init__(self, values: KnownValues, producer: Callable[[torch.Tensor], Producer]) -> None:
         self.values, self.producer = values, producer
@@ -564,9 +563,9 @@ class _Followed:
 
 
 class Labels(AtenSequence, ABC):
-    """Runs each aten op under its label, marks its outputs, records it; refuses what cannot be captured.
+    """Runs each aten op under its label, marks its outputs, records it; refuses ops that cannot be captured.
 
-    A frontend says how an op gets a label (`labelled`), and how an output is marked (`mark`).
+    A front end implements labels (`labelled`) and marks (`mark`).
     """
 
     def __init__(self, paths: ModulePaths) -> None:
@@ -589,7 +588,7 @@ class Labels(AtenSequence, ABC):
         return result
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the host gives, from values that are known."""
+        """The result of a host op, from known values."""
         values = _Followed(self.values, self.producer)
         try:
             placed, named = on_cpu(args, values), on_cpu(dict(kwargs), values)
@@ -602,7 +601,7 @@ class Labels(AtenSequence, ABC):
         return result
 
     def unknown(self, tensor: torch.Tensor) -> str:
-        """What a tensor follows from that no shape may depend on; nothing where there is nothing of the kind."""
+        """What a tensor depends on that no shape may depend on; empty if nothing."""
         try:
             _, kinds = self.values.of(self.producer(tensor), tensor)
         except UnknownValueError as error:
@@ -610,7 +609,7 @@ class Labels(AtenSequence, ABC):
         return _in_words(kinds - SHAPING) if kinds - SHAPING else ""
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What an op gives that takes values to the host."""
+        """The result of an op that reads values on the host."""
         values = _Followed(self.values, self.producer)
         try:
             result = func(*on_cpu(args, values), **on_cpu(dict(kwargs), values))
@@ -634,10 +633,10 @@ class Labels(AtenSequence, ABC):
 
     @abstractmethod
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Mark the outputs that lowering can annotate."""
+        """Mark the annotatable outputs."""
 
     def marked(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(j, the tensor) of each output that is to be marked."""
+        """(j, tensor) of each output to mark."""
         inputs: set[int] | None = None
         for j, tensor in enumerate(outputs):
             if is_xla(tensor) and tensor.is_floating_point():
@@ -653,11 +652,11 @@ class Labels(AtenSequence, ABC):
         self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs, call.options))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answer what reads values."""
+        """Answer host reads."""
         return self.read(func, args, kwargs) if takes_values(func, args, kwargs) else func(*args, **kwargs)
 
     def _follow(self, name: str, tensors: tuple[torch.Tensor, ...], result: Any) -> None:
-        """Know what comes from the host."""
+        """Record tensors from the host."""
         super()._follow(name, tensors, result)
         if isinstance(result, torch.Tensor) and is_xla(result) and tensors:
             source = tensors[-1] if name.startswith("aten.copy") else tensors[0]
@@ -670,7 +669,7 @@ class Labels(AtenSequence, ABC):
 
 
 def takes_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op takes values of the device's tensors to the host."""
+    """Whether an op reads values of device tensors on the host."""
     name = name_of(func)
     return refusals.may_take_values(name) and refusals.takes_values(name, tensors_in((args, kwargs)), kwargs)
 
@@ -682,7 +681,7 @@ def _in_words(kinds: Kinds) -> str:
 
 
 class _Trial(AtenSequence):
-    """The step of an optimizer that only tells what state it keeps: what it reads is answered with ones."""
+    """An optimizer's trial step, to find its state; host reads return ones."""
 
     def __init__(self, labels: Labels) -> None:
         super().__init__()
@@ -714,7 +713,7 @@ def _the_optimizer() -> str:
 
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:
-    """Shape and dtype in the words of `Program`."""
+    """Shape and dtype as in `Program`."""
     return TensorType(tuple(tensor.shape), torch_dtypes().get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
 
 

@@ -1,8 +1,8 @@
-"""Writes of a whole tensor, as values: for `decompositions.py`.
+"""Full overwrites of a tensor, as values; for `decompositions.py`.
 
-Functionalization turns `a.copy_(b)` into `copy(a, b)`, a new tensor, and leaves `a` as it was. torch_xla's own kernel
-of `copy` writes into `a` instead: who held the value before the write would hold the one after it, and the program
-would not have the write. Copies are therefore made of what is copied alone.
+Functionalization turns `a.copy_(b)` into `copy(a, b)`, a new tensor, and leaves `a` unchanged. torch_xla's own kernel
+of `copy` writes into `a` instead, so that earlier readers of `a` would see the new value. Copies are therefore made
+from the source alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`source` in the shape and dtype, and on the device, of what it is written over: always another tensor."""
+    """`source` with the shape, dtype and device of the tensor that it overwrites: always a new tensor."""
     aten = torch.ops.aten
     made = source
     if source.device.type != target.device.type:

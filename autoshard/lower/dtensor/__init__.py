@@ -1,1 +1,1 @@
-"""Plans as DTensor placements."""
+"""Lowers plans to DTensor placements."""

@@ -1,4 +1,4 @@
-"""A plan carried out by PyTorch's DTensor: on GPUs over NCCL, on CPUs over gloo.
+"""Runs a plan on PyTorch's DTensor: on GPUs over NCCL, on CPUs over gloo.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "model"))
     lowered = plan.to_dtensor(mesh)
@@ -6,13 +6,12 @@
     loss = model(**batch).loss             # every process gives the whole batch; each keeps its shard
     loss.backward(); optimizer.step()
 
-Parameters and buffers become DTensors in the planned placements. Where a planned value enters or leaves a module, a
-hook redistributes it; where the forward pass reads a parameter split otherwise than it is kept (FSDP's gathered
-weights), a hook hands the module that one while it runs. Gradients take their parameter's placements, which is where
-DTensor reduces them. The numbers are those of one process whatever the placements: DTensor's own rules see to that.
+Parameters and buffers become DTensors in the planned placements. Hooks redistribute planned values that enter or leave
+a module, and parameters that the forward pass reads under another sharding (FSDP's gathered weights) while the module
+runs. DTensor reduces gradients into their parameter's placements. Its rules keep results equal to those of one process.
 
-**What DTensor does not express** is in `inexpressible`: values inside modules and in the backward pass follow DTensor's
-own propagation, and a dim is split by its mesh axes in the mesh's order only.
+`inexpressible` lists what DTensor cannot express: values inside modules and in the backward pass follow DTensor's own
+propagation, and a dim is split by mesh axes in the mesh's order only.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from autoshard.plans.value import Plan, TensorPlan
 from autoshard.program import PYTORCH
 
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
-"""DTensor's rules for the backward passes of these take their weights whole (torch 2.9: `native_layer_norm_backward`
-hands its kernel the shard that it is given)."""
+"""Modules whose backward passes need replicated weights under DTensor's rules (torch 2.9: `native_layer_norm_backward`
+passes its kernel the shard that it is given)."""
 
 
 def in_order(mesh: Mesh, spec: Spec) -> bool:
@@ -54,10 +53,10 @@ def in_order(mesh: Mesh, spec: Spec) -> bool:
 
 
 def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
-    """The plan in DTensor's words.
+    """The plan as DTensor placements.
 
     Raises:
-        LoweringError: the device mesh is not of the plan's shape, or its dims are named otherwise.
+        LoweringError: the device mesh has another shape or other dim names than the plan's mesh.
     """
     names = device_mesh.mesh_dim_names
     if tuple(device_mesh.shape) != plan.mesh.shape or (names is not None and tuple(names) != plan.mesh.axis_names):
@@ -103,7 +102,7 @@ def to_dtensor(plan: Plan, device_mesh: DeviceMesh) -> DTensorPlan:
 _WHOLE_WEIGHTS = {
     "in_proj_weight": "MultiheadAttention", "q_proj_weight": "MultiheadAttention", "weight_ih_l0": "recurrent",
 }  # fmt: skip
-"""A parameter that only such a module has."""
+"""A parameter that identifies such a module."""
 
 _RUNNING = frozenset({"running_mean", "running_var"})
 
@@ -134,13 +133,13 @@ def _inexpressible(plan: Plan, values: ModuleValues) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class DTensorPlan:
-    """A plan in DTensor's words; see the module's docstring.
+    """A plan as DTensor placements; see the module's docstring.
 
     Attributes:
-        device_mesh: what everything is placed on.
+        device_mesh: of all placements.
         parameters, buffers, inputs, optimizer_state, outputs: name -> one placement per mesh dim.
-        values: what the hooks place.
-        inexpressible: what of the plan DTensor does not express, a line each.
+        values: what the hooks redistribute.
+        inexpressible: what DTensor cannot express of the plan, a line each.
     """
 
     plan: Plan = field(repr=False)
@@ -154,7 +153,7 @@ class DTensorPlan:
     inexpressible: tuple[str, ...] = field(repr=False)
 
     def placements(self, spec: Spec) -> PlacementTuple:
-        """Of a spec of the plan."""
+        """Placements of a spec of the plan."""
         return placements(self.plan.mesh, spec)
 
     def parallelize_plan(self) -> dict[str, ParallelStyle]:
@@ -168,7 +167,7 @@ class DTensorPlan:
         return {**{path: PlannedModule(self, path) for path in ordered}, "": PlannedModule(self, "")}
 
     def apply(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.nn.Module:
-        """Distribute a model, and what of its optimizer's state is placed otherwise than its parameter; in place.
+        """Distribute a model, and optimizer state placed otherwise than its parameter, in place.
 
         Every process must call it. Weights are those of the first process. The model is moved to the mesh's devices
         shard by shard. Gradients are dropped.
@@ -178,7 +177,7 @@ class DTensorPlan:
         """
         place.check_model(self.plan, model, optimizer)
         before = {id(parameter): name for name, parameter in model.named_parameters()}
-        there = {path for path, _ in model.named_modules()}  # a loss that is a module is none of the model's
+        there = {path for path, _ in model.named_modules()}  # a loss that is a module is not in the model
         styles = {path: style for path, style in self.parallelize_plan().items() if path in there}
         parallelize_module(model, self.device_mesh, styles)
         if optimizer is not None:
@@ -186,9 +185,9 @@ class DTensorPlan:
         return model
 
     def shard(self, **tensors: Any) -> dict[str, Any]:
-        """Inputs of the step by name (those of the loss too) as DTensors; every process gives whole tensors.
+        """Inputs of the step and the loss by name as DTensors; every process passes full tensors.
 
-        The model's own inputs may also be given to it whole: it takes its shards itself.
+        The model also accepts full tensors and shards them itself.
         """
         unknown = next((name for name in tensors if name not in self.inputs), None)
         if unknown is not None:
@@ -196,7 +195,7 @@ class DTensorPlan:
         return {name: _shard(tensor, self.device_mesh, self.inputs[name]) for name, tensor in tensors.items()}
 
     def _follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, before: Mapping[int, str]) -> None:
-        """Have an optimizer hold the distributed parameters, and its state in the planned placements."""
+        """Make an optimizer hold the distributed parameters, and its state in the planned placements."""
         named = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [named[before[id(each)]] if id(each) in before else each for each in group["params"]]
@@ -213,7 +212,7 @@ class DTensorPlan:
                 put(optimizer.state[parameter], path, _as_dtensor(value, self.device_mesh, wanted))
 
     def hf_tp_plan(self, model: torch.nn.Module, axis: str | None = None) -> tuple[dict[str, str], list[str]]:
-        """What of the plan transformers' `tp_plan` can say, and what it cannot, a line each.
+        """The plan as transformers' `tp_plan`, and what that cannot express, a line each.
 
         Args:
             model: the planned model: `tp_plan` knows `nn.Linear` and `nn.Embedding`.
@@ -223,7 +222,7 @@ class DTensorPlan:
 
 
 class PlannedModule(ParallelStyle):  # type: ignore[misc]
-    """One module as planned: its own parameters and buffers, and what enters and leaves it."""
+    """One module of the plan: its own parameters and buffers, its inputs and outputs."""
 
     def __init__(self, lowered: DTensorPlan, path: str) -> None:
         """Of the module at `path`; `""` is the whole model."""
@@ -266,7 +265,7 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
         }
 
     def _distribute_all(self, model: torch.nn.Module, device_mesh: DeviceMesh) -> None:
-        """Parameters and buffers of the whole model, so that tied ones stay tied."""
+        """Distribute parameters and buffers of the whole model, so that tied ones stay tied."""
         known = {**self.lowered.parameters, **self.lowered.buffers}
         names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         whole = (Replicate(),) * device_mesh.ndim
@@ -289,7 +288,7 @@ class PlannedModule(ParallelStyle):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Like:
-    """A gradient in its parameter's placements: there it is reduced, or reduced and scattered."""
+    """Redistributes a gradient to its parameter's placements, by a reduction where partial."""
 
     placements: PlacementTuple
 
@@ -298,17 +297,17 @@ class _Like:
 
 
 class _Root:
-    """Hooks of the whole model: its inputs become DTensors; ordinary tensors beside them count as replicated."""
+    """Hooks of the whole model: its inputs become DTensors; plain tensors count as replicated."""
 
     def __init__(self, lowered: DTensorPlan) -> None:
         self.lowered = lowered
 
     def install(self, module: torch.nn.Module) -> None:
-        # For good, as the backward pass reads what the forward pass made too. The stack lives as long as the hooks do.
+        # Permanent: the backward pass also reads the forward pass's values. The stack lives as long as the hooks do.
         self.always = ExitStack()
         self.always.enter_context(implicit_replication())
         if any(isinstance(each, torch.nn.MultiheadAttention) for each in module.modules()):
-            torch.backends.mha.set_fastpath_enabled(False)  # one op for all of it, which DTensor has no rule for
+            torch.backends.mha.set_fastpath_enabled(False)  # one fused op, for which DTensor has no rule
         say_where(module)
         module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after)
@@ -339,7 +338,7 @@ class _Root:
 
 
 def _shard(tensor: Any, mesh: DeviceMesh, wanted: PlacementTuple) -> Any:
-    """A tensor that every process has whole, as a DTensor; nothing is sent."""
+    """Shard a tensor that every process has in full into a DTensor; no communication."""
     if isinstance(tensor, DTensor):
         return placed(tensor, wanted)
     here = tensor.to(mesh.device_type)

@@ -1,4 +1,4 @@
-"""What DTensor cannot run, said in one line that names the op and the module."""
+"""One-line errors for ops that DTensor cannot run, with op and module."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _KEPT = 20_000
 
 
 class RefusedOpError(LoweringError, NotImplementedError):
-    """An op that DTensor has no placements for; a `NotImplementedError` is what its dispatcher passes on as it is."""
+    """An op without placements in DTensor; its dispatcher re-raises only `NotImplementedError` unchanged."""
 
 
 class Whereabouts:
-    """Which module the forward pass is in, and which one an op of the backward pass comes from.
+    """The module of the running op, in forward and backward pass.
 
-    Autograd numbers what the forward pass makes; the numbers at which modules begin and end are kept.
+    Autograd numbers nodes as the forward pass makes them; the numbers at which modules begin and end are recorded.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Of a model, from now on."""
+        """Start recording a model."""
         self.inside: list[str] = []
         self.numbers: list[int] = []
         self.paths: list[str] = []
@@ -42,19 +42,19 @@ class Whereabouts:
         self.mark(path)
 
     def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """A module ends; after an error those that are left are still inside, until the model begins again."""
+        """A module ends; after an error the modules that were left stay open until the model begins again."""
         if sys.exc_info()[0] is None and self.inside:
             self.inside.pop()
             self.mark(self.inside[-1] if self.inside else None)
 
     def mark(self, path: str | None) -> None:
-        """From here on, what is made is made there."""
+        """Attribute the nodes made from here on to `path`."""
         self.numbers.append(torch._C._autograd._get_sequence_nr())
         self.paths.append("after the model" if path is None else path or "the model itself")
         del self.numbers[:-_KEPT], self.paths[:-_KEPT]
 
     def here(self) -> str:
-        """The module of the op that runs."""
+        """The module of the running op."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self.paths[-1] if self.paths else "before the model"
@@ -72,7 +72,7 @@ class _Enter:
 
 
 class _Refusing:
-    """DTensor's propagation of placements, whose errors become one line."""
+    """DTensor's propagation with one-line errors."""
 
     def __init__(self, propagate: Callable[[Any], Any], places: Whereabouts) -> None:
         self.propagate, self.places = propagate, places
@@ -87,15 +87,15 @@ class _Refusing:
             raise
         except Exception as error:
             if isinstance(error, NotImplementedError) and schema.op._can_decompose():
-                raise  # the dispatcher takes it apart
+                raise  # the dispatcher inspects it
             raise RefusedOpError(f"{self.places.here()}: DTensor cannot run {_said(schema)}: {_line(error)}") from error
 
 
 class _Writing:
-    """What an op writes into a view reaches the base, or is refused.
+    """Writes into views reach the base, or are refused.
 
-    DTensor redistributes a tensor for a view that its parts do not have (`x[1:3]` of split rows), and what is written
-    into that is lost.
+    DTensor redistributes a tensor for a view that its shards lack (`x[1:3]` of split rows), and writes into that are
+    lost.
     """
 
     def __init__(self, places: Whereabouts) -> None:
@@ -117,7 +117,7 @@ class _Writing:
 
 
 def _lost_to(written: Any) -> DTensor | None:
-    """The tensor that a view is none of any more."""
+    """The base that a written tensor is no longer a view of."""
     if not isinstance(written, DTensor) or not written._is_view() or not isinstance(base := written._base, DTensor):
         return None
     places = {each._local_tensor.untyped_storage().data_ptr() for each in (written, base)}
@@ -125,7 +125,7 @@ def _lost_to(written: Any) -> DTensor | None:
 
 
 def _writing_ops() -> Iterator[Any]:
-    """aten's ops that write into their first argument."""
+    """aten's ops that write their first argument."""
     for schema in torch._C._jit_get_all_schemas():
         first = schema.arguments[0].alias_info if schema.arguments else None
         if schema.name.startswith("aten::") and schema.name.endswith("_") and first is not None and first.is_write:
@@ -136,7 +136,7 @@ def _writing_ops() -> Iterator[Any]:
 
 
 def say_where(model: torch.nn.Module) -> None:
-    """Have what DTensor refuses from now on be said of a model's modules."""
+    """Name the module of a model in DTensor's errors from now on."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     places = Whereabouts(model)
     for name in ("propagate_op_sharding", "propagate_op_sharding_non_cached"):

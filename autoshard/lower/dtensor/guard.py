@@ -1,10 +1,10 @@
-"""DTensor's sharding strategies, kept from placements under which they give wrong numbers (torch 2.9 does, silently).
+"""Guards DTensor's sharding strategies against placements under which they compute wrong results (torch 2.9).
 
-A strategy is asked for placements that it is right for; what is otherwise is redistributed first, by DTensor itself:
+Arguments outside a strategy's valid placements are redistributed first, by DTensor itself:
 
-- a sum still to be made (`Partial`) reaches ops alone that are linear in it: `x.sum(0) + 1` adds 1 on every process;
-- means of dims that are split unevenly would be means of the processes' means;
-- `max` and `min` along a split dim would give positions in each process's part.
+- `Partial` reaches only ops that are linear in it: `x.sum(0) + 1` would add 1 on every process;
+- means of unevenly split dims would be means of the processes' means;
+- `max` and `min` along a split dim would give positions within each process's shard.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _LINEAR = frozenset(
         "new_empty_strided", "rand_like", "randn_like", "is_same_size", "lift_fresh",
     }
 )  # fmt: skip
-"""Ops whose result for a sum is the sum of their results, or does not depend on values."""
+"""Linear ops, or ops that do not depend on values: the result for a sum is the sum of the results."""
 _BOTH = frozenset({"add"})
-"""So too where both operands are DTensors; a number would be added on every process."""
+"""Linear if both operands are DTensors; a number would be added on every process."""
 _WHOLE_PARAMETERS = {"native_layer_norm_backward": (5, 6), "_fused_rms_norm_backward": (4,)}
-"""The positions of parameters that DTensor hands the kernel as it finds them."""
+"""Positions of parameters that DTensor passes to the kernel without redistribution."""
 
 
 def guard_strategies() -> None:
-    """Guard every strategy that DTensor has now; once more for those that it has since."""
+    """Guard every strategy registered with DTensor so far, each once."""
     functions = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     for op, strategy in functions.items():
         if not isinstance(strategy, _Guarded):
@@ -42,7 +42,7 @@ def guard_strategies() -> None:
 
 
 class _Guarded:
-    """An op's strategy, asked about arguments as it is right for them."""
+    """An op's strategy, evaluated on valid placements."""
 
     def __init__(self, op: Any, strategy: Callable[[OpSchema], Any]) -> None:
         self.strategy = strategy
@@ -59,7 +59,7 @@ class _Guarded:
         return self.strategy(OpSchema(schema.op, args, schema.kwargs_schema, schema.schema_info))
 
     def guarded(self, schema: OpSchema, position: int, given: Any) -> Any:
-        """An argument with the placements that the strategy is right for."""
+        """An argument with placements for which the strategy is valid."""
         if isinstance(given, TupleStrategy):
             children = [self.guarded(schema, position, each) for each in given.children]
             changed = any(a is not b for a, b in zip(children, given.children, strict=True))
@@ -82,7 +82,7 @@ class _Guarded:
         return OpStrategy([OpSpec(DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta))])
 
     def wrong(self, schema: OpSchema, position: int, spec: DTensorSpec, axis: int) -> bool:
-        """Whether the strategy can go wrong with what an argument is on one mesh axis."""
+        """Whether the strategy may compute wrong results for an argument's placement on one mesh axis."""
         placement = spec.placements[axis]
         if position in self.whole:
             return not placement.is_replicate()
@@ -98,19 +98,19 @@ class _Guarded:
         return False
 
     def linear(self, schema: OpSchema, axis: int) -> bool:
-        """Whether a sum still to be made may reach the op."""
+        """Whether `Partial` may reach the op."""
         if self.plain in ("alias", "detach"):
             return True
         for given in schema.args_strategy:
             if not all(_is_sum(each) for each in given.strategies[0].output_spec.placements if each.is_partial()):
-                return False  # DTensor takes any of them for any other
+                return False  # DTensor treats any partial as any other
         if self.plain == "_to_copy":
             dtype = schema.kwargs_schema.get("dtype")
             return not isinstance(dtype, torch.dtype) or dtype.is_floating_point
         if self.plain in _BOTH:
             both = [each for each in schema.args_schema[:2] if isinstance(each, OpStrategy)]
             kinds = [each.strategies[0].output_spec.placements[axis] for each in both]
-            return len(both) == 2 and not any(kind.is_shard() for kind in kinds)  # no part becomes a sum
+            return len(both) == 2 and not any(kind.is_shard() for kind in kinds)  # no shard becomes a partial
         return self.plain in _LINEAR
 
 

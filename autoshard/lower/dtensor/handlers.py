@@ -1,10 +1,10 @@
-"""Ops that DTensor runs by handlers of ours: placements are chosen here, and the op runs on each process's part.
+"""Custom DTensor op handlers: they choose placements and run the op on each process's shard.
 
-Its own rules are not enough for these: what they redistribute are positional arguments, and a mask of attention is
-none; and a lookup in a split table keeps a mask beside its result, which fits no other placement on a second mesh axis.
+Sharding rules do not suffice for these: DTensor redistributes positional arguments only, unlike an attention mask; and
+a lookup in a split table keeps a mask with its result, which no placement on a second mesh axis fits.
 
-No function here is in a reference cycle (a closure that calls itself): Python's collector empties DTensors that such a
-cycle holds, also when the backward pass is still to read them (torch 2.9).
+No function here is in a reference cycle (a closure that calls itself): Python's collector empties DTensors held by such
+a cycle, even when the backward pass still needs them (torch 2.9).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Placements = Sequence[Placement]
 
 
 def install_handlers() -> None:
-    """Have DTensor call them, from now on."""
+    """Register the handlers with DTensor."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.embedding.default] = _lookup
     for op in (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default):
@@ -33,7 +33,7 @@ def install_handlers() -> None:
 
 
 def _attention(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Attention as CPUs run it."""
+    """Attention on CPUs."""
     query, key, value, *rest = args
     split = _Split.of(query, key, value)
     output, sums = op(split.read(query), split.read(key), split.read(value), *rest, **split.read_all(kwargs))
@@ -42,7 +42,7 @@ def _attention(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _attention_backward(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Its backward pass, split as the forward pass."""
+    """Its backward pass, split like the forward pass."""
     given = args[1:4]
     split = _Split.of(*given)
     made = op(*(split.read(each) for each in args), **split.read_all(kwargs))
@@ -51,14 +51,14 @@ def _attention_backward(op: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 @dataclass(frozen=True)
 class _Split:
-    """How attention is split: by batch and heads."""
+    """The sharding of an attention: by batch and heads."""
 
     mesh: DeviceMesh
     placements: Placements
 
     @classmethod
     def of(cls, query: Any, key: Any, value: Any) -> _Split:
-        """As its arguments are; heads of the query that share one of the key stay together."""
+        """From the arguments' placements; query heads that share a key head stay together."""
         given = [each for each in (query, key, value) if isinstance(each, DTensor)]
         mesh = given[0].device_mesh
         chosen: list[Placement] = [Replicate()] * mesh.ndim
@@ -76,15 +76,15 @@ class _Split:
         return cls(mesh, chosen)
 
     def read(self, given: Any) -> Any:
-        """This process's part of an argument of four dims, or of three (sums over the last)."""
+        """This process's shard of an argument of four dims, or three (sums over the last)."""
         return _local(given, self.mesh, self.placements) if isinstance(given, torch.Tensor) else given
 
     def read_all(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of keywords."""
+        """Shards of keyword arguments."""
         return {name: self.read_mask(each) if name == "attn_mask" else each for name, each in given.items()}
 
     def read_mask(self, mask: Any) -> Any:
-        """Of a mask, which is broadcast: its dims are the last ones, and of size 1 where all share it."""
+        """Shard of a mask, which broadcasts: aligned to the last dims, of size 1 where shared."""
         if mask is None:
             return None
         missing = 4 - mask.ndim
@@ -100,9 +100,9 @@ _MEAN, _SUM = 1, 2
 
 
 def _label_loss(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The loss of labels: its mean is the sum over all processes by the sum of the weights of labels that count.
+    """Cross-entropy on labels: the global mean is the sum over all processes over the sum of counted labels' weights.
 
-    DTensor (torch 2.9) takes the mean of the processes' means, of which each may have another number of such labels.
+    DTensor (torch 2.9) averages the processes' means, although their numbers of counted labels differ.
     """
     scores, labels, weight, reduction, ignored = args
     mesh = next(each.device_mesh for each in (scores, labels) if isinstance(each, DTensor))
@@ -126,7 +126,7 @@ def _label_loss(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _lookup(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Rows of a table: split as the indices are, or else as the table; parts of its rows leave sums to be made."""
+    """Embedding lookup: split like the indices, else like the table; tables split by rows give partial results."""
     table, indices, *rest = args
     mesh = next(each.device_mesh for each in (table, indices) if isinstance(each, DTensor))
     table, indices = _as_dtensor(table, mesh), _as_dtensor(indices, mesh)
@@ -145,7 +145,7 @@ def _lookup(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _lookup_axis(row: Placement, index: Placement, dims: int) -> tuple[Placement, Placement, Placement]:
-    """On one mesh axis: of the table, the indices and the result."""
+    """Placements of table, indices and result on one mesh axis."""
     if isinstance(index, Shard):
         return Replicate(), Shard(index.dim), Shard(index.dim)
     if isinstance(row, Shard):
@@ -154,7 +154,7 @@ def _lookup_axis(row: Placement, index: Placement, dims: int) -> tuple[Placement
 
 
 def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that is none counts as one that every process has whole."""
+    """A plain tensor counts as replicated."""
     if isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -165,7 +165,7 @@ def _local(tensor: torch.Tensor, mesh: DeviceMesh, wanted: Placements) -> torch.
 
 
 def _global(part: torch.Tensor, mesh: DeviceMesh, split: Placements, shape: torch.Size) -> DTensor:
-    """This process's part of a result, as a DTensor; its dims lie in memory in the same order."""
+    """This process's shard of a result as a DTensor, dims in the same memory order."""
     order = sorted(range(part.ndim), key=lambda dim: -part.stride(dim))
     inner = torch.empty([shape[dim] for dim in order], device="meta")
     stride = inner.permute([order.index(dim) for dim in range(part.ndim)]).stride()

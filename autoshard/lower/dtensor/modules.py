@@ -1,6 +1,6 @@
-"""DTensor's hooks at a module's border: what enters and leaves it is redistributed, its parameters handed to it.
+"""DTensor hooks at module boundaries: they redistribute inputs, outputs and parameters.
 
-Attention and recurrent modules, inside which DTensor has no rules, run with whole weights, split along the batch.
+Attention and recurrent modules, inside which DTensor has no rules, run with replicated weights, split along the batch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PlacementTuple = tuple[Placement, ...]
 
 
 def placements(mesh: Mesh, spec: Spec) -> PlacementTuple:
-    """A spec in DTensor's words: per mesh axis which dim it splits. Axes on one dim split it in the mesh's order."""
+    """DTensor placements of a spec, per mesh axis. Axes on one dim split it in mesh order."""
     dims = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
     return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.axis_names)
 
 
 class _Placed(torch.autograd.Function):  # type: ignore[misc]
-    """A DTensor in other placements. Its gradient goes back in those that it had, sums made.
+    """Redistributes a DTensor; its gradient returns in the original placements, reduced.
 
-    `DTensor.redistribute` (torch 2.9) takes a gradient whose sum is still to be made for a whole one, where the tensor
-    was such a sum too: the parameters before it get a part of their gradients.
+    `DTensor.redistribute` (torch 2.9) treats the partial gradient of a partial tensor as replicated: earlier parameters
+    would get a part of their gradients.
     """
 
     @staticmethod
@@ -45,13 +45,13 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]
 
 
 def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor in other placements, as `DTensor.redistribute` makes it, with the gradient of one process."""
+    """`DTensor.redistribute` with the gradient of one process."""
     wanted = tuple(placements)
     return tensor if tensor.placements == wanted else _Placed.apply(tensor, wanted)  # type: ignore[no-untyped-call]
 
 
 class Border:
-    """Hooks that redistribute what enters and leaves a module, and hand it its parameters as it is to read them."""
+    """Hooks that redistribute a module's inputs and outputs, and the parameters that it reads."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Border:
         outputs: Sequence[BorderValue],
         reads: Mapping[str, PlacementTuple],
     ) -> None:
-        """For a module of a plan on `mesh`, which `device_mesh` is."""
+        """Hooks of a module of a plan on `mesh`, realised as `device_mesh`."""
         self.mesh, self.device_mesh = mesh, device_mesh
         self.inputs, self.outputs, self.reads = inputs, outputs, reads
         self.kept: list[dict[str, Any]] = []
@@ -72,7 +72,7 @@ class Border:
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Place what enters, and the parameters."""
+        """Redistribute inputs and parameters."""
         own: dict[str, Any] = {}
         for name in self.reads:
             path, _, key = name.rpartition(".")
@@ -86,15 +86,15 @@ class Border:
         return self.as_planned(self.inputs, (args, kwargs))  # type: ignore[no-any-return]
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Put the parameters back, and place what leaves."""
+        """Restore the parameters, and redistribute outputs."""
         for table, key, tensor in (self.kept.pop() if self.kept else {}).values():
             table[key] = tensor
         made = self.as_planned(self.outputs, output)
-        # The sum of a lookup in a split table is made once, not by each of its readers.
+        # Reduce the partial result of a lookup in a split table once, not in each of its readers.
         return tree_map(reduced, made) if isinstance(module, torch.nn.Embedding) else made
 
     def as_planned(self, values: Sequence[BorderValue], tree: Any) -> Any:
-        """A tree of tensors, those that are one of the values by shape and dtype placed as planned."""
+        """Redistribute the tensors of a tree that match a planned value by shape and dtype."""
         wanted = {(value.shape, value.dtype): value.spec for value in values}
 
         def one(leaf: Any) -> Any:
@@ -108,13 +108,13 @@ class Border:
 
 
 class Attention(Border):
-    """The same of `torch.nn.MultiheadAttention`, which runs split along the batch alone, with whole weights.
+    """Hooks of `torch.nn.MultiheadAttention`, which runs split along the batch alone, with replicated weights.
 
-    It takes its packed projection apart, and merges batch and heads, by views that DTensor has no placements for.
+    Its views, which split the packed projection and merge batch and heads, have no placements in DTensor.
     """
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Place what enters, and the parameters."""
+        """Redistribute inputs and parameters."""
         args, kwargs = super().before(module, args, kwargs)
         query = kwargs["query"] if "query" in kwargs else args[0]
         batch = (0 if module.batch_first else 1) if query.ndim == 3 else None
@@ -122,7 +122,7 @@ class Attention(Border):
         if isinstance(query, DTensor):
             kept = tuple(p if p == Shard(batch) else Replicate() for p in query.placements)
         whole = (Replicate(),) * len(kept)
-        known: dict[int, Any] = {}  # that one tensor is query, key and value decides how they are projected
+        known: dict[int, Any] = {}  # whether query, key and value are one tensor decides how they are projected
 
         def once(leaf: Any, wanted: PlacementTuple) -> Any:
             if not isinstance(leaf, DTensor):
@@ -137,21 +137,21 @@ class Attention(Border):
 
 
 class Recurrent(Border):
-    """The same of LSTM, GRU and RNN, whose loop is one op of torch, without a rule in DTensor.
+    """Hooks of LSTM, GRU and RNN, whose loop is one op of torch, without a rule in DTensor.
 
-    Each process runs it on its part of the batch, with whole weights, whose gradients are summed over the parts.
+    Each process runs it on its shard of the batch with replicated weights, whose gradients are reduced.
     """
 
     def __init__(self, *what: Any) -> None:
-        """For a module of the lowered plan."""
+        """Hooks of a module of the plan."""
         super().__init__(*what)
         self.running: list[tuple[Any, PlacementTuple, Any]] = []
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Place what enters, and the parameters."""
+        """Redistribute inputs and parameters."""
         args, kwargs = super().before(module, args, kwargs)
         given = kwargs["input"] if "input" in kwargs else args[0]
-        packed = isinstance(given, PackedSequence)  # its rows are no batch
+        packed = isinstance(given, PackedSequence)  # its rows are not a batch
         batched = not packed and given.ndim == 3
         batch = _batch(module) if batched else None
         split = tuple(isinstance(given, DTensor) and p == Shard(batch) for p in getattr(given, "placements", ()))
@@ -178,7 +178,7 @@ class Recurrent(Border):
         return tuple(read), {name: named(name, value) for name, value in kwargs.items()}
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Put the parameters back, and place what leaves."""
+        """Restore the parameters, and redistribute outputs."""
         weights, split, size = self.running.pop()
         module._flat_weights = weights
         if output is not None:
@@ -189,7 +189,7 @@ class Recurrent(Border):
         return super().after(module, args, kwargs, output)
 
     def _global(self, leaf: Any, split: Sequence[bool], batch: int, size: int | None) -> Any:
-        """A result of this process's part of the batch, of `size` rows in all, as a DTensor."""
+        """The result of this process's shard of the batch, of `size` rows globally, as a DTensor."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         shape = leaf.shape
@@ -201,7 +201,7 @@ class Recurrent(Border):
 
 
 def _batch(module: torch.nn.Module) -> int:
-    """The dim of a batch in what a module reads and makes."""
+    """The batch dim of a module's input and output."""
     return 0 if module.batch_first else 1
 
 
@@ -210,14 +210,14 @@ def _along(split: Sequence[bool], dim: int | None) -> PlacementTuple:
 
 
 def border_of(module: torch.nn.Module) -> type[Border]:
-    """The kind of border that a module needs."""
+    """The class of hooks that a module needs."""
     if isinstance(module, torch.nn.MultiheadAttention):
         return Attention
     return Recurrent if isinstance(module, torch.nn.RNNBase) else Border
 
 
 def reduced(leaf: Any) -> Any:
-    """A result of the model without sums that are still to be made."""
+    """A result of the model with partial sums reduced."""
     if isinstance(leaf, DTensor) and any(isinstance(each, Partial) for each in leaf.placements):
         return placed(leaf, [Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
     return leaf

@@ -1,4 +1,4 @@
-"""Sharding rules for ops that DTensor has none for: aliases as they are, pointwise ops split, others run whole.
+"""Sharding rules for ops without one in DTensor: aliases share one, pointwise ops split, others run replicated.
 
 Registered through `torch.distributed.tensor.experimental.register_sharding`.
 """
@@ -21,11 +21,11 @@ from autoshard.plans.value import Plan
 _ALIAS_PACKETS = ("alias", "detach", "lift_fresh")
 _TABLES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
 _BATCH_NORMS = tuple(f"{name}_batch_norm{end}" for name in ("native", "cudnn", "miopen") for end in ("", "_backward"))
-"""What torch runs for a batch norm; programs have it taken apart."""
+"""Ops that torch runs for batch norms; captured programs have them decomposed."""
 
 
 def register_missing(plan: Plan) -> list[str]:
-    """Give every op that DTensor has no rule for one; the names of those of the plan's program that run whole."""
+    """Register a rule for every op without one in DTensor; the names of the plan's ops that run replicated."""
     _register_own()
     _register_others()
     guard_strategies()
@@ -34,20 +34,20 @@ def register_missing(plan: Plan) -> list[str]:
         packet = name.removeprefix("aten.").partition(".")[0]
         whole = name.startswith("aten.") and any(str(op) == name and op in _whole for op in _overloads(packet))
         writing = any(_has_rule(op) and op not in _whole for op in _overloads(f"{packet}_"))
-        if whole and not writing:  # else it is torch_xla's word for the op that writes
+        if whole and not writing:  # else it is torch_xla's name for the op that writes
             replicated.append(name)
     return replicated
 
 
 _whole: set[Any] = set()
-"""Ops that got a rule to run whole."""
+"""Ops registered to run replicated."""
 
 
 def _register(op: Any, rule: Any) -> None:
-    """Have DTensor place an op's arguments by a rule of ours, whatever it had for it.
+    """Register a rule for an op, replacing DTensor's.
 
-    All arguments count where it looks a decision up: `register_sharding` counts the first `int` and what follows it,
-    so that two pads of one tensor, or two convolutions, would share one.
+    All arguments enter DTensor's cache key: `register_sharding` hashes only the first `int` and what follows, so that
+    two pads of one tensor, or two convolutions, would share a decision.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     getattr(propagator, "op_single_dim_strategy_funcs", {}).pop(op, None)
@@ -65,7 +65,7 @@ def _register_own() -> None:
         for op in _overloads(name):
             if not _has_rule(op):
                 _register(op, _as_it_is)
-    # DTensor's own rule (torch 2.9) is for meshes of one dim: on others its result has one placement too few.
+    # DTensor's own rule (torch 2.9) is for meshes of one dim: on others its result lacks a placement.
     _register(aten.constant_pad_nd.default, _padded)
     # Torch 2.9 takes the spec of a whole tensor for that of what is selected from it, and writes that shape there.
     _register(aten.select.int, _selected)
@@ -75,7 +75,7 @@ def _register_own() -> None:
     # processes wherever a convolution pads, also where the batch is split.
     _register(aten.convolution.default, _convolution)
     _register(aten.convolution_backward.default, _convolution_backward)
-    for op in (aten.argmax.default, aten.argmin.default):  # torch 2.14 takes parts of unequal size for equal ones
+    for op in (aten.argmax.default, aten.argmin.default):  # torch 2.14 assumes shards of equal size
         _register(op, _position)
     _redistributing_views()
     install_handlers()
@@ -88,7 +88,7 @@ def _register_own() -> None:
 
 @cache
 def _register_others() -> None:
-    """Pointwise ops without a rule are split as their operands are; others without one run whole."""
+    """Register pointwise ops as split like their operands, and others to run replicated."""
     for name in sorted({name.removeprefix("aten::").partition(".")[0] for name in _dispatched() if "aten::" in name}):
         for op in _overloads(name):
             if _has_rule(op) or not _reads_tensors(op) or not _registrable(op):
@@ -101,13 +101,13 @@ def _register_others() -> None:
                 continue
             if _is_pointwise(op) and len(op._schema.returns) == 1:
                 _register(op, _pointwise)
-            else:  # one that writes fits a tensor that is whole already, and DTensor refuses it for others
+            else:  # one that writes fits replicated tensors, and DTensor refuses it for others
                 _register(op, _Whole(op))
                 _whole.add(op)
 
 
 def _is_pointwise(op: Any) -> bool:
-    """Whether an op, or the one that makes a new tensor instead of writing, is tagged so."""
+    """Whether an op, or the functional form of an in-place one, is tagged pointwise."""
     plain = op._schema.name.partition("::")[2].removesuffix("_")
     others = (each for each in _overloads(plain) if each._overloadname == op._overloadname)
     return any(torch.Tag.pointwise in each.tags for each in (op, *others))
@@ -119,7 +119,7 @@ def _dispatched() -> frozenset[str]:
 
 
 def _overloads(name: str) -> Iterator[Any]:
-    """An op's overloads that the dispatcher has; TorchScript's own (`add_.t` in newer torch) are none."""
+    """An op's overloads in the dispatcher, without TorchScript's own (`add_.t` in newer torch)."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         if (f"aten::{name}" if overload == "default" else f"aten::{name}.{overload}") in _dispatched():
@@ -127,12 +127,12 @@ def _overloads(name: str) -> Iterator[Any]:
 
 
 def _reads_tensors(op: Any) -> bool:
-    """Whether it can be given DTensors; a view's `_copy` is torch_xla's own word for it."""
+    """Whether it can take DTensors; a view's `_copy` occurs in torch_xla only."""
     return torch.Tag.view_copy not in op.tags and any("Tensor" in str(each.type) for each in op._schema.arguments)
 
 
 def _has_rule(op: Any) -> bool:
-    """Whether DTensor has a rule for an op, or takes it apart into ops of its own."""
+    """Whether DTensor has a rule for an op, or decomposes it."""
     return _is_known(op) or op._can_decompose()
 
 
@@ -146,7 +146,7 @@ def _is_known(op: Any) -> bool:
 
 
 def _registrable(op: Any) -> bool:
-    """Whether a rule can be given: all that is read and made are single tensors."""
+    """Whether a rule can be registered: all tensors read and made are single ones."""
     schema = op._schema
     lists = any(
         "Tensor[]" in str(argument.type) or "List[Tensor" in str(argument.type) for argument in schema.arguments
@@ -161,14 +161,14 @@ def _as_it_is(x: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _padded(x: Any, pad: Any, value: Any = 0) -> list[tuple[list[Any], list[Any]]]:
-    """Dims that are not padded may be split; `pad` gives pairs from the last dim on."""
+    """Dims without padding may be split; `pad` gives pairs from the last dim on."""
     padded = {x.ndim - 1 - i // 2 for i, width in enumerate(pad) if width}
     several = [Replicate(), *(Shard(dim) for dim in range(x.ndim) if dim not in padded)]
     return [([each], [each, None, None]) for each in several]
 
 
 def _pointwise(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Every dim of the result may be split; an operand of size 1 there is whole."""
+    """Every dim of the result may be split; operands of size 1 there are replicated."""
     given = (*args, *kwargs.values())
     shapes = [each.shape for each in given if hasattr(each, "tensor_meta")]
     dims = len(torch.broadcast_shapes(*shapes))
@@ -184,7 +184,7 @@ def _pointwise(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _position(x: Any, dim: Any = None, keepdim: bool = False) -> list[tuple[list[Any], list[Any]]]:
-    """Of the largest or least value along a dim: the others may be split."""
+    """Argmax or argmin along a dim: the others may be split."""
     others = [None] * 2
     rows: list[tuple[list[Any], list[Any]]] = [([Replicate()], [Replicate(), *others])]
     if dim is not None and x.ndim:
@@ -195,7 +195,7 @@ def _position(x: Any, dim: Any = None, keepdim: bool = False) -> list[tuple[list
 
 
 def _selected(x: Any, dim: int, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Every other dim may be split; those behind the selected one move up."""
+    """Every other dim may be split; those after the selected one move up."""
     dim %= x.ndim
     rows: list[tuple[Any, Any]] = [(Replicate(), Replicate()), (Partial(), Partial())]
     rows += [(Shard(d - (d > dim)), Shard(d)) for d in range(x.ndim) if d != dim]
@@ -203,7 +203,7 @@ def _selected(x: Any, dim: int, *rest: Any) -> list[tuple[list[Any], list[Any]]]
 
 
 def _own_unbind() -> None:
-    """`unbind` as so many selects; torch 2.9 has no rule (`q, k, v = packed`), and none can be registered publicly."""
+    """`unbind` as selects; torch 2.9 has no rule (`q, k, v = packed`), and none can be registered publicly."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
@@ -223,7 +223,7 @@ def _own_unbind() -> None:
 
 
 def _redistributing_views() -> None:
-    """`_unsafe_view` may redistribute: torch 2.9 refuses to merge two split dims (batch and heads, in a matmul)."""
+    """Let `_unsafe_view` redistribute: torch 2.9 refuses to merge two split dims (batch and heads, in a matmul)."""
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor._ops._view_ops import register_op_strategy_map
 
@@ -231,7 +231,7 @@ def _redistributing_views() -> None:
 
 
 def _convolution(x: Any, weight: Any, bias: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-    """The batch may be split; or features, of the result (without groups), or of the input (the parts are summed)."""
+    """The batch may be split; or the output features (without groups), or the input features (partial results)."""
     *_, groups = rest
     others = [None] * len(rest)
 
@@ -252,7 +252,7 @@ def _convolution(x: Any, weight: Any, bias: Any, *rest: Any) -> list[tuple[list[
 def _convolution_backward(
     gradient: Any, x: Any, weight: Any, bias_sizes: Any, *rest: Any
 ) -> list[tuple[list[Any], list[Any]]]:
-    """As the forward pass: what a split dim of the reads does not appear in is a sum over its parts."""
+    """Like the forward pass: a gradient without the split dim is partial."""
     *_, groups, mask = rest
     others = [None] * (1 + len(rest))
 
@@ -273,7 +273,7 @@ def _convolution_backward(
 def _lookup_backward(
     gradient: Any, indices: Any, rows: Any, padding: Any, by_frequency: bool
 ) -> list[tuple[list[Any], list[Any]]]:
-    """Features may be split; and the indices, which leaves sums to be made, unless rows count their uses."""
+    """Features may be split; and the indices, which gives partial results, unless gradients are scaled by frequency."""
     others = [None] * 3
     several = [
         ([Replicate()], [Replicate(), Replicate(), *others]),
@@ -285,7 +285,7 @@ def _lookup_backward(
 
 
 class _Whole:
-    """Everything that an op reads and makes is whole on every process."""
+    """All operands and results are replicated."""
 
     def __init__(self, op: Any) -> None:
         self.results = len(op._schema.returns)
@@ -297,7 +297,7 @@ class _Whole:
             split = (
                 name.startswith("running_") and each is not None and not all(p.is_replicate() for p in each.placements)
             )
-            if split:  # they are written where they lie, and what is redistributed lies elsewhere
+            if split:  # they are written in place, and a redistributed copy is elsewhere
                 raise NotImplementedError("a batch norm's running statistics are split, and would not be updated")
         reads = [Replicate() if hasattr(each, "tensor_meta") else None for each in (*args, *kwargs.values())]
         wanted = given.get("output_mask", [True] * self.results)

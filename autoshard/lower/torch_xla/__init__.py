@@ -1,1 +1,1 @@
-"""Annotations on a running PyTorch step, through torch_xla."""
+"""Annotates a running PyTorch step, through torch_xla."""

@@ -1,14 +1,14 @@
-"""The dispatch mode that turns an ordinary training step into the planned one.
+"""Dispatch mode that annotates an ordinary training step as planned, and refuses any other program.
 
-Around aten op k it checks that the op is the planned one, gives it the annotated copies that the plan wants it to read,
-and pins its outputs (`step.StepWriter`). Nothing of it is visible to autograd, which works above the dispatcher.
+Around aten op k it checks that the op is the planned one, passes it the planned copies, and pins its outputs
+(`step.StepWriter`), below autograd.
 
-**Values that are read** (`.item()`, `if t:`, `nonzero()`) are the running step's own: torch_xla runs what they follow
-from at once, in a piece. They are held against those that the program was captured with.
+**Values read on the host** (`.item()`, `if t:`, `nonzero()`) are the running step's own: torch_xla runs what they
+depend on at once. They are compared with those at capture.
 
-**Another program** is refused at the first op that differs, before it runs; the tensors of the model and the optimizer
-are then given back the values, and the gradients, that they had before the step. The error names the last value that
-was read and is another one than at capture: it may be why.
+**Another program** is refused at the first op that differs, before it runs; tensors of the model and the optimizer then
+get back the values and gradients from before the step. The error names the last host value that differs from capture, a
+possible cause.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ON_HOST = " It reads a tensor of the host: are all inputs moved to the device, 
 
 
 class Annotator(AtenSequence):
-    """Annotates one step after the other; a step begins when the mode is entered, or where op 0 follows the last op.
+    """Annotates step after step; a step begins when the mode is entered, or where op 0 follows the last op.
 
-    After the last op of the program, ops are left alone (logging a running loss, say) unless they belong to a backward
-    pass or write a parameter, buffer or state: then the program is a longer one, and refused.
+    After the last op of the program, ops are ignored (logging a running loss, say) unless they belong to a backward
+    pass or write a parameter, buffer or state: such a longer program is refused.
 
     Args:
-        schedule: what to do.
-        arguments: gives the tensors of parameters, buffers and optimizer state by name, as they are when it is called.
-        remember: called where a step begins; what it returns is called before another program is refused, with the
-            values that arguments had before the step, by name, of those that were written since.
+        schedule: the plan by aten op.
+        arguments: returns the present tensors of parameters, buffers and optimizer state by name.
+        remember: called at the beginning of a step; its result is called before another program is refused, with the
+            original values, by name, of arguments written in the step.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Annotator(AtenSequence):
         self._restore: Callable[[Mapping[str, torch.Tensor]], None] = lambda before: None
         self._writer = StepWriter(schedule, self.producer)
         self.left_alone = False
-        """Whether ops are those of an optimizer in its first steps, which are not the planned ones."""
+        """Whether the ops are of an optimizer's first steps, which are not planned."""
         self._other_value = ""
         self._reads_host = False
         super().__init__()
@@ -68,11 +68,11 @@ class Annotator(AtenSequence):
         return self.next_index >= len(self._schedule.ops)
 
     def leave_alone(self) -> None:
-        """Neither check nor annotate ops from here on; arguments keep their ties."""
+        """Neither check nor annotate ops from here on; write-backs of arguments continue."""
         self.left_alone = True
 
     def finish(self) -> None:
-        """Take the step for complete, and check the next one again."""
+        """Mark the step as complete, and check the next one."""
         self.left_alone = False
         self.next_index = len(self._schedule.ops)
 
@@ -106,7 +106,7 @@ class Annotator(AtenSequence):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _begin_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a step, if this op reads what op 0 reads (and is not, say, the sum of losses that a loop keeps)."""
+        """Begin a step if this op reads what op 0 reads (and is not, say, the sum of losses that a loop keeps)."""
         tensors = _tensors((args, kwargs))
         arguments = {tensor_id(t): name for name, t in self._arguments().items()}
         reads = tuple(arguments.get(tensor_id(t)) if is_xla(t) else None for t in tensors)
@@ -120,7 +120,7 @@ class Annotator(AtenSequence):
             self._begin()
 
     def skip(self, func: Any, inputs: tuple[Producer, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """After the program's last op: leave ops alone that are no part of a longer program."""
+        """After the program's last op: ignore ops that are not part of a longer program."""
         if self.left_alone:
             return True
         if self.steps_end and _in_backward():
@@ -128,14 +128,14 @@ class Annotator(AtenSequence):
         return self.steps_end
 
     def run(self, call: Call) -> Any:
-        """Check the op, give it its copies, run it."""
+        """Check the op, pass it its copies, run it."""
         self._bind_inputs(call)
         self._check(call)
         args, kwargs = self._writer.before(call)
         return call.func(*args, **kwargs)
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Check what the op returned, pin it, and let go of copies that nobody reads any more."""
+        """Check the op's outputs, pin them, and release copies after their last reader."""
         planned = self._schedule.ops[call.index].outputs
         seen = tuple(format_tensor(t) for t in outputs)
         if seen != planned:
@@ -143,7 +143,7 @@ class Annotator(AtenSequence):
         self._writer.after(call, outputs)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write-backs keep the tie of arguments, and are left out for other values."""
+        """Keep write-backs of arguments, and drop those of other values."""
         if takes_values(func, args, kwargs):
             return self._looked_at(func, func(*args, **kwargs))
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
@@ -154,13 +154,13 @@ class Annotator(AtenSequence):
         return self._writer.write_back(func, args, kwargs)
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the host computes, as the step's own values have it."""
+        """Host computations, from the step's own values."""
         return self._looked_at(func, super().host(func, args, kwargs))
 
     # Its parts.
 
     def _looked_at(self, func: Any, value: Any) -> Any:
-        """Hold a value against those that were read there when the program was captured."""
+        """Compare a host value with that at capture."""
         planned = [v for v in self._schedule.values if (v.before, v.op) == (self.next_index, str(func))]
         if planned and described(value) not in {v.value for v in planned}:
             where = f" in {planned[0].module}" if planned[0].module else ""
@@ -171,14 +171,14 @@ class Annotator(AtenSequence):
         return value
 
     def _bind_inputs(self, call: Call) -> None:
-        """Recognize the step's inputs where they are read first, and shard them."""
+        """Recognize the step's inputs at their first reader, and shard them."""
         planned = self._schedule.ops[call.index]
         if planned.name != call.name or len(planned.inputs) != len(call.tensors):
             return
         for tensor, name, seen in zip(call.tensors, planned.inputs, call.inputs, strict=True):
             if seen is not None or not isinstance(name, str) or not is_xla(tensor):
                 continue
-            if name not in self._schedule.arguments:  # an input that only what was read from it follows from
+            if name not in self._schedule.arguments:  # an input on which only host values depend
                 self.name(tensor, name)
             elif name in self._schedule.inputs:
                 want = self._schedule.arguments[name]
@@ -189,7 +189,7 @@ class Annotator(AtenSequence):
                 self.name(tensor, name)
 
     def _check(self, call: Call) -> None:
-        """Refuse an op that is not the planned one, or reads other values."""
+        """Refuse an op that is not the planned one, or has other producers."""
         planned = self._schedule.ops[call.index]
         self._reads_host = any(t.dim() and not is_xla(t) for t in call.tensors)
         if planned.name != call.name:
@@ -207,7 +207,7 @@ class Annotator(AtenSequence):
             self._refuse(what, call.index)
 
     def _same_input(self, found: Producer, wanted: Producer) -> bool:
-        """Whether these are two inputs that may be one tensor (`labels=input_ids`), which is split as the first is."""
+        """Whether two inputs may be one tensor (`labels=input_ids`), which is split as the first is."""
         if found not in self._schedule.inputs or wanted not in self._schedule.inputs:
             return False
         a, b = self._schedule.arguments[str(found)], self._schedule.arguments[str(wanted)]

@@ -1,8 +1,7 @@
-"""Contexts that stay open from one hook to another, while the loop around enters and leaves contexts of its own.
+"""Contexts held open from one hook to another, while the loop enters and leaves its own.
 
-Torch's modes are a stack, and leaving one takes away whichever lies on top. So the modes of a context that is held open
-are put beneath all others (but `set_default_device`'s, which insists on the lowest place), and are taken from there
-again.
+Torch's modes form a stack, and leaving one pops whichever is on top. So the modes of a held context go to the bottom of
+the stack (above `set_default_device`'s, which must be lowest), and are removed from there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Beneath:
-    """Contexts that are held open, the last one innermost."""
+    """Contexts held open, the last one innermost."""
 
     def __init__(self) -> None:
         """None yet."""
@@ -60,7 +59,7 @@ def _among(mode: Any, modes: list[Any]) -> bool:
 
 @contextmanager
 def _lifted(ours: list[Any]) -> Iterator[None]:
-    """Take away meanwhile the modes that lie above `ours`, or all."""
+    """Pop the modes above `ours`, or all, for the duration of the context."""
     functions: list[Any] = []
     dispatches: list[Any] = []
     while (size := torch._C._len_torch_function_stack()) and not _stays(

@@ -1,4 +1,4 @@
-"""Where a model's tensors lie before there is a plan: split evenly, and taken from there."""
+"""The sharding of a model's tensors before there is a plan: split evenly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autoshard.plans.value import Plan
 
 
 def split_evenly(model: torch.nn.Module) -> None:
-    """Place a model's parameters and buffers on the devices, each split on its longest dim that divides evenly.
+    """Move a model's parameters and buffers to the devices, each split on its longest dim that divides evenly.
 
-    So no step needs the whole model on one device. Tensors that are sharded already are left as they are. Buffers of
-    64-bit integers stay whole: they are indices (positions), and XLA ends the process on a scatter whose indices lie
-    unevenly over devices, as a slice of split ones does.
+    So no step needs the full model on one device. Sharded tensors stay as they are. Buffers of 64-bit integers are
+    replicated: they are indices (positions), and XLA aborts on a scatter with unevenly split indices, as slicing split
+    ones gives.
 
     Raises:
         LoweringError: a model without weights.
@@ -47,7 +47,7 @@ def split_evenly(model: torch.nn.Module) -> None:
 
 
 def unsplit(model: torch.nn.Module, optimizer: Any, plan: Plan) -> None:
-    """Take through the host what lies on the devices already: torch_xla moves no shards between devices."""
+    """Fetch sharded tensors to the host: torch_xla does not reshard between devices."""
     arguments = {**plan.parameters, **plan.buffers, **plan.optimizer_state}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     tensors += [(name, value) for name, _, _, value in place.states(model, optimizer)]

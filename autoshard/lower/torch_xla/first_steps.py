@@ -1,11 +1,11 @@
-"""Optimizers whose first steps are other programs than all later ones, which a plan is for.
+"""Optimizers whose first steps are other programs than the later, planned ones.
 
-RAdam takes a plainer step while it has seen few gradients, SGD with dampening does not dampen its first one. In such a
-step the forward and backward pass are the planned ones, and the optimizer's ops are left as they are: parameters and
-states keep the shardings that the plan gives them, and state that is made in it is given its own.
+RAdam takes a plainer step at first, SGD with dampening does not dampen its first one. In such a step forward and
+backward pass are planned, and the optimizer's ops run without annotations; parameters and states keep their planned
+shardings, and new state gets its own.
 
-Which step is one of these is told by a twin of the optimizer, with parameters of one element on the CPU: it takes the
-step that comes, and the ops that it runs are held against those of a later step.
+Such steps are detected by a twin of the optimizer on CPU parameters of one element, which takes the next step: its ops
+are compared with those of a later step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FirstSteps:
         self.over = not _can_be_tried(optimizer)
 
     def has_one_to_take(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step that the optimizer is about to take is another program than its later ones."""
+        """Whether the optimizer's next step is another program than its later ones."""
         if self.over:
             return False
         try:
@@ -43,7 +43,7 @@ class FirstSteps:
             for each in (*twin.state.values(), *twin.param_groups):
                 counted(each, STEADY_STEP)
             self.over = ops_of_a_step(twin)[0] == now
-        except Exception:  # whatever a user's optimizer wants that a twin has not: its steps are taken for planned
+        except Exception:  # a user's optimizer may need what a twin lacks: assume its steps are the planned ones
             self.over = True
         return not self.over
 
@@ -51,7 +51,7 @@ class FirstSteps:
     def watched(
         self, optimizer: torch.optim.Optimizer | None, annotator: Annotator, ended: Callable[[], None]
     ) -> Iterator[None]:
-        """Tell the annotator of first steps; `ended` is called behind each, before anything is run on the devices."""
+        """Tell the annotator of first steps; `ended` is called after each, before anything runs on the devices."""
         if optimizer is None or self.over:
             yield
             return
@@ -74,7 +74,7 @@ class FirstSteps:
 
 
 def _can_be_tried(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a twin's step touches nothing of the optimizer's, and reads nothing from a device."""
+    """Whether a twin's step has no side effect on the optimizer and reads nothing from a device."""
     kept = [value for name, value in optimizer.__dict__.items() if name not in ("state", "param_groups", "defaults")]
     settings = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
     steps = [state.get("step") for state in optimizer.state.values()]

@@ -1,15 +1,11 @@
-"""The dispatch mode that annotates what of a step is planned, and leaves the rest of it to XLA's propagation.
+"""Dispatch mode that annotates the planned ops of a step, and leaves the rest to XLA's propagation.
 
-`annotator.Annotator` refuses a step that is not the planned one; this one never ends a step. An op is a planned one if
-its name, its options and what its tensors follow from are the planned ones; in which order they come, and what is
-between them, does not matter. Any other op (the sum of losses that a loop keeps, clipping) runs as it is, unpinned, and
-what reads its result is no planned op either. Where it is written over a planned value, as clipping does with
-gradients, the result stands for that value from then on.
+Unlike `annotator.Annotator` it never ends a step. An op is planned if its name, its options and the producers of its
+tensors are; order and other ops between do not matter. Any other op (a loop's sum of losses, clipping) runs without
+annotation, and so do its readers. If its result overwrites a planned value, as in clipping of gradients, it stands for
+that value from then on. So do sums of the step's gradients and gradients present at its beginning.
 
-The same goes for sums of gradients that are there when the step begins (cleared by `zero_grad`, or not) and of the
-step's own.
-
-Nothing of it can change a number: annotations do not, and what stands for a value has copies of its own.
+Annotations never change results, and a value's stand-in has copies of its own.
 """
 
 from __future__ import annotations
@@ -27,17 +23,17 @@ from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.lower.torch_xla.step import StepWriter
 
 FOREIGN = (-1, 0)
-"""Who made a value that no planned op made."""
+"""Producer of a value that no planned op made."""
 
 
 class Follower(Annotator):
-    """Annotates one step, as far as it is the planned one.
+    """Annotates the planned ops of one step.
 
     Args:
         schedule: what to do.
         arguments: as `Annotator`'s.
-        gradients: that there are when the step begins.
-        differs: told what of the step is not the planned one, where it runs; every time.
+        gradients: present when the step begins.
+        differs: called with each deviation from the plan, where it runs.
     """
 
     def __init__(
@@ -59,22 +55,22 @@ class Follower(Annotator):
 
     @property
     def steps_end(self) -> bool:
-        """Whether every op of the program has run, or the step was ended."""
+        """Whether every op of the program has run, or the step has ended."""
         return len(self._ran) == len(self._schedule.ops)
 
     def finish(self) -> None:
-        """Take the step for complete."""
+        """Mark the step as complete."""
         self.left_alone = False
         self._ran = set(range(len(self._schedule.ops)))
 
     def complete(self) -> None:
-        """The step has ended: say so if planned ops are missing."""
+        """End the step: report missing planned ops."""
         missing = next((op for op in range(len(self._schedule.ops)) if op not in self._ran), None)
         if missing is not None and not self.left_alone:
             self._differs(f"the step ends without op {missing} of the plan, {self._expected(missing)}")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """End the step, whatever has run of it."""
+        """End the step, complete or not."""
         AtenSequence.__exit__(self, kind, error, trace)
         self._writer.restart()
 
@@ -89,19 +85,19 @@ class Follower(Annotator):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Annotate; where that fails, the op runs as it is, and so does the rest of the step."""
+        """Annotate; where that fails, the rest of the step runs without annotations."""
         try:
             return AtenSequence.__torch_dispatch__(self, func, types, args, kwargs)
         except Exception as error:
             failed = error
-        made = self.alone(func, args, kwargs or {})  # what the op itself raises is the loop's own
+        made = self.alone(func, args, kwargs or {})  # errors of the op itself belong to the loop
         if not self.left_alone:
             self.leave_alone()
             self._differs(f"{func} cannot be followed ({type(failed).__name__}: {_first_line(failed)})")
         return made
 
     def skip(self, func: Any, inputs: tuple[Producer, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Leave out what is not planned; what is has the number of the planned op."""
+        """Skip unplanned ops; number a planned op as in the plan."""
         if self.left_alone or self.steps_end:
             return True
         found = self._planned(Call(-1, func, tensors_in((args, kwargs)), inputs, args, kwargs))
@@ -130,13 +126,13 @@ class Follower(Annotator):
         self._differs(f"{call.name} returns {', '.join(map(format_tensor, outputs))}, which is not as planned")
 
     def made(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Know outputs by the planned op, if they are its."""
+        """Record the outputs of the planned op."""
         if self._unlike != call.index:
             super().made(call, outputs)
         self._unlike = -1
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write-backs keep the tie of arguments; what is written over a planned value stands for it."""
+        """Keep write-backs of arguments; a value that overwrites a planned one stands for it."""
         foreign, self._foreign = self._foreign, False
         if str(func) in WRITES_BACK and is_xla(args[0]):
             self._written_over(self.producer(args[0]), args[1])
@@ -148,13 +144,13 @@ class Follower(Annotator):
         return made
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the host computes."""
+        """Host computations."""
         return AtenSequence.host(self, func, args, kwargs)
 
     # Its parts.
 
     def _planned(self, call: Call) -> int | None:
-        """The first planned op that has not run yet and is this one."""
+        """The first planned op that matches and has not run."""
         reads = tuple(None if self._may_be_input(p) else p for p in call.inputs)
         for index in self._schedule.by_reads.get((call.name, reads), ()):
             planned = self._schedule.ops[index]
@@ -165,7 +161,7 @@ class Follower(Annotator):
         return None
 
     def _written_over(self, old: Producer, new: torch.Tensor) -> None:
-        """Have what no planned op made, and a planned value is overwritten with, stand for that."""
+        """Make an unplanned value that overwrites a planned one stand for it."""
         if not isinstance(old, tuple) or old == FOREIGN or self.producer(new) != FOREIGN:
             return
         if format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
@@ -175,7 +171,7 @@ class Follower(Annotator):
         return producer is None or self._schedule.is_input(producer)
 
     def _is_read(self, tensor: torch.Tensor, found: Producer, wanted: Producer) -> bool:
-        """Whether a tensor is what a planned op reads; an input is known by its type where it is read first."""
+        """Whether a tensor is what a planned op reads; an input is recognised by type at its first reader."""
         if found == wanted or not isinstance(wanted, str) or not self._schedule.is_input(wanted):
             return found == wanted
         if found is not None:
@@ -186,7 +182,7 @@ class Follower(Annotator):
         return argument is None or format_tensor(tensor) == f"{argument.dtype}[{','.join(map(str, argument.shape))}]"
 
     def _bind_inputs(self, call: Call) -> None:
-        """Know inputs where they are read first, and shard them if they let themselves be."""
+        """Recognise inputs at their first reader, and shard them where possible."""
         for tensor, wanted, seen in zip(call.tensors, self._schedule.ops[call.index].inputs, call.inputs, strict=True):
             if seen is not None or not isinstance(wanted, str) or not is_xla(tensor):
                 continue

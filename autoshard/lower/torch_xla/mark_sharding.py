@@ -1,4 +1,4 @@
-"""A plan carried out by torch_xla: `apply` once, `annotate` around every step.
+"""Runs a plan in torch_xla: `apply` once, `annotate` around every step.
 
     plan.apply(model, optimizer)
     for batch in loader:
@@ -9,14 +9,13 @@
             optimizer.zero_grad()
         torch_xla.sync()
 
-Model code stays as it is. Batches may come from an ordinary loader (`.to("xla")` inside or outside the context: inputs
+Model code does not change. Batches may come from an ordinary loader (`.to("xla")` inside or outside the context: inputs
 are sharded where the step first reads them), or from `MpDeviceLoader(..., input_sharding=input_shardings(plan))`, which
-sends each device its shard only. The whole may stand in a function under `torch_xla.compile(full_graph=True)`.
+sends each device its shard only. The step may be inside `torch_xla.compile(full_graph=True)`.
 
-What may stand in the context beside the planned step: `zero_grad` (before or after), learning-rate schedulers, moving
-batches to the device, reading values (`loss.item()` runs what was traced so far), work on CPU tensors, and after the
-optimizer's step anything that neither runs a backward pass nor writes parameters, buffers or state. Anything else is
-another program, and refused at the op that differs.
+The context may also contain `zero_grad`, learning-rate schedulers, transfers of batches, host reads (`loss.item()` runs
+what was traced so far), work on CPU tensors, and after the optimizer's step anything that neither runs a backward pass
+nor writes parameters, buffers or state. Anything else is refused at the first op that differs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["annotate", "annotated_program", "apply", "input_shardings"]
 
 @dataclass(frozen=True)
 class Applied:
-    """What a plan keeps of `apply` (`Plan.applied`).
+    """State of `apply` (`Plan.applied`).
 
     Attributes:
         placed: the model and optimizer on the devices, held weakly.
@@ -60,25 +59,24 @@ class Applied:
 
 
 _INSIDE: list[Plan] = []
-"""The plan whose step runs now, if one does."""
+"""The plan of the running step, if any."""
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.nn.Module:
     """Move a model, and the state of its optimizer, to the XLA devices, sharded as planned; returns the model.
 
-    Everything happens in place: parameters stay the objects they are. The optimizer's state is created as its own first
-    step would, so that the first step is the planned program already, but for optimizers whose first steps are other
-    programs (RAdam, SGD with dampening): these run as they are, on what is sharded as planned. Gradients are dropped.
-    Turns SPMD on.
+    Works in place: parameters stay the same objects. The optimizer's state is created as its first step would, so that
+    already the first step is the planned program; first steps that are other programs (RAdam, SGD with dampening) run
+    without annotations on sharded tensors. Drops gradients. Turns SPMD on.
 
-    Warns (`WrongSumsWarning`) where XLA would compute wrong numbers under the plan; of one from a file, where it was
-    found when the plan was made (`Plan.wrong_sums`): after edits by hand ask `autoshard verify`.
+    Warns (`WrongSumsWarning`) where XLA would miscompute under the plan; for one from a file, from what was found when
+    it was made (`Plan.wrong_sums`): after edits by hand run `autoshard verify`.
 
     Raises:
         LoweringError: a runtime with another number of devices than the plan's mesh, a model without weights (meta),
             an optimizer that is missing or cannot begin with planned state.
-        PlanMismatchError: a model or optimizer that is not the planned one: the first parameter, buffer or state that
-            differs.
+        PlanMismatchError: another model or optimizer than the planned one; names the first parameter, buffer or state
+            that differs.
     """
     schedule = Schedule.of(plan)
     _check_compiles(plan)
@@ -94,7 +92,7 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _check_compiles(plan: Plan) -> None:
-    """Refuse a plan that no solver made and that the compiler aborts on, where its program is known."""
+    """Refuse a plan by hand on which the compiler aborts, where its program is known."""
 
     if plan.captured is not None and plan.solver is None:
         graph = build_graph(plan.captured)
@@ -113,15 +111,15 @@ def _warn_of_wrong_sums(plan: Plan) -> None:
 
 @contextmanager
 def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterator[Annotator]:
-    """Annotate the step that runs in this context as planned; use it anew for every step.
+    """Annotate the step that runs in this context as planned; one context per step.
 
     Args:
-        differs: told what of the step is not the planned one, which then runs as it is; without it, that is refused.
+        differs: called with each deviation from the plan, which then runs without annotations; None refuses deviations.
 
     Raises:
-        LoweringError: `apply` was not called for this plan, or the context stands in another one.
-        PlanMismatchError: at the first op of the step that is not the planned one, or where the step ends early. The
-            parameters, buffers, optimizer state and gradients are then as before the step.
+        LoweringError: `apply` was not called for this plan, or the context is nested in another one.
+        PlanMismatchError: at the first op that is not the planned one, or where the step ends early. Parameters,
+            buffers, optimizer state and gradients are then restored.
     """
     applied: Applied | None = plan.applied
     if applied is None:
@@ -162,7 +160,7 @@ def input_shardings(plan: Plan) -> dict[str, Any]:
     """Input name -> `torch_xla.distributed.spmd.ShardingSpec`, for `MpDeviceLoader(input_sharding=...)`.
 
     A loader of dicts, under the names in `plan.inputs`, takes the whole mapping; one of single tensors takes its only
-    value. One of tuples can take none: torch_xla gives all tensors of a tuple the same sharding.
+    value. A loader of tuples cannot use it: torch_xla gives all tensors of a tuple the same sharding.
     """
     import torch_xla.distributed.spmd as xs
 

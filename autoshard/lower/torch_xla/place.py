@@ -1,7 +1,7 @@
-"""A model and its optimizer moved to the XLA devices, sharded as a plan says, in place.
+"""Moves a model and its optimizer to the XLA devices, sharded as planned, in place.
 
-Parameters stay the objects they are (their contents are swapped), so an optimizer, a scheduler or an average of weights
-that holds them keeps working.
+Parameters stay the same objects (their contents are swapped), so that optimizers, schedulers and weight averages that
+hold them keep working.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Placed:
     """The model and optimizer that a plan was applied to; held weakly."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Hold on to neither."""
+        """Weak references only."""
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
 
@@ -52,12 +52,12 @@ class Placed:
         return {name: runtime.plain(each) for name, each in found.items() if each.device.type == "xla"}
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that parameters have, on the devices."""
+        """Gradients of parameters on the devices."""
         found = (parameter.grad for parameter in self.model.parameters())
         return [runtime.plain(each) for each in found if each is not None and each.device.type == "xla"]
 
     def snapshot(self) -> Callable[[Mapping[str, torch.Tensor]], None]:
-        """Remember gradients and step counters; the result brings them back, with the given values of arguments."""
+        """Save gradients and step counters; the result restores them, and arguments to given values."""
         gradients = [(each, each.grad) for each in self.model.parameters()]
         states_now = [each for _, _, _, each in states(self.model, self.optimizer)]
         counters = [(each, each.clone()) for each in states_now if each.device.type == "cpu"]
@@ -94,7 +94,7 @@ def states(
 
 
 def without_state(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The parameters of which the optimizer has not all the state that the plan has."""
+    """The parameters whose planned state is incomplete in the optimizer."""
     known = {name for name, _, _, _ in states(model, optimizer)}
     named = dict(model.named_parameters())
     owners = {owner(name, named) for name in plan.optimizer_state if name not in known}
@@ -102,7 +102,7 @@ def without_state(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def owner(state: str, parameters: Mapping[str, object]) -> str:
-    """The name of the parameter that a state belongs to: the longest that its own begins with."""
+    """The parameter that a state belongs to: the longest name that its own begins with."""
     name = state
     while name and name not in parameters:
         name = name.rpartition(".")[0]
@@ -110,11 +110,11 @@ def owner(state: str, parameters: Mapping[str, object]) -> str:
 
 
 def check_model(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse a model or optimizer that is not the planned one.
+    """Refuse a model or optimizer other than the planned one.
 
     Raises:
         LoweringError: a model without weights, or an optimizer missing.
-        PlanMismatchError: with the first parameter or buffer that differs.
+        PlanMismatchError: names the first parameter or buffer that differs.
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for kind, have, want in (("parameter", parameters, plan.parameters), ("buffer", buffers, plan.buffers)):
@@ -144,7 +144,7 @@ def place_model(plan: Plan, model: torch.nn.Module, mesh: Mesh) -> None:
 
 @contextlib.contextmanager
 def free_of_weak_references(model: torch.nn.Module) -> Iterator[None]:
-    """Let recurrent modules forget their weak references to their weights meanwhile, which forbid swapping contents."""
+    """Drop recurrent modules' weak references to their weights for a while: these forbid swapping contents."""
     recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
@@ -163,13 +163,13 @@ def _place_tensors(plan: Plan, model: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Create the optimizer's state as it would itself in its first step, sharded; state it has already is moved.
+    """Create the optimizer's state as its first step would, sharded; existing state is moved.
 
-    New state is never whole anywhere: one small program writes each device's shards.
+    New state is never materialised in full: one small program writes each device's shards.
 
     Raises:
-        LoweringError: an optimizer whose state cannot be made before its first step.
-        PlanMismatchError: with the first state that differs from the plan's.
+        LoweringError: the state cannot be created before the first step.
+        PlanMismatchError: names the first state that differs from the plan's.
     """
     import torch_xla
 
@@ -185,7 +185,7 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
         if want is None:
             if value.dim() > 0:
                 raise PlanMismatchError(f"the plan is for another optimizer: it has no state {name}")
-            continue  # a step counter: the optimizer keeps it where it wants it
+            continue  # a step counter: its device is up to the optimizer
         found.add(name)
         _check_type(f"optimizer state {name}", value, want)
         if name in old:
@@ -204,7 +204,7 @@ def place_optimizer(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.O
 
 
 def _made_in_the_first_step(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of parameters whose state no zeros can stand for: what the first step makes of it is another program."""
+    """Ids of parameters whose state cannot be initialised by zeros: their first step is another program."""
     if not isinstance(optimizer, torch.optim.SGD) or not is_torchs_own(optimizer):
         return set()
     return {id(p) for group in optimizer.param_groups if dampened(group) for p in group["params"]}
@@ -213,7 +213,7 @@ def _made_in_the_first_step(optimizer: torch.optim.Optimizer) -> set[int]:
 def place_late_state(
     plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer, known: Collection[str]
 ) -> None:
-    """Give state that the step has made, none of `known`, the shardings of the plan."""
+    """Shard state that the step has made (none of `known`) as planned."""
     for name, _, _, value in states(model, optimizer):
         want = plan.optimizer_state.get(name)
         if want is not None and name not in known:
@@ -236,7 +236,7 @@ def swap(what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
     """Give a tensor the contents of another, in place.
 
     Raises:
-        LoweringError: something else refers to it, such as the graph of an earlier forward pass.
+        LoweringError: something else holds a reference to it, such as the graph of an earlier forward pass.
     """
     for collected in (False, True):
         try:
@@ -249,7 +249,7 @@ def swap(what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
                     f"({str(error).splitlines()[0]}): delete the losses and outputs of earlier forward passes first "
                     "(`del loss, output`), or call model.to('xla') and build the optimizer after it"
                 ) from None
-            gc.collect()  # a graph of an earlier pass may be garbage already
+            gc.collect()  # the graph of an earlier pass may be garbage already
 
 
 def _check_type(what: str, tensor: torch.Tensor, plan: TensorPlan) -> None:

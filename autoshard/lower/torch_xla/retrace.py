@@ -1,4 +1,4 @@
-"""The program that lowering writes, without running it: the step traced again on placeholders, annotated as it goes."""
+"""Traces the annotated step on placeholders: the program that lowering would run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def annotated_program(
 ) -> bytes:
     """The program of the planned step with its annotations, as `apply` and `annotate` would give it to XLA.
 
-    Traced on placeholders by the machinery of `capture` and the writer of `annotate`: needs neither weights nor the
-    plan's devices.
+    Traced on placeholders by `capture`'s machinery and `annotate`'s writer: needs neither weights nor the plan's
+    devices.
 
     Returns:
         StableHLO, MLIR bytecode; HLO ops are labelled `op<k>` as in the captured program.
 
     Raises:
-        PlanMismatchError: the program is not the planned one; the first difference.
+        PlanMismatchError: the program is not the planned one; names the first difference.
         CaptureError: as `capture`.
     """
     schedule = Schedule.of(plan)
@@ -64,7 +64,7 @@ def _arguments(program: Program, schedule: Schedule) -> dict[int, Any]:
 
 
 class _Annotated(XlaLabels):
-    """Labels each op as capture does, and annotates instead of marking."""
+    """Labels ops as capture does, and annotates instead of marking."""
 
     def __init__(self, xla: Any, paths: ModulePaths, schedule: Schedule) -> None:
         self._writer = StepWriter(schedule, self.producer)
@@ -72,14 +72,14 @@ class _Annotated(XlaLabels):
         super().__init__(xla, paths)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Know an argument, and give it its sharding."""
+        """Record an argument, and shard it."""
         super().name(tensor, name)
         argument = self._writer.schedule.arguments.get(name)
         if argument is not None:
             runtime.pin(tensor, self._writer.schedule.mesh, argument.spec)
 
     def run(self, call: Call) -> Any:
-        """Run the op on the copies that the plan wants it to read; from the first other op on, nothing is written."""
+        """Run the op on its planned copies; after the first other op nothing is annotated."""
         ops = self._writer.schedule.ops
         planned = self._planned and call.index < len(ops)
         self._planned = planned and (ops[call.index].name, ops[call.index].inputs) == (call.name, call.inputs)
@@ -89,12 +89,12 @@ class _Annotated(XlaLabels):
         return super().run(Call(call.index, call.func, call.tensors, call.inputs, args, kwargs))
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Pin what the plan pins."""
+        """Write the plan's pins."""
         if self._planned:
             self._writer.after(call, outputs)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write-backs as in a running step."""
+        """Handle write-backs as in a running step."""
         if str(func) in WRITES_BACK and is_xla(args[0]):
             return self._writer.write_back(func, args, kwargs)
         return super().uncounted(func, args, kwargs)

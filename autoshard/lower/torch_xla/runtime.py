@@ -1,6 +1,6 @@
-"""The torch_xla runtime that a plan is lowered to: has it the devices of the plan, and how it says specs.
+"""The torch_xla runtime that a plan is lowered to: its devices, and its form of shardings.
 
-torch_xla writes a sharding as an `OpSharding` of a mesh that holds every device of the runtime.
+torch_xla's `OpSharding` is over a mesh of every device of the runtime.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 
 def check_runtime(mesh: Mesh) -> None:
-    """Turn SPMD on, and refuse a runtime that has not exactly the devices of `mesh`.
+    """Turn SPMD on, and refuse a runtime whose number of devices is not that of `mesh`.
 
     Raises:
         LoweringError: when the number of devices is not the mesh's (torch_xla partitions over all of them or none), or
@@ -54,12 +54,12 @@ def check_runtime(mesh: Mesh) -> None:
 
 
 _LOGICAL: list[bool] = []
-"""Not empty inside `logical_devices`. Of the process and not of a thread: autograd has threads of its own."""
+"""Not empty inside `logical_devices`. Per process, not per thread: autograd has threads of its own."""
 
 
 @contextmanager
 def logical_devices() -> Iterator[None]:
-    """In this context shardings name places of the mesh, row-major, and not the devices of this machine's runtime."""
+    """In this context shardings name mesh positions, row-major, instead of the runtime's devices."""
     _LOGICAL.append(True)
     try:
         yield
@@ -68,9 +68,9 @@ def logical_devices() -> Iterator[None]:
 
 
 def xla_mesh(mesh: Mesh) -> Any:
-    """The `torch_xla.distributed.spmd.Mesh` of a mesh: for each place the runtime's device that stands there.
+    """The `torch_xla.distributed.spmd.Mesh` of a mesh: the runtime's device at each position.
 
-    Its constructor insists on the devices being there; what it then writes does not need them (see `retrace`).
+    Its constructor needs the devices to exist; the shardings it then makes do not (see `retrace`).
     """
     return _xla_mesh(mesh, not _LOGICAL)
 
@@ -88,7 +88,7 @@ def _xla_mesh(mesh: Mesh, attached: bool) -> Any:
 
 
 def partition_spec(mesh: Mesh, spec: Spec) -> PartitionSpec:
-    """A spec in torch_xla's words: per dim None, an axis, or axes major to minor; axes of one device drop out."""
+    """A spec in torch_xla's form: per dim None, an axis, or axes major to minor; axes of one device drop out."""
     dims = [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec]
     return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
 
@@ -99,17 +99,17 @@ def op_sharding(mesh: Mesh, spec: Spec) -> Any:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside an `XLAShardedTensor`, which torch_xla's own functions refuse; others as they are."""
+    """The tensor inside an `XLAShardedTensor`, which torch_xla's own functions refuse; others unchanged."""
     inner: torch.Tensor = getattr(tensor, "global_tensor", tensor)
     return inner
 
 
 def shard_data(tensor: torch.Tensor, mesh: Mesh, spec: Spec, what: str) -> None:
-    """Mark a tensor that has data (a parameter, buffer, state or input), in place: each device holds its shard.
+    """Shard a tensor that has data (a parameter, buffer, state or input), in place.
 
     Raises:
-        LoweringError: when it is already sharded otherwise (torch_xla does not move shards between devices); when it
-            has more than `MOST_DIMS` dims and is to be split.
+        LoweringError: it has another sharding already (torch_xla does not reshard between devices); or it has more than
+            `MOST_DIMS` dims and is to be split.
     """
     import torch_xla
 
@@ -132,11 +132,11 @@ def shard_data(tensor: torch.Tensor, mesh: Mesh, spec: Spec, what: str) -> None:
 
 
 MOST_DIMS = 5
-"""torch_xla's `OpSharding` can be made for tensors of so many dims (it takes nested lists, to this depth)."""
+"""Most dims of a tensor for torch_xla's `OpSharding`, which takes nested lists to this depth."""
 
 
 def pin(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> None:
-    """Annotate an intermediate, in place: from here on it is the value that passed `custom_call @Sharding`."""
+    """Annotate an intermediate, in place: it becomes the result of a `custom_call @Sharding`."""
     import torch_xla
 
     if tensor.dim() > MOST_DIMS:
@@ -147,9 +147,9 @@ def pin(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> None:
 
 
 def annotated_copy(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> torch.Tensor:
-    """A second value, equal to `tensor`, annotated with a spec of its own (also when `tensor` is an argument).
+    """A copy of `tensor` with an annotation of its own (also if `tensor` is an argument).
 
-    A tensor of more than `MOST_DIMS` dims is annotated as one of fewer, in which dims that stay whole are one.
+    A tensor of more than `MOST_DIMS` dims is annotated with its unsplit dims merged.
     """
     copy = plain(tensor).clone()
     if copy.dim() <= MOST_DIMS:
@@ -163,11 +163,11 @@ def annotated_copy(tensor: torch.Tensor, mesh: Mesh, spec: Spec) -> torch.Tensor
 
 
 def fewer_dims(shape: tuple[int, ...], spec: Spec) -> tuple[list[int], list[int], Spec]:
-    """How to see a tensor in fewer dims without touching those that are split.
+    """Merge the dims of a tensor that are not split.
 
     Returns:
-        The order in which to put its dims (their own where that is enough, else split ones first), the shape in which
-        neighbours that are whole are one dim, and the spec of that shape.
+        A permutation of its dims (the identity where that is enough, else split ones first), the shape with adjacent
+        unsplit dims merged, and the spec of that shape.
     """
     for order in (list(range(len(shape))), sorted(range(len(shape)), key=lambda dim: not spec[dim])):
         sizes: list[int] = []
@@ -184,11 +184,7 @@ def fewer_dims(shape: tuple[int, ...], spec: Spec) -> tuple[list[int], list[int]
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Have `tensor` hold what `value` holds (a value that a write-back replaced), and nothing hold what it held.
-
-    A wrapper that functionalizes keeps its value twice. Were one of them left, the next sync would compute it, and give
-    it the buffer of `value`, which it was to replace.
-    """
+    """Swap the value of `value` (replaced by a write-back) into `tensor`, and drop the old one."""
     import torch_xla
 
     if torch._is_functional_tensor(tensor):

@@ -1,4 +1,4 @@
-"""What lowering has to do at each aten op of a step, read off a Plan once."""
+"""A plan indexed by aten op: what lowering does at each op of a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autoshard.plans.value import ROLES, Copy, OpSignature, Plan, PlanError, Pro
 from autoshard.program import ValueRead
 
 Shared = tuple[Producer, tuple[Spec, ...]]
-"""One annotated copy of one value, with the specs that it is annotated with one after the other, its own last; every
-consumer that wants this copy of this value reads the same one."""
+"""An annotated copy of a value, with the specs of its hops and its own last; all consumers of this copy read the same
+one."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Schedule:
     """A plan by aten op.
 
     Attributes:
-        mesh: that the specs are for.
+        mesh: of the specs.
         ops: the aten sequence, as planned.
-        arguments: name -> how it is split, of parameters, buffers, inputs and optimizer state.
+        arguments: name -> spec of parameters, buffers, inputs and optimizer state.
         inputs: names of the step's inputs.
         pins: (k, j) -> spec of output j of op k.
         reads: k -> {position among the tensors that op k reads -> the copy it reads there instead}.
-        values: what the step took to the host when it was captured.
-        last_read: copy, or hop -> the last op that reads it; it is made at its first reader and let go here.
+        values: the values that the step read on the host during capture.
+        last_read: copy, or hop -> the last op that reads it; it is made at its first reader and released at its last.
     """
 
     mesh: Mesh
@@ -42,7 +42,7 @@ class Schedule:
 
     @cached_property
     def by_reads(self) -> Mapping[tuple[str, tuple[Producer, ...]], tuple[int, ...]]:
-        """(name, what is read, None for inputs) -> the ops that are so, in their order."""
+        """(name, producers read, None for inputs) -> the ops that match, in order."""
         found: dict[tuple[str, tuple[Producer, ...]], list[int]] = {}
         for index, op in enumerate(self.ops):
             reads = tuple(None if self.is_input(p) else p for p in op.inputs)
@@ -50,7 +50,7 @@ class Schedule:
         return {key: tuple(indices) for key, indices in found.items()}
 
     def is_input(self, producer: Producer) -> bool:
-        """Whether a value is an input of the step, or one that only what was read from it follows from."""
+        """Whether a value is an input of the step, or a host value's stand-in for one."""
         return isinstance(producer, str) and (producer in self.inputs or producer not in self.arguments)
 
     @classmethod
@@ -58,8 +58,8 @@ class Schedule:
         """The schedule of a plan.
 
         Raises:
-            PlanError: an annotation for an op that the plan's program has not, or for a consumer that does not read
-                the value.
+            PlanError: an annotation for an op that the plan's program lacks, or for a consumer that does not read the
+                value.
         """
         ops = plan.program.ops
         arguments = {name: each for section in ROLES.values() for name, each in getattr(plan, section).items()}
@@ -87,7 +87,7 @@ class Schedule:
 
 
 def beginnings(shared: Shared) -> list[Shared]:
-    """The copies that a copy is made from, its hops, and itself."""
+    """The copies that a copy is made from: its hops, then itself."""
     producer, chain = shared
     return [(producer, chain[:end]) for end in range(1, len(chain) + 1)]
 
@@ -110,13 +110,13 @@ def _copies(plan: Plan) -> Iterator[tuple[Producer, str, Copy]]:
 
 
 def _positions(ops: tuple[OpSignature, ...], types: Mapping[str, str], producer: Producer, consumer: int) -> list[int]:
-    """Where among its tensors op `consumer` reads the value, itself or as ops pass it on that XLA has no op for."""
+    """Positions among op `consumer`'s tensors that read the value, directly or through ops without an XLA op."""
     if consumer >= len(ops):
         return []
     inputs = ops[consumer].inputs
 
     def passed_on(read: Producer, by: frozenset[str] | None) -> bool:
-        """Whether every op from the value to `read`, of those named or of any, may have returned what it was given."""
+        """Whether every op from the value to `read`, of those named or of any, may return its operand unchanged."""
         while read != producer:
             op = _of_one(ops, read)
             if op is None or (by is not None and op.name.split(".")[1] not in by):
@@ -131,8 +131,8 @@ def _positions(ops: tuple[OpSignature, ...], types: Mapping[str, str], producer:
     for meant in (lambda read: read == producer, lambda read: passed_on(read, UNCHANGED)):
         if found := [i for i, read in enumerate(inputs) if meant(read)]:
             return found
-    # The graph has it that the op reads the value itself: what is between has been dropped, as a product by 1 is, and
-    # left the type as it was. Where one tensor alone can be meant, it is that.
+    # In the graph the op reads the value itself: ops between (a product by 1) are dropped and kept the type. Where only
+    # one tensor can be meant, it is that.
     found = [i for i, read in enumerate(inputs) if passed_on(read, None)]
     return found if len({inputs[i] for i in found}) == 1 else []
 
@@ -142,11 +142,11 @@ UNCHANGED = frozenset(
     | {"detach_copy", "expand", "expand_copy", "lift_fresh", "lift_fresh_copy", "reshape", "slice", "slice_copy"}
     | {"squeeze_copy", "view", "view_copy", "aot_mark_sharding", "dynamo_mark_sharding"}
 )
-"""Aten ops that return what they are given if it has the type of their result."""
+"""Aten ops that return their operand if it has the type of their result."""
 
 
 def _of_one(ops: tuple[OpSignature, ...], read: Producer) -> OpSignature | None:
-    """The op that made `read`, if that reads one tensor and returns one, or copies one over another."""
+    """The op that made `read`, if it reads one tensor and returns one, or copies one over another."""
     if not isinstance(read, tuple):
         return None
     op = ops[read[0]]

@@ -1,11 +1,11 @@
-"""What lowering writes while a step is dispatched: copies before an op, pins after it, ties of arguments.
+"""Annotates a step as it is dispatched: copies before an op, pins after it, write-backs of arguments.
 
-The same for a running step (`annotator.Annotator`) and for a traced one (`retrace.annotated_program`).
+Shared by running steps (`annotator.Annotator`) and traced ones (`retrace.annotated_program`).
 
 **In-place ops.** torch_xla functionalizes: `a.add_(b)` arrives as `new = add(a, b)` and a write-back
-`_propagate_xla_data(a, new)`, which records the donation of `a` and annotates `new` like `a`. For the parameters,
-buffers and states of the program that is the tie between one step and the next, and it is kept. A value inside the step
-has no next step, and its write-back would override its pin: it is left out.
+`_propagate_xla_data(a, new)`, which records the donation of `a` and annotates `new` like `a`. For parameters, buffers
+and states that ties one step to the next, and is kept. For a value inside the step the write-back would override its
+pin, and is dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StepWriter:
     """Writes a schedule onto one step.
 
     Args:
-        schedule: what to write.
-        producer: who made a tensor, as the sequence that dispatches the step knows.
-        stand_ins: whether several tensors may be known as one value; each then has copies of its own.
+        schedule: the plan by aten op.
+        producer: the producer of a tensor, by the sequence that dispatches the step.
+        stand_ins: whether several tensors may stand for one value; each then has copies of its own.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class StepWriter:
         self._copied: dict[Producer, int] = {}
         self._roots: dict[int, torch.Tensor] = {}
         self.replaced: dict[str, torch.Tensor] = {}
-        """Argument name -> its value before the step, of those that were written since."""
+        """Argument name -> its original value, of those written in the step."""
 
     def restart(self) -> None:
-        """Let go of everything of the step before."""
+        """Release everything of the last step."""
         self._copies.clear()
         self._copied.clear()
         self._roots.clear()
         self.replaced.clear()
 
     def before(self, call: Call) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments that an op is to be called with: copies in the place of what the plan wants it to read so."""
+        """The arguments of an op, with planned copies in place of values."""
         reads = self.schedule.reads.get(call.index)
         if not reads:
             return call.args, call.kwargs
@@ -61,7 +61,7 @@ class StepWriter:
         return args, kwargs
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Pin the outputs of an op that has run, and let go of copies that nobody reads any more."""
+        """Pin the outputs of an op, and release copies after their last reader."""
         read = {tensor_id(tensor) for tensor in call.tensors if is_xla(tensor)}
         for j, tensor in enumerate(outputs):
             spec = self.schedule.pins.get((call.index, j))
@@ -73,7 +73,7 @@ class StepWriter:
                     self._copies.pop(each, None)
 
     def write_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a write-back `(old, new)` of an argument; leave out that of another value."""
+        """Run a write-back `(old, new)` of an argument; drop that of any other value."""
         old, new = args[0], args[1]
         root = self._roots.pop(tensor_id(old), old)
         name = self._producer(root)
