@@ -72,10 +72,9 @@ def plan(
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
             plan: `all`; `io`, none inside the program; `none`.
-        fold: no effect; accepted for compatibility.
         time_limit: of the solver, in seconds; each of several mesh shapes gets a quarter, and the best is solved again.
             An interrupt ends it with the incumbent, if there is one.
-        seed: of the solver.
+        seed, fold: of the solver; `fold` has no effect, and is accepted for compatibility.
         backend: integer-programming solver.
         frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
         annotations: `all` pins every output of every aten op; `least` only those that modelled propagation would not
