@@ -140,8 +140,10 @@ def _as_run(found: Source, source: str, options: SourceOptions) -> Source:
     import torch
 
     model, inputs = found.model, found.inputs
-    if options.dtype is not None:
-        wanted = getattr(torch, DTYPES[options.dtype])
+    wanted = getattr(torch, DTYPES[options.dtype]) if options.dtype is not None else None
+    if source.startswith("hf:"):
+        wanted = wanted or model.dtype  # a config.json may say bf16
+    if wanted is not None:
         inputs = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda each: each.to(wanted) if each.is_floating_point() else each, inputs
         )
@@ -224,6 +226,11 @@ def _transformers(name: str, options: SourceOptions) -> Source:
         if not counted:
             raise SourceError(f"hf:{model_type} does not count its layers by one number; --set its own fields")
         settings = dict.fromkeys(counted, str(options.layers)) | settings
+        full = written.get("num_hidden_layers")  # a list of as many has an entry for each layer, such as layer_types
+        written = {
+            name: value[: options.layers] if isinstance(value, list) and len(value) == full else value
+            for name, value in written.items()
+        }
     config = _configured(kind, model_type, settings, written)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's checkpoints have it

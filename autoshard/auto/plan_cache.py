@@ -29,7 +29,7 @@ from autoshard.stablehlo.context import mlir_context
 from autoshard.stablehlo.reader import parse_module
 from autoshard.version import __version__
 
-_SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib")
+_SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib", "libtpu")
 """Packages whose versions may affect a plan, beside autoshard and those that captured the program."""
 
 
