@@ -230,7 +230,7 @@ def _transformers(name: str, options: SourceOptions) -> Source:
         written = {
             name: value[: options.layers] if isinstance(value, list) and len(value) == full else value
             for name, value in written.items()
-        }
+        } | {name: options.layers for name in counted if name in written}
     config = _configured(kind, model_type, settings, written)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's checkpoints have it

@@ -215,3 +215,17 @@ def test_products_under_autocast_are_in_bf16(file: str) -> None:
     program = autoshard.capture(source.model, source.inputs)
     assert {op.outputs[0].dtype for op in program.ops if "_to_copy" not in op.name} == {"bf16"}
     assert {argument.type.dtype for argument in program.arguments if argument.role == "parameter"} == {"f32"}
+
+
+def test_lists_with_an_entry_for_each_layer_are_cut(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    types = ["full_attention"] * 6
+    source = written(tmp_path, SMALL_LLAMA | {"model_type": "qwen2", "layer_types": types})
+    assert load_source(source, layers=2).model.config.layer_types == types[:2]
+
+
+def test_images_have_the_dtype_that_a_configuration_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    source = load_source(written(tmp_path, small | {"model_type": "vit", "dtype": "bfloat16"}))
+    assert source.inputs["pixel_values"].dtype == torch.bfloat16
