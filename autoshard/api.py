@@ -77,11 +77,9 @@ def plan(
         seed, fold: of the solver; `fold` has no effect, and is accepted for compatibility.
         backend: integer-programming solver.
         frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
-        annotations: `all` pins every output of every aten op; `least` only those that modelled propagation would not
-            choose.
+        annotations: `all` pins every output of every aten op; `least` only those that propagation would not choose.
         refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be present: the best few candidates,
-            plans by hand among them, are compiled for it, and the best compiled one becomes the plan, which records all
-            of them (see `refine.py`).
+            plans by hand among them, are compiled for it, and the best compiled one becomes the plan (`refine.py`).
         dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: compressed).
         progress: called with the name of each stage as it begins.
 

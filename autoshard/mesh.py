@@ -26,7 +26,7 @@ class AxisPart:
     Attributes:
         axes: the axis; or, for groups off the mesh's grid, all axes that they span, in mesh order.
         size: devices of a group along them.
-        of: devices along the axis, of which a group has consecutive ones; None for groups off the grid.
+        of: devices along the axis; None for groups off the grid.
     """
 
     axes: tuple[str, ...]

@@ -16,7 +16,7 @@ from autoshard.plans.value import NoPlanError
 TRIES = 5
 """Most solves in search of a plan whose predicted memory is within the limit."""
 TIGHTER = 0.99
-"""Factor on the proportional limit for the next solve, so that it undershoots."""
+"""Factor on the proportional limit of the next solve, so that its prediction undershoots the limit."""
 WORTH_MORE = 1.02
 """How many times the predicted memory the limit must be for a solve with a higher limit."""
 _ABOVE = 1 + 1e-6

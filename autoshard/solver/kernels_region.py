@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 
 
 TABLES, LINKS, USED, FOLLOWED, TICK = range(5)
-"""Of `Workspace.filled`: numbers of tables and links, entries used of `pool` and `follow`, a mark for `seen`."""
+"""Of `Workspace.filled`: numbers of tables and links, entries used of `pool` and `follow`, the mark of `seen`."""
 
 
 def bench(nodes: int, edges: int, entries: int, seed: int = 0) -> Workspace:
