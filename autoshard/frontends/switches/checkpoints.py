@@ -61,9 +61,9 @@ def recomputed() -> Iterator[None]:
 
         def __init__(self, frame: Any, task: int) -> None:
             super().__init__(frame, task)
-            self.hide = _Hide(regions[frame()])
+            hide = self.hide = _Hide(regions[frame()])  # a cycle through self would keep the step's tensors alive
             save = self.__dict__["pack_hook"]
-            self.pack_hook = lambda tensor: save(self.hide.saved(tensor))
+            self.pack_hook = lambda tensor: save(hide.saved(tensor))
 
         def __enter__(self) -> None:
             self.stack = contextlib.ExitStack()

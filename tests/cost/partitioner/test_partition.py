@@ -311,7 +311,7 @@ def test_a_tpu_normalises_a_split_batch_where_a_cpu_gathers_it():
 
     def alone_on(target):
         shardings = Shardings(Subaxes(MESH), {}, (), (), {}, {})
-        found = Partitioner(graph, shardings, target).alone(op, *specs)
+        found = Partitioner(graph, shardings, target).op_collectives(op, *specs)
         return [(each.kind, each.axes, each.bytes) for each in found]
 
     assert alone_on("tpu") == [("all-reduce", ("data",), 64)] * 2
