@@ -67,7 +67,7 @@ def plan(
         loss_fn: from the model's output to a scalar; default, with an optimizer, the output's own `.loss`.
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. With a loss or
             an optimizer a training step is planned, else the forward pass.
-        memory: limit of the step in bytes per device; default the device kind's; None is no limit.
+        memory: limit of the step in bytes per device; default what runtimes leave of the kind's; None is no limit.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the

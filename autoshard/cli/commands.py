@@ -185,7 +185,7 @@ def commands() -> None:
 @click.option(
     "--placement", metavar="DCN,ICI", help="The link that each axis of --mesh lies on; default: inner ones near."
 )
-@click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
+@click.option("--memory", metavar="16GB", help="Limit per device, or none; default what runtimes leave.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
     "--keep",

@@ -15,7 +15,7 @@ from autoshard.plans.value import Keep
 Hint = Spec | Sequence[Sequence[str] | str | None] | str
 Progress = Callable[[str], None]
 DEVICE_MEMORY: Literal["device"] = "device"
-"""Default of `memory`: what the device kind has."""
+"""Default of `memory`: what the runtime leaves of the device kind's (`Device.memory_limit`)."""
 
 
 def silent(stage: str) -> None:
@@ -86,7 +86,7 @@ class PlanningOptions:
         """
         memory = self.memory
         if memory == DEVICE_MEMORY:
-            return load_device(mesh.device).memory_bytes
+            return load_device(mesh.device).memory_limit
         if memory is None:
             return None
         if not isinstance(memory, int | float) or not math.isfinite(memory):
