@@ -53,7 +53,7 @@ def confirmed(solve: Solve, graph: Graph, options: PlanningOptions) -> tuple[Cho
         if options.confirm == "always":
             raise
         return found, Confirmation("not confirmed", note=str(error))
-    return _Confirming(solve, graph, options, target, limit, f"{package} {version}").fitting(found)
+    return _Confirming(solve, graph, options, limit, f"{package} {version}", target).fitting(found)
 
 
 @dataclass
@@ -61,6 +61,7 @@ class _Confirming:
     """Plans that are compiled one after the other, until one fits.
 
     Attributes:
+        target: of the last one; another mesh may lie on another.
         least: bytes per device of the compiled plan that takes least.
         seconds, compiles: spent so far.
     """
@@ -68,9 +69,9 @@ class _Confirming:
     solve: Solve
     graph: Graph
     options: PlanningOptions
-    target: Target
     limit: int | None
     compiler: str
+    target: Target
     least: float = math.inf
     seconds: float = 0.0
     compiles: int = 0
@@ -99,6 +100,7 @@ class _Confirming:
         started = time.perf_counter()
         try:
             candidate, left = found.candidate, SECONDS - self.seconds
+            self.target = confirming_target(candidate.mesh, self.options.refine)
             module = annotate(self.graph.program, self.graph, candidate.annotations, candidate.mesh)
             compiled = compile_annotated(self.graph, candidate.mesh, self.target, module, timeout=left)
             return compiled.memory.peak, self.limit or math.inf

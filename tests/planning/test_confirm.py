@@ -45,7 +45,7 @@ def compiler(monkeypatch):
     said = SimpleNamespace(calls=[], answer=lambda predicted: predicted, seconds=0.0, clock=0.0)
 
     def compile_annotated(graph, mesh, target, predicted, *, timeout):
-        said.calls.append((predicted, timeout))
+        said.calls.append((predicted, timeout, str(target)))
         said.clock += said.seconds
         found = said.answer(predicted)
         if isinstance(found, Exception):
@@ -91,17 +91,17 @@ def test_three_plans_are_compiled_at_most(compiler):
     road = Road()
     compiler.answer = lambda predicted: 101 + predicted
     found, said = ask(road)
-    assert [predicted for predicted, _ in compiler.calls] == road.asked[:3]
+    assert [predicted for predicted, *_ in compiler.calls] == road.asked[:3]
     assert found.predicted_bytes == road.asked[3] < road.asked[2]
     assert (said.verdict, said.compiled_bytes, said.compiles) == ("not confirmed", None, 3)
-    least = min(101 + predicted for predicted, _ in compiler.calls)
+    least = min(101 + predicted for predicted, *_ in compiler.calls)
     assert said.note == f"not compiled; the least of 3 that were takes {least} bytes per device"
 
 
 def test_no_more_than_300_seconds_are_spent(compiler):
     compiler.answer, compiler.seconds = lambda predicted: predicted + 101, 200.0
     _, said = ask(Road())
-    assert [timeout for _, timeout in compiler.calls] == [300.0, 100.0]
+    assert [timeout for _, timeout, _ in compiler.calls] == [300.0, 100.0]
     assert (said.verdict, said.compiles, said.seconds) == ("not confirmed", 2, 400.0)
 
 
@@ -142,6 +142,17 @@ def test_what_the_compiler_says_of_the_devices_memory_is_the_limit_too(compiler)
     compiler.answer = lambda predicted: OutOfMemoryError("too much") if predicted > 900 else predicted
     found, said = ask(road, memory=None, confirm="always")
     assert (found.predicted_bytes, said.verdict, said.compiles) == (792, "fits", 2)
+
+
+def test_a_plan_on_another_mesh_is_compiled_for_that(compiler):
+    def road(options):
+        mesh = Mesh((2, 4), device="tpu-v5e") if options.memory == 100 else Mesh((8, 1), device="tpu-v5e:8x1")
+        return Chosen(Candidate(mesh, None, SimpleNamespace(peak_memory_bytes=options.memory), memory=options.memory))
+
+    compiler.answer = lambda predicted: predicted + 10
+    _, said = ask(road)
+    assert [target for *_, target in compiler.calls] == ["tpu-v5e:2x4", "tpu-v5e:8x1"]
+    assert said.target == "tpu-v5e:8x1"
 
 
 def test_another_error_of_the_compiler_confirms_nothing(compiler):
