@@ -116,7 +116,7 @@ class _Confirming:
         """A choice of which that share is predicted, or less; where there is none, the one of least memory.
 
         Raises:
-            NoPlanError: nothing smaller is predicted than what does not fit.
+            NoPlanError: nothing that is smaller by 1 % is predicted.
         """
         asked = TIGHTER * share * found.predicted_bytes
         for _ in range(2):
@@ -124,7 +124,7 @@ class _Confirming:
                 return self.solve(replace(self.options, memory=asked))
             except NoPlanError as error:
                 refused, asked = error, error.least
-            if asked >= found.predicted_bytes:
+            if asked > max(share, TIGHTER) * found.predicted_bytes:
                 break
         limit = "the device" if self.limit is None else f"{self.limit:,} bytes per device"
         raise NoPlanError(

@@ -113,6 +113,13 @@ def test_where_less_is_not_predicted_the_plan_of_least_memory_is_compiled(compil
     assert (found.predicted_bytes, said.compiled_bytes) == (90, 95)
 
 
+def test_a_plan_that_is_hardly_smaller_is_not_compiled(compiler):
+    """Llama 3 8B on eight H100s within 22 GB: 19.797 GB are predicted, 22.6 compiled; the least predicted is 19.796."""
+    compiler.answer = lambda predicted: predicted + 600
+    with pytest.raises(NoPlanError, match="the least of 1 that libxyz"):
+        ask(Road(least=9999), memory=10_000)
+
+
 def test_where_nothing_fits_as_compiled_the_error_says_what_was_compiled(compiler):
     compiler.answer = lambda predicted: predicted + 60
     with pytest.raises(NoPlanError, match=r"fits 100 bytes .* as compiled: the least of 3 that libxyz 2\.0") as error:
