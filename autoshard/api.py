@@ -15,7 +15,7 @@ from autoshard.frontends.choose import capture_of, choose
 from autoshard.mesh import Mesh
 from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import meshes_for
-from autoshard.planning.options import DEVICE_MEMORY, Hint, OptionKeywords, PlanningOptions, Progress, silent
+from autoshard.planning.options import DEVICE_MEMORY, Confirm, Hint, OptionKeywords, PlanningOptions, Progress, silent
 from autoshard.plans import json_format, value
 from autoshard.plans.check import check_mesh, check_program
 from autoshard.plans.value import Keep
@@ -50,6 +50,7 @@ def plan(
     frontend: str = "auto",
     annotations: Literal["all", "least"] = "all",
     refine: str | None = None,
+    confirm: Confirm = "never",
     dump_problem: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -62,34 +63,34 @@ def plan(
         sample_inputs: arguments of the model: a tensor, a tuple, or a dict of keyword arguments (any device).
         mesh: a Mesh, a shape such as `(2, 4)`, or `"2x4"`.
         devices: number of devices, without a mesh: every shape of up to three axes is tried.
-        device: device kind of the mesh, if `mesh` is not a Mesh: `tpu-v5e`, `h100`… also with its topology
-            (`tpu-v5e:4x4:2slices`, `h100:2x8`).
+        device: its device kind, if `mesh` is not a Mesh, also with a topology: `h100:2x8`, `tpu-v5e:4x4:2slices`.
         loss_fn: from the model's output to a scalar; default, with an optimizer, the output's own `.loss`.
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. With a loss or
             an optimizer a training step is planned, else the forward pass.
-        memory: limit of the step in bytes per device; default the device kind's; None is no limit.
+        memory: limit of the step in bytes per device; default what runtimes leave of the kind's; None is no limit.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
             plan: `all`; `io`, none inside the program; `none`.
         time_limit: of the solver, in seconds; each of several mesh shapes gets a quarter, and the best is solved again.
             An interrupt ends it with the incumbent, if there is one.
-        seed, fold: of the solver; `fold` has no effect, and is accepted for compatibility.
-        backend: integer-programming solver.
+        seed, fold, backend: of the solver, `backend` of its integer programs; `fold` has no effect.
         frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
         annotations: `all` pins every output of every aten op; `least` only those that propagation would not choose.
         refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be present: the best few candidates,
             plans by hand among them, are compiled for it, and the best compiled one becomes the plan (`refine.py`).
+        confirm: `auto`: where the predicted peak is above 80 % of `memory`, the target's compiler is asked; `always`.
+            A plan that does not fit as compiled is not returned (`confirm.py`); `plan.confirmed` says what came of it.
         dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: compressed).
         progress: called with the name of each stage as it begins.
 
     Raises:
         ValueError: the mesh, a hint or an option is wrong.
         CaptureError: the program cannot be captured; names the op or input, and where.
-        PlanError: no plan meets the memory limit; says the least possible.
+        PlanError: no plan meets the memory limit, as predicted or as compiled; says the least found.
     """
     through = choose(frontend)
-    meshes = meshes_for(mesh, devices, device, refine)
+    meshes = meshes_for(mesh, devices, device, refine, confirm)
     with collector_paused():
         (progress or silent)("capture")
         program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, frontend=through)
@@ -105,6 +106,7 @@ def plan(
             backend=backend,
             annotations=annotations,
             refine=refine,
+            confirm=confirm,
             dump_problem=dump_problem,
             progress=progress,
         )

@@ -185,7 +185,7 @@ def commands() -> None:
 @click.option(
     "--placement", metavar="DCN,ICI", help="The link that each axis of --mesh lies on; default: inner ones near."
 )
-@click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
+@click.option("--memory", metavar="16GB", help="Limit per device, or none; default what runtimes leave.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
     "--keep",
@@ -214,6 +214,13 @@ def commands() -> None:
     metavar="TARGET",
     help="Compile the few best candidates for it (tpu-v5e:2x4, h100:8, cpu) and take the best compiled one.",
 )
+@click.option(
+    "--confirm",
+    type=click.Choice(["never", "auto", "always"]),
+    default="auto",
+    show_default=True,
+    help="Have the target's compiler say whether the plan fits; auto: where it is predicted near the memory limit.",
+)
 @click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
 @click.option("--seed", type=SEED_RANGE, default=0, show_default=True, help="Of the solver.")
 @click.option(
@@ -237,6 +244,7 @@ def plan(
     frontend: str,
     annotations: Literal["all", "least"],
     refine: str | None,
+    confirm: Literal["never", "auto", "always"],
     time_limit: float,
     seed: int,
     dump_problem: Path | None,
@@ -252,7 +260,8 @@ def plan(
     device = device_for(device, refine)
     if device is not None:
         known_device(device)
-    meshes = meshes_for(parse_mesh(mesh_shape, axes, devices, device, placement), devices, device, refine)
+    mesh = parse_mesh(mesh_shape, axes, devices, device, placement)
+    meshes = meshes_for(mesh, devices, device, refine, confirm)
     limit = parse_limit(memory)
     wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
     for path in filter(None, (output, dump_problem)):
@@ -267,6 +276,7 @@ def plan(
             keep=keep,
             annotations=annotations,
             refine=refine,
+            confirm=confirm,
             time_limit=time_limit,
             seed=seed,
             dump_problem=dump_problem,
@@ -274,13 +284,18 @@ def plan(
         )
         if output is not None:
             stages.begin("write")
-            replace(found, info={"source": {"source": asked.source, **asked.options.given}}).save(output)
+            source = {"source": asked.source, **asked.options.given}
+            replace(found, info={**found.info, "source": source}).save(output)
         gc.freeze()  # the command ends here: a collection would walk the program, its graph and the plan for nothing
     say(str(found))
+    spent = stages.spent()
+    if found.confirmed is not None and found.confirmed.compiles:
+        seconds = found.confirmed.seconds
+        say(f"\nPlanned in {spent['seconds'] - seconds:.1f} s, and {seconds:.1f} s of compiling")
     if output is not None:
         say(f"\nWrote {output}")
     if as_json:
-        print_json({"plan": None if output is None else str(output), **_summary(found), **stages.spent()})
+        print_json({"plan": None if output is None else str(output), **_summary(found), **spent})
 
 
 @commands.command()
@@ -484,6 +499,7 @@ def _summary(found: Plan) -> dict[str, Any]:
         "predicted": found.predicted and plain(replace(found.predicted, modules=())),
         "solver": plain(found.solver),
         "refined": plain(found.refined),
+        "confirmed": plain(found.confirmed),
         "activations": len(found.activations),
         "replicated_ops": len(found.replicated_ops),
         "replicated_cost_s": sum(op.cost_s for op in found.replicated_ops),

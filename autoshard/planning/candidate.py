@@ -13,7 +13,7 @@ from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import AxisGroup, Mesh
 from autoshard.planning.options import PlanningOptions
-from autoshard.plans.value import CollectiveTotal, SolverInfo
+from autoshard.plans.value import CollectiveTotal, MeshTried, Refinement, SolverInfo
 from autoshard.solver.problem import Problem, Solution
 from autoshard.strategies.carry import Carried
 
@@ -75,6 +75,25 @@ class Candidate:
             return self
         fewer = least(graph, self.annotations, self.mesh)
         return replace(self, annotations=fewer, prediction=predict(graph, fewer, self.mesh))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The candidate that the road ends at, and how it was found.
+
+    Attributes:
+        search: every mesh that was tried, where several were.
+        refined: what was compiled to refine the choice, where that was asked for.
+    """
+
+    candidate: Candidate
+    search: tuple[MeshTried, ...] = ()
+    refined: Refinement | None = None
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Predicted peak per device."""
+        return self.candidate.prediction.peak_memory_bytes
 
 
 def solver_info(solution: Solution) -> SolverInfo:

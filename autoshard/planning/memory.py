@@ -2,7 +2,8 @@
 
 The solver counts memory in program order, group by group; the prediction follows the target's compiler. Where the
 prediction exceeds the limit, the solver gets a lower one; where the solver's count finds no feasible plan, it gets
-higher ones, as long as the prediction stays within the limit.
+none, then higher ones, as long as the prediction stays within the limit. Where it counts near the limit and much less
+is predicted, it gets none either, and the faster plan is taken.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ TIGHTER = 0.99
 """Factor on the proportional limit of the next solve, so that its prediction undershoots the limit."""
 WORTH_MORE = 1.02
 """How many times the predicted memory the limit must be for a solve with a higher limit."""
+LOOSE = 0.8
+"""Part of the limit: a peak predicted below and counted above says that the solver's count may be in the way."""
 _ABOVE = 1 + 1e-6
 """Factor on the least peak that the solver reports, to make it feasible as a limit."""
 
@@ -44,6 +47,7 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
     refused: NoPlanError | None = None
     first: float | None = None  # the limit that the solver found infeasible
     best: Candidate | None = None
+    freed = False  # whether the plan without a limit is known to exceed it
     lowest: int | None = None  # predicted peak of the plan of least memory by the solver's count
     for _ in range(TRIES):
         try:
@@ -51,6 +55,10 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         except NoPlanError as error:
             if best is not None:  # time was over
                 break
+            if refused is None and least == math.inf:
+                freed = True
+                if (free := _free(problem, limit)) is not None:
+                    return free
             if refused is not None or not math.isfinite(error.least):
                 if least == math.inf:
                     raise
@@ -58,8 +66,12 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
             refused, first, asked = error, asked, error.least * _ABOVE  # least memory by the solver's count
             continue
         predicted = found.prediction.peak_memory_bytes
-        if limit is None or asked is None or (predicted <= limit and refused is None):
+        if limit is None or asked is None:
             return found
+        if predicted <= limit and refused is None:
+            counted = math.inf if found.decision is None else found.decision.counted_bytes
+            free = _free(problem, limit) if predicted < LOOSE * limit < counted < math.inf else None
+            return found if free is None or free.time >= found.time else free
         if best is not None and (predicted > limit or found.time >= best.time):
             break
         if predicted <= limit:
@@ -75,6 +87,8 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         # Lower the solver's limit by the ratio of the limit to the prediction for this plan.
         assert found.decision is not None
         asked = TIGHTER * min(found.decision.counted_bytes, asked) * limit / predicted
+    if best is None and not freed:
+        best = _free(problem, limit)
     if best is not None:
         return best
     assert limit is not None
@@ -90,6 +104,17 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         f"the least predicted of those tried is {least:,.0f}{said}",
         least,
     )
+
+
+def _free(problem: Solvable, limit: float | None) -> Candidate | None:
+    """The solver's choice without a limit, if it is predicted to be within `limit`."""
+    if limit is None:
+        return None
+    try:
+        found = problem.candidate(None)
+    except NoPlanError:
+        return None
+    return found if found.prediction.peak_memory_bytes <= limit else None
 
 
 def _lowest(problem: Solvable) -> Candidate | None:

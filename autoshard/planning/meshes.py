@@ -7,22 +7,40 @@ from collections.abc import Sequence
 from autoshard.cost.machine.device import DeviceError, load_device
 from autoshard.cost.machine.layout import check_layout
 from autoshard.mesh import MAX_DEVICES, Mesh
-from autoshard.verify.targets import Target, on_target, parse_target
+from autoshard.planning.options import Confirm
+from autoshard.verify.targets import Target, default_target, on_target, parse_target
 
 
 def meshes_for(
-    mesh: Mesh | Sequence[int] | str | None, devices: int | None, device: str | None, refine: str | None
+    mesh: Mesh | Sequence[int] | str | None,
+    devices: int | None,
+    device: str | None,
+    refine: str | None = None,
+    confirm: Confirm = "never",
 ) -> list[Mesh]:
     """The meshes to plan for; without a device kind, that of the `refine` target.
 
     Raises:
         ValueError: there is none, or it does not match the target's topology.
+        TargetError: the compiler to refine with, or to `confirm` always, is not installed.
     """
     if refine is None:
-        return candidate_meshes(mesh, devices, device)
-    meshes = candidate_meshes(mesh, devices, device if isinstance(mesh, Mesh) else device_for(device, refine))
-    check_refine(refine, meshes[0])
+        meshes = candidate_meshes(mesh, devices, device)
+    else:
+        meshes = candidate_meshes(mesh, devices, device if isinstance(mesh, Mesh) else device_for(device, refine))
+        check_refine(refine, meshes[0])
+    if confirm == "always":
+        confirming_target(meshes[0], refine).packages()
     return meshes
+
+
+def confirming_target(mesh: Mesh, refine: str | None) -> Target:
+    """The target whose compiler confirms a plan's memory: that of `refine`, else the mesh's own.
+
+    Raises:
+        TargetError: the device kind is the user's own.
+    """
+    return parse_target(refine or default_target(mesh), mesh.size)
 
 
 def check_refine(text: str, mesh: Mesh) -> Target:

@@ -15,7 +15,7 @@ from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.planning.candidate import Candidate, Decision, solver_info
 from autoshard.planning.hints import kept, split
 from autoshard.planning.memory import within_limit
-from autoshard.planning.options import PlanningOptions
+from autoshard.planning.options import DEVICE_MEMORY, PlanningOptions
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.solver.problem import Problem, Solution, Status
@@ -47,7 +47,15 @@ def candidate_on(
     """
     hints = kept(graph.program, mesh, options.hints, options.keep)
     memory = options.memory_on(mesh)
-    return within_limit(OneMesh(graph, mesh, options, hints, memory, seconds, goal, tuple(others)), memory)
+    try:
+        return within_limit(OneMesh(graph, mesh, options, hints, memory, seconds, goal, tuple(others)), memory)
+    except NoPlanError as error:
+        if memory is None or options.memory != DEVICE_MEMORY or not math.isfinite(error.least):
+            raise
+        default = (
+            f"{memory:,} bytes is what runtimes leave of the device kind's memory; memory= (--memory) is another limit"
+        )
+        raise NoPlanError(f"{error}. {default}", error.least) from None
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from autoshard.plans.value import Keep
 
 Hint = Spec | Sequence[Sequence[str] | str | None] | str
 Progress = Callable[[str], None]
+Confirm = Literal["never", "auto", "always"]
+"""Whether the target's compiler is asked if a plan fits (`confirm.py`)."""
 DEVICE_MEMORY: Literal["device"] = "device"
-"""Default of `memory`: what the device kind has."""
+"""Default of `memory`: what the runtime leaves of the device kind's (`Device.memory_limit`)."""
 
 
 def silent(stage: str) -> None:
@@ -34,6 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     backend: str
     annotations: Literal["all", "least"]
     refine: str | None
+    confirm: Confirm
     rivals: bool
     dump_problem: str | Path | None
     progress: Progress | None
@@ -60,6 +63,7 @@ class PlanningOptions:
     backend: str = "auto"
     annotations: Literal["all", "least"] = "all"
     refine: str | None = None
+    confirm: Confirm = "never"
     rivals: bool = True
     dump_problem: str | Path | None = None
     progress: Progress = silent
@@ -77,6 +81,8 @@ class PlanningOptions:
             raise ValueError(f"annotations are all or least, not {self.annotations!r}")
         if self.keep not in get_args(Keep):
             raise ValueError(f"keep is {', '.join(get_args(Keep))}, not {self.keep!r}")
+        if self.confirm not in get_args(Confirm):
+            raise ValueError(f"confirm is {', '.join(get_args(Confirm))}, not {self.confirm!r}")
 
     def memory_on(self, mesh: Mesh) -> int | None:
         """Memory limit on `mesh` in bytes per device; None is no limit.
@@ -86,7 +92,7 @@ class PlanningOptions:
         """
         memory = self.memory
         if memory == DEVICE_MEMORY:
-            return load_device(mesh.device).memory_bytes
+            return load_device(mesh.device).memory_limit
         if memory is None:
             return None
         if not isinstance(memory, int | float) or not math.isfinite(memory):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
@@ -39,6 +39,7 @@ class Recorded(TypedDict, total=False):
     wrong_sums: tuple[str, ...]
     search: tuple[MeshTried, ...]
     refined: Refinement | None
+    info: Mapping[str, Any]
 
 
 def annotations_of(plan: Plan, graph: Graph) -> Annotations:

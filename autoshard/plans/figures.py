@@ -169,6 +169,29 @@ class MeshTried(_Figures):
 
 
 @dataclass(frozen=True)
+class Confirmation(_Figures):
+    """What the target's compiler says of the memory that a plan takes.
+
+    Attributes:
+        verdict: `fits`, as compiled within the memory limit; or `not confirmed`.
+        target: that it was compiled for; empty where there is none.
+        compiler: package and version, such as `libtpu 0.0.51`; empty where it is not installed.
+        compiled_bytes: of the plan, per device; None where it was not compiled.
+        compiles: plans compiled, those that did not fit among them.
+        seconds: that compiling took.
+        note: why it is not confirmed.
+    """
+
+    verdict: str
+    target: str = ""
+    compiler: str = ""
+    compiled_bytes: int | None = None
+    compiles: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class RefineCandidate(_Figures):
     """One plan that was compiled to refine a choice (`refine.py`).
 

@@ -11,11 +11,12 @@ survives a round trip and equal calls give equal bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.figures import CollectiveTotal as CollectiveTotal
+from autoshard.plans.figures import Confirmation as Confirmation
 from autoshard.plans.figures import MeshTried as MeshTried
 from autoshard.plans.figures import ModuleCost as ModuleCost
 from autoshard.plans.figures import PlanError as PlanError
@@ -199,7 +200,7 @@ class Plan:
         search: every mesh shape that was tried, where the shape was left open.
         wrong_sums: of a plan that no solver made, the convolutions of which XLA would compute wrong numbers, in words.
         refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
-        info: what changes nothing that is executed: `source`, what the command line was asked for.
+        info: what changes nothing that is executed: `source`, what the command line was asked for; `confirmed`.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
         applied: what `lower/torch_xla` keeps of a plan that was applied in this process; likewise.
 
@@ -250,6 +251,13 @@ class Plan:
         """The entry of an argument of the program; None for scalars."""
         section = ROLES.get(argument.role)
         return None if section is None else getattr(self, section).get(argument.name)
+
+    @property
+    def confirmed(self) -> Confirmation | None:
+        """What the target's compiler said of the plan's memory; None where nobody asked it."""
+        said = self.info.get("confirmed")
+        known = {each.name for each in fields(Confirmation)}
+        return None if said is None else Confirmation(**{key: said[key] for key in said.keys() & known})
 
     def tensor(self, name: str) -> TensorPlan:
         """The entry of a parameter, buffer, input or optimizer state.

@@ -20,6 +20,7 @@ from autoshard.show.drawing import holders, tiles
 from autoshard.show.explanation import Explanation
 from autoshard.show.report import (
     activation_groups,
+    confirmed_line,
     duration,
     layout,
     mesh_text,
@@ -145,6 +146,7 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
         parts=_parts(plan),
         collectives=_collectives(plan),
         memory=_memory(plan),
+        confirmed=None if plan.confirmed is None else confirmed_line(plan.confirmed),
         inputs=[_tensor(plan.mesh, name, tensor) for name, tensor in plan.inputs.items()],
         outputs=[_tensor(plan.mesh, name, tensor) for name, tensor in plan.outputs.items()],
         undivided=undivided(plan, explanations),

@@ -14,6 +14,7 @@ from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
 from autoshard.plans.value import (
     ActivationPlan,
     CollectiveTotal,
+    Confirmation,
     Copy,
     MeshTried,
     Plan,
@@ -50,6 +51,8 @@ def plan_report(plan: Plan) -> str:
     ]
     if plan.predicted is not None:
         parts += ["", *predicted_lines(plan.predicted, plan.options.memory)]
+    if plan.confirmed is not None:
+        parts.append(confirmed_line(plan.confirmed))
     if plan.solver is not None:
         parts += ["", solver_line(plan.solver)]
     if plan.refined is not None:
@@ -268,6 +271,17 @@ def predicted_lines(predicted: Predicted, limit: int | None = None) -> list[str]
     lines += ["    " + line for line in columns([_collective(each) for each in predicted.collectives])]
     of = "" if limit is None else f" of {size(limit)}"
     return [*lines, f"  peak memory    {size(predicted.peak_memory_bytes)}{of} per device"]
+
+
+def confirmed_line(confirmed: Confirmation) -> str:
+    """`as compiled  15.2 GB per device: fits (libtpu 0.0.51 for tpu-v5e:2x4, 2 plans compiled in 34 s)`."""
+    compiled, plans = confirmed.compiled_bytes, "1 plan" if confirmed.compiles == 1 else f"{confirmed.compiles} plans"
+    spent = f"{plans} compiled in {duration(confirmed.seconds)}" if confirmed.compiles else ""
+    by = f"{confirmed.compiler} for {confirmed.target}" if confirmed.compiler else ""
+    about = ", ".join(filter(None, (by, spent)))
+    verdict = confirmed.verdict + (f": {confirmed.note}" if confirmed.note else "")
+    said = verdict if compiled is None else f"{size(compiled)} per device: {verdict}"
+    return f"  as compiled    {said}" + (f" ({about})" if about else "")
 
 
 def _collective(total: CollectiveTotal) -> tuple[str, ...]:

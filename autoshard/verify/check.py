@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard.cost.machine.device import builtin_kinds, load_device
-from autoshard.cost.machine.layout import device_order, machine
+from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.layout import device_order
 from autoshard.cost.predict import Prediction, predict
 from autoshard.frontends.choose import capture_of
 from autoshard.graph.annotations import Annotations
@@ -23,14 +23,14 @@ from autoshard.stablehlo.annotate import annotate, donated
 from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.guard import wrong_sums
 from autoshard.verify.collectives import compiled_collectives
-from autoshard.verify.compile import Compiled, compile_module
+from autoshard.verify.compile import COMPILE_TIMEOUT_S, Compiled, compile_module
 from autoshard.verify.cycles import Cycles, check_clock, compiled_cycles, loop_trips
 from autoshard.verify.fidelity import Fidelity, fidelity
 from autoshard.verify.hlo_text import parse_hlo
 from autoshard.verify.judge import Judged, judged
 from autoshard.verify.run import RunReport, run_equal
 from autoshard.verify.schedule import overlapped_seconds
-from autoshard.verify.targets import Target, TargetError, on_target, parse_target
+from autoshard.verify.targets import Target, TargetError, default_target, on_target, parse_target
 from autoshard.verify.work import compiled_work
 
 
@@ -141,9 +141,7 @@ def compare_compiled(
     if cycles:
         check_clock(target, kind)
     prediction = predict(graph, annotations, targeted)
-    compiled = compile_module(
-        module, target, donate=donated(graph.program), order=device_order(targeted, kind), whole=cycles
-    )
+    compiled = compile_annotated(graph, mesh, target, module, whole=cycles)
     parsed = parse_hlo(compiled.hlo_text)
     collectives = compiled_collectives(parsed, targeted, target.family)
     names = {op.index: (op.name, op.module) for op in graph.program.ops}
@@ -167,6 +165,15 @@ def compare_compiled(
         cycles=compiled_cycles(parsed, kind, loop_trips(graph)) if cycles else None,
     )
     return report, compiled
+
+
+def compile_annotated(
+    graph: Graph, mesh: Mesh, target: Target, module: bytes, *, whole: bool = False, timeout: float = COMPILE_TIMEOUT_S
+) -> Compiled:
+    """Compile a program's annotated module for `target`, with the mesh laid on its devices; see `compile_module`."""
+    targeted = on_target(mesh, target)
+    order = device_order(targeted, load_device(targeted.device))
+    return compile_module(module, target, donate=donated(graph.program), order=order, whole=whole, timeout=timeout)
 
 
 def verify_plan(
@@ -246,19 +253,3 @@ def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tup
     say("lower")
     module = annotated_program(plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
     return graph, module
-
-
-def default_target(mesh: Mesh) -> str:
-    """The target of a mesh: its device kind with its topology, declared or implied.
-
-    Raises:
-        TargetError: the kind is the user's own, and names a family but no target.
-    """
-    device = load_device(mesh.device)
-    if device.compiler.compiles_for_all_kinds:
-        return device.target
-    if device.kind not in builtin_kinds():
-        raise TargetError(
-            f"{device.kind} is a device kind of your own: say what to compile for, such as --target h100:8"
-        )
-    return machine(mesh, device)

@@ -45,6 +45,26 @@ class CompileError(AutoshardError, RuntimeError):
     """XLA could not compile the program: its message, or that it crashed or timed out."""
 
 
+class OutOfMemoryError(CompileError):
+    """XLA found that the program does not fit in a device's memory.
+
+    Attributes:
+        needed, available: bytes per device; None where the compiler does not say.
+    """
+
+    def __init__(self, message: str, needed: int | None = None, available: int | None = None) -> None:
+        """The message, and the bytes."""
+        super().__init__(message)
+        self.needed, self.available = needed, available
+
+
+_EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|CompileTimeHbmOom")
+_OTHER_MEMORY = re.compile(r"memory space (?!hbm)|CompileTime\w*[VS]mem")
+"""A kernel that exceeds on-chip memory does so whatever the limit."""
+_FIGURES = re.compile(r"(?:required for .*?\(|Used )([\d.]+[KMGT]?)\)? (?:exceeds available HBM \(|of )([\d.]+[KMGT]?)")
+"""What libtpu says that a program takes, and of how much (0.0.51, and older versions)."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes per device by the compiler's buffer assignment.
@@ -122,7 +142,8 @@ def compile_module(
 
     Raises:
         TargetError: the target is malformed or its compiler not installed.
-        CompileError: the compiler refused the program, crashed or took longer than `timeout`.
+        OutOfMemoryError: the program does not fit in a device's memory.
+        CompileError: the compiler refused the program otherwise, crashed or took longer than `timeout`.
     """
     target = parse_target(target) if isinstance(target, str) else target
     versions = target.packages()
@@ -221,7 +242,7 @@ def _run_worker(work: Path, stablehlo: bytes, target: Target, how: Mapping[str, 
                 ) from None
     said = (work / "stderr.txt").read_text(errors="replace")
     if status != 0 or not (work / "result.json").exists():
-        raise CompileError(_failure(target, status, said))
+        raise failure(target, status, said)
     result = json.loads((work / "result.json").read_text())
     result["rematerializations"] = _rematerializations(said)
     (work / "result.json").write_text(json.dumps(result))
@@ -237,8 +258,8 @@ def _rematerializations(said: str) -> list[str]:
     return found
 
 
-def _failure(target: Target, status: int, said: str) -> str:
-    """The error message, from a failed compiler's standard error."""
+def failure(target: Target, status: int, said: str) -> CompileError:
+    """The error, from a failed compiler's standard error."""
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
         how = f"the compiler for {target} crashed ({name})"
@@ -250,4 +271,14 @@ def _failure(target: Target, status: int, said: str) -> str:
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     last = (errors or lines or ["it said nothing"])[-1].strip()
     why = next((f" ({why})" for sign, why in _KNOWN_CRASHES.items() if sign in last), "")
-    return f"{how}: {last[:1500]}{why}"
+    message = f"{how}: {last[:1500]}{why}"
+    if _EXHAUSTED.search(last) and not _OTHER_MEMORY.search(last):
+        figures = _FIGURES.search(last)
+        return OutOfMemoryError(message, *map(_bytes, figures.groups() if figures else ()))
+    return CompileError(message)
+
+
+def _bytes(text: str) -> int:
+    """XLA's `15.75G` as bytes."""
+    unit = "KMGT".find(text[-1]) + 1
+    return int(float(text[:-1] if unit else text) * 1024**unit)

@@ -18,7 +18,7 @@ from autoshard.cost.machine.device import (
     load_device,
     split_topology,
 )
-from autoshard.cost.machine.layout import check_layout
+from autoshard.cost.machine.layout import check_layout, machine
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 
@@ -113,6 +113,23 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
             "choose a target with as many"
         )
     return target
+
+
+def default_target(mesh: Mesh) -> str:
+    """The target of a mesh: its device kind with its topology, declared or implied.
+
+    Raises:
+        TargetError: the kind is the user's own, and names a family but no target.
+    """
+    device = load_device(mesh.device)
+    if device.compiler.compiles_for_all_kinds:
+        return device.target
+    if device.kind not in builtin_kinds():
+        raise TargetError(
+            f"{device.kind} is a device kind of your own: what it compiles for is not known; verify takes it, such as "
+            "--target h100:8"
+        )
+    return machine(mesh, device)
 
 
 def on_target(mesh: Mesh, target: Target) -> Mesh:

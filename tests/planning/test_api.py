@@ -15,6 +15,7 @@ from autoshard.mesh import Mesh, spec_axes
 from autoshard.planning import one_mesh
 from autoshard.planning.meshes import candidate_meshes, factorisations
 from autoshard.planning.one_mesh import OneMesh
+from autoshard.plans.value import NoPlanError
 from autoshard.program import Program
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.stablehlo.reader import build_graph
@@ -96,6 +97,14 @@ def test_evaluate_says_of_a_plan_what_plan_predicted(plan: autoshard.Plan, progr
     found = autoshard.evaluate(program, plan)
     assert found.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
     assert found.peak_memory_bytes == plan.predicted.peak_memory_bytes
+
+
+def test_where_the_default_limit_is_in_the_way_the_error_says_whose_it_is():
+    large = torch.zeros(40_000, 1024, 1024, device="meta")
+    with pytest.raises(
+        NoPlanError, match=r"\. 16,909,000,000 bytes is what runtimes leave of the device kind's memory"
+    ):
+        autoshard.plan(torch.nn.GELU(), large, mesh=MESH.shape, device="tpu-v5e")
 
 
 @pytest.mark.parametrize("name", ["dp", "fsdp", "megatron"])

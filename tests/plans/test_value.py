@@ -4,7 +4,7 @@ import math
 import os
 import re
 import stat
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,7 @@ from autoshard.plans.value import (
     ActivationKey,
     ActivationPlan,
     CollectiveTotal,
+    Confirmation,
     Copy,
     ModuleCost,
     OpSignature,
@@ -142,6 +143,19 @@ def test_the_keys_of_the_format_come_in_its_order():
     ]  # fmt: skip
     assert list(value["solver"]) == ["status", "objective", "bound", "gap", "backend"]
     assert list(value["replicated_ops"][0]) == ["op", "module", "reason", "cost_s"]
+
+
+def test_what_a_compiler_said_of_its_memory_is_read_back_and_shown():
+    said = Confirmation("fits", "tpu-v5e:2x4", "libtpu 0.0.51", 15_200_000_000, 2, 34.0)
+    plan = replace(plans.plan(), info={"confirmed": asdict(said)})
+    read = Plan.from_json(plan.to_json())
+    assert (read, read.confirmed) == (plan, said)
+    line = "  as compiled    15.2 GB per device: fits (libtpu 0.0.51 for tpu-v5e:2x4, 2 plans compiled in 34 s)"
+    assert line in str(read).splitlines()
+    missing = replace(plan, info={"confirmed": {"verdict": "not confirmed", "note": "no compiler", "later": 1}})
+    assert missing.confirmed == Confirmation("not confirmed", note="no compiler")
+    assert "  as compiled    not confirmed: no compiler" in str(missing).splitlines()
+    assert plans.plan().confirmed is None
 
 
 def test_results_that_replace_an_argument_are_not_listed_as_outputs():
@@ -283,6 +297,8 @@ def drop(*path):
         (put("predicted", "mfu", None), "predicted.mfu: expected number, found null"),
         (put("predicted", "collectives", 0, "kind", "broadcast"), "predicted.collectives[0].kind: expected one of"),
         (put("solver", "bound", "inf"), 'solver.bound: expected number or null, found "inf"'),
+        (put("info", {"confirmed": {"verdict": "maybe"}}), 'info.confirmed.verdict: expected one of "fits", "not'),
+        (put("info", {"confirmed": {}}), "info.confirmed: 'verdict' is a required property"),
     ],
 )  # fmt: skip
 def test_malformed_plans_are_refused_with_the_path_of_the_bad_field(change, message):

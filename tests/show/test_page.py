@@ -171,6 +171,12 @@ def test_numbers_too_small_to_read_are_left_out():
         assert drawings.definitions().count("<text") == shown
 
 
+def test_what_a_compiler_said_of_the_memory_is_on_the_page():
+    said = {"verdict": "fits", "target": "h100:8", "compiler": "xla 1", "compiled_bytes": 10**9, "compiles": 1}
+    _, text, _ = read(replace(plans.plan(), info={"confirmed": said}))
+    assert "as compiled 1 GB per device: fits (xla 1 for h100:8, 1 plan compiled in 0 s)" in text
+
+
 def test_what_a_plan_was_refined_from_is_a_table():
     rows = (
         RefineCandidate("optimum", 0.010, 0.009, 0.0125, 0.0115, 2_000_000),

@@ -22,7 +22,7 @@ from autoshard.mesh import Mesh
 from autoshard.stablehlo.annotate import annotate, donated
 from autoshard.verify import compile as compiling
 from autoshard.verify.collectives import compiled_collectives, normalise
-from autoshard.verify.compile import CompileError, compile_module
+from autoshard.verify.compile import CompileError, OutOfMemoryError, compile_module, failure
 from autoshard.verify.judge import judge
 from autoshard.verify.targets import TargetError, on_target, parse_target
 from autoshard.verify.work import compiled_work
@@ -300,6 +300,60 @@ def test_a_compiler_that_hangs_is_stopped(fake_worker, tmp_path):
 def test_a_program_that_xla_refuses(tmp_path):
     with pytest.raises(CompileError, match="the compiler for cpu:2 refused the program"):
         compile_module(b"module @m { func.func @other() { return } }", "cpu:2", cache_dir=tmp_path)
+
+
+def doubled(size):
+    """A program whose argument and result take `size` bytes each, in blocks of 64 KiB."""
+    kind = f"tensor<{int(size) // 2**16}x128x128xf32>"
+    return (
+        f"func.func public @main(%x: {kind}) -> {kind} {{ %0 = stablehlo.exponential %x : {kind} return %0 : {kind} }}"
+    )
+
+
+@pytest.mark.parametrize("target", ["tpu-v4:2x2x1", "tpu-v5e:2x4", "tpu-v5p:2x2x1", "tpu-v6e:2x4"])
+def test_the_memory_limit_of_a_tpu_is_what_libtpu_compiles_for(target, tmp_path):
+    try:
+        parse_target(target).packages()
+    except TargetError as error:
+        pytest.skip(str(error))
+    limit = load_device(target).memory_limit
+    compiled = compile_module(doubled(limit / 2 - 2**17).encode(), target, cache_dir=tmp_path)
+    assert compiled.memory.peak == pytest.approx(limit, rel=1e-4)
+    with pytest.raises(OutOfMemoryError, match="CompileTimeHbmOom") as refused:
+        compile_module(doubled(limit / 2 + 2**20).encode(), target, cache_dir=tmp_path)
+    assert refused.value.needed == pytest.approx(limit, rel=2e-3)
+    assert refused.value.available == pytest.approx(limit, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("said", "figures"),
+    [
+        ("Ran out of memory in memory space hbm. Used 21.50G of 15.50G hbm.", (21.5 * 2**30, 15.5 * 2**30)),
+        (
+            "TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, exceeding available bytes: 95.74G",
+            (None, None),
+        ),
+        ("Out of memory while trying to allocate 123 bytes.", (None, None)),
+    ],
+)
+def test_a_program_that_is_too_large_is_told_from_one_that_is_wrong(said, figures):
+    found = failure(parse_target("tpu-v5e:2x4"), 1, f"jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: {said}")
+    assert isinstance(found, OutOfMemoryError)
+    assert (found.needed, found.available) == figures
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %k",
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: 20.00M and limit 16.00M",
+        "INVALID_ARGUMENT: shapes differ",
+    ],
+)
+def test_a_kernel_that_exceeds_memory_on_chip_says_nothing_of_the_device(said):
+    found = failure(parse_target("tpu-v5e:2x4"), 1, f"jax.errors.JaxRuntimeError: {said}")
+    assert not isinstance(found, OutOfMemoryError)
+    assert said in str(found)
 
 
 FACTORS = """

@@ -3,8 +3,7 @@ import pytest
 from autoshard.cost.machine.device import builtin_kinds, load_device
 from autoshard.mesh import Mesh
 from autoshard.verify import targets
-from autoshard.verify.check import default_target
-from autoshard.verify.targets import Target, TargetError, gpu_limits, on_target, parse_target
+from autoshard.verify.targets import Target, TargetError, default_target, gpu_limits, on_target, parse_target
 from autoshard.verify.worker import gpu_target_config
 
 
@@ -151,7 +150,7 @@ def test_a_kind_of_ones_own_keeps_its_figures_on_a_target_of_its_family(tmp_path
     mesh = Mesh((2, 4), device=f"{tmp_path / 'ours.toml'}")
     assert on_target(mesh, parse_target("h200:2x4", 8)).device == f"{tmp_path / 'ours.toml'}:2x4"
     assert on_target(mesh, parse_target("tpu-v5e:2x4", 8)).device == "tpu-v5e:2x4"
-    with pytest.raises(TargetError, match="ours is a device kind of your own: say what to compile for"):
+    with pytest.raises(TargetError, match="ours is a device kind of your own: what it compiles for is not known"):
         default_target(mesh)
 
 

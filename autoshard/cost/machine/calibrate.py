@@ -259,6 +259,7 @@ def calibrate(
         on_chip_bytes=start.on_chip_bytes if start else 0,
         cores=start.cores if start else 1,
         clock=start.clock if start else 0.0,
+        usable_bytes=facts.get("usable_bytes") or (start.usable_bytes if start else None),
         source=_words(facts),
     )
     skipped = tuple(
@@ -419,8 +420,9 @@ def to_toml(found: Calibration) -> str:
     lines += [f"# Skipped: {_plain(text)}" for text in found.skipped]
     lines += ["", f"[{device.name}]", f'target = "{device.target}"', f"flops = {{ {flops} }}"]
     lines.append(f"memory_bandwidth = {_number(device.memory_bandwidth)}")
-    if device.memory_bytes is not None:
-        lines.append(f"memory_bytes = {device.memory_bytes}")
+    for key in ("memory_bytes", "usable_bytes"):
+        if getattr(device, key) is not None:
+            lines.append(f"{key} = {getattr(device, key)}")
     for key in ("kernel_overhead", "collective_overhead"):
         lines.append(f"{key} = {_number(getattr(device, key))}")
     for key in ("multiprocessors", "compute_capability"):

@@ -76,7 +76,7 @@ class Device:
         target: the family of its compiler.
         flops: peak FLOP/s of matrix products by operand dtype (StableHLO's words), at XLA's default precision.
         memory_bandwidth: bytes/s of device memory.
-        memory_bytes: its capacity; None is no limit.
+        memory_bytes: its capacity, as the datasheet counts it; None is no limit.
         kernel_overhead: seconds to launch one fusion.
         collective_overhead: seconds to launch one collective, beside the links' latencies.
         achievable_compute, achievable_memory: fractions of the peaks that kernels achieve.
@@ -90,6 +90,7 @@ class Device:
         cores: cores that run one device's program; each has its own on-chip memory.
         clock: cycles per second of the cores, the unit of a TPU compiler's estimates; 0 if unknown.
         sparse_copy_bytes: size from which sparse cores copy tables to another layout; 0 without sparse cores.
+        usable_bytes: what the runtime leaves of the memory to a step; None is all of `memory_bytes`.
         source: where the figures come from.
     """
 
@@ -112,6 +113,7 @@ class Device:
     cores: int = 1
     clock: float = 0.0
     sparse_copy_bytes: int = 0
+    usable_bytes: int | None = None
     source: str = field(default="", repr=False, compare=False)
 
     @property
@@ -123,6 +125,11 @@ class Device:
     def kind(self) -> str:
         """The name without a topology."""
         return self.name.partition(":")[0]
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes per device that a step can take, by default; None is no limit."""
+        return self.memory_bytes if self.usable_bytes is None else self.usable_bytes
 
     @property
     def devices(self) -> int | None:
@@ -428,7 +435,7 @@ def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
         "multiprocessors", "compute_capability", "links", "source", "chip_devices", "on_chip_bytes",
-        "cores", "clock", "sparse_copy_bytes",
+        "cores", "clock", "sparse_copy_bytes", "usable_bytes",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -446,13 +453,13 @@ def _device(table: _Table, name: str) -> Device:
             table.fail(f"links[{i}].name", f"{link.name!r} is used twice")
         if (link.island == 0) != (i == len(links) - 1):
             table.fail(f"links[{i}].island", "must be 0 (any number of devices) for the last link and only there")
-    capacity = table.value.get("memory_bytes")
     return Device(
         name=name,
         target=cast(Target, table.choice("target", tuple(CAPABILITIES))),
         flops=flops,
         memory_bandwidth=table.number("memory_bandwidth"),
-        memory_bytes=None if capacity is None else table.whole("memory_bytes"),
+        memory_bytes=table.whole("memory_bytes") if "memory_bytes" in table.value else None,
+        usable_bytes=table.whole("usable_bytes") if "usable_bytes" in table.value else None,
         kernel_overhead=table.number("kernel_overhead", zero=True),
         collective_overhead=table.number("collective_overhead", zero=True),
         achievable_compute=achievable.number("compute", most=1),

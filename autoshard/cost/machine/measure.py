@@ -64,7 +64,7 @@ class Backend(Protocol):
     devices: int
 
     def facts(self) -> dict[str, Any]:
-        """`backend`, `version`, `device` (its name) and, where known, `memory_bytes` per device."""
+        """`backend`, `version`, `device` (its name) and, where known, `memory_bytes` and `usable_bytes` per device."""
 
     def matmul(self, dtype: str, size: int) -> Callable[[], None]:
         """A product of two size x size matrices on every device."""

@@ -37,7 +37,7 @@ class JaxBackend:
         import jax
 
         stats = self.found[0].memory_stats() if self.platform != "cpu" else None
-        known = {"memory_bytes": int(stats["bytes_limit"])} if stats and "bytes_limit" in stats else {}
+        known = {"usable_bytes": int(stats["bytes_limit"])} if stats and "bytes_limit" in stats else {}
         return {"backend": "jax", "version": jax.__version__, "device": self.found[0].device_kind, **known}
 
     def matmul(self, dtype: str, size: int) -> Callable[[], None]:

@@ -108,6 +108,9 @@ def test_what_was_not_measured_is_the_bases() -> None:
     assert measured.device.links[0].bandwidth == pytest.approx(3e11)
     assert measured.device.links[1] == h200.links[1]
     assert measured.device.memory_bytes == 140 * 10**9
+    assert measured.device.memory_limit == h200.memory_limit
+    measured = calibrate(FACTS | {"usable_bytes": 120 * 10**9}, synthetic(machine()))
+    assert measured.device.memory_limit == 120 * 10**9
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from autoshard.cost.machine.device import DeviceError, builtin_kinds, default_placement, load_device
 from autoshard.mesh import Mesh
+from autoshard.verify.targets import gpu_limits
 
 MINE = """
 [mine]
@@ -42,6 +43,22 @@ def test_built_in_kinds_are_complete_and_say_where_their_figures_come_from(name:
     assert [link.bandwidth for link in device.links] == sorted((li.bandwidth for li in device.links), reverse=True)
     assert device.target == ("tpu" if name.startswith("tpu-") else "cpu" if name == "cpu" else "gpu")
     assert (device.clock > 0) == (device.target == "tpu")
+
+
+def test_the_memory_limit_is_what_runtimes_leave() -> None:
+    for kind in builtin_kinds():
+        device = load_device(kind)
+        if device.target == "gpu":  # what jax preallocates
+            assert device.memory_limit == pytest.approx(0.75 * gpu_limits()[kind]["memory"], abs=1e6)
+    assert load_device("cpu").memory_limit == load_device("cpu").memory_bytes
+
+
+def test_a_kind_of_ones_own_may_say_what_is_left_of_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE)
+    assert load_device(path).memory_limit == 10**9
+    path.write_text(MINE.replace("memory_bytes = 1e9\n", "memory_bytes = 1e9\nusable_bytes = 9e8\n"))
+    assert load_device(path).memory_limit == 9 * 10**8
 
 
 def test_a_v4_device_is_half_a_chip() -> None:
