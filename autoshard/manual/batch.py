@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from autoshard.cost.machine.device import default_placement, load_device
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
-from autoshard.manual.find import subtree_outputs, token_tables, wrapped_modules
-from autoshard.manual.write import arguments, batch_split, split
-from autoshard.mesh import Mesh, Spec
+from autoshard.manual.find import gradients, subtree_outputs, token_tables, wrapped_modules
+from autoshard.manual.roles import Roles, composed
+from autoshard.manual.write import arguments, split
+from autoshard.mesh import Mesh, Spec, replicated
 
 _EMBEDDING_SHARE = 0.5
 """Least fraction of all parameter bytes in embedding tables for embedding parallelism."""
@@ -26,21 +28,42 @@ def data_parallel(graph: Graph, mesh: Mesh) -> Annotations:
 def zero_1(graph: Graph, mesh: Mesh) -> Annotations:
     """ZeRO-1: data parallel, optimizer states split over all axes on their first dim that divides.
 
-    Each device updates its part of the weights and gathers the rest (arXiv:1910.02054, section 5.1; on GSPMD,
-    arXiv:2004.13336).
+    Gradients are annotated whole, as parameters are; each device updates its part of the weights and gathers the rest
+    (arXiv:1910.02054, section 5.1; on GSPMD, arXiv:2004.13336).
 
     Raises:
         ManualPlanError: no optimizer state can be split.
     """
+    pins, _ = _split_states(graph, mesh)
+    whole = {value: replicated(len(graph.type_of(value).shape)) for value in gradients(graph).values()}
+    return Annotations(whole | pins)
+
+
+def zero_2(graph: Graph, mesh: Mesh) -> Annotations:
+    """ZeRO-2: as `zero_1`, and gradients are split as the states that they update, so that they are reduce-scattered.
+
+    Raises:
+        ManualPlanError: as `zero_1`.
+    """
+    pins, of = _split_states(graph, mesh)
+    split_as = {value: of[name] for name, value in gradients(graph).items() if name in of}
+    return Annotations(split_as | pins)
+
+
+def _split_states(graph: Graph, mesh: Mesh) -> tuple[dict[Value, Spec], dict[str, Spec]]:
+    """Pins of arguments with optimizer states split over all axes; the specs of states shaped as their parameters."""
     pins = arguments(graph, mesh, {}, mesh.axis_names)
-    states = {
-        Value(op): _first_dim(argument.type.shape, mesh, mesh.axis_names)
-        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
-        if argument.role == "optimizer_state" and argument.type.shape
-    }
-    if not any(map(any, states.values())):
+    of: dict[str, Spec] = {}
+    shapes = {each.name: each.type.shape for each in graph.program.arguments}
+    for op, argument in zip(graph.arguments, graph.program.arguments, strict=True):
+        shape = argument.type.shape
+        if argument.role == "optimizer_state" and shape:
+            pins[Value(op)] = _first_dim(shape, mesh, mesh.axis_names)
+            if argument.of is not None and shapes[argument.of] == shape:
+                of[argument.of] = pins[Value(op)]
+    if not any(map(any, of.values())):
         raise ManualPlanError("the step has no optimizer states that the mesh divides")
-    return Annotations(pins | states)
+    return pins, of
 
 
 def fsdp(graph: Graph, mesh: Mesh) -> Annotations:
@@ -49,30 +72,41 @@ def fsdp(graph: Graph, mesh: Mesh) -> Annotations:
     Every parameter is split over all axes on its first dim that divides, inputs on their first dim; the outputs of
     repeated blocks are annotated with the batch split.
     """
-    return _fully_sharded(graph, mesh, mesh.axis_names)
+    return composed(graph, mesh, Roles(batch=mesh.axis_names, shard=mesh.axis_names))
 
 
 def hsdp(graph: Graph, mesh: Mesh) -> Annotations:
-    """Hybrid sharding: FSDP over the last axis, data parallelism over the others.
+    """Hybrid sharding: FSDP over the inner axes, data parallelism over all.
 
-    torch's HYBRID_SHARD: gathers stay on the fastest links. Otherwise as `fsdp`.
+    torch's HYBRID_SHARD: gathers stay on the fastest links. Copies are over the axes that cross hosts or slices; where
+    none does, or all do, over the first. Otherwise as `fsdp`.
 
     Raises:
         ManualPlanError: the mesh has one axis.
     """
-    if len([size for size in mesh.shape if size > 1]) < 2:
+    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    if len(axes) < 2:
         raise ManualPlanError(
             "hybrid sharding is for meshes of two axes: weights over one, their copies over the other"
         )
-    return _fully_sharded(graph, mesh, mesh.axis_names[-1:])
+    device = load_device(mesh.device)
+    links = dict(zip(mesh.axis_names, default_placement(mesh, device), strict=True))
+    inside = tuple(axis for axis in axes if links[axis] == device.links[0].name)
+    shard = inside if 0 < len(inside) < len(axes) else tuple(axes[1:])
+    return composed(graph, mesh, Roles(batch=mesh.axis_names, shard=shard))
 
 
-def _fully_sharded(graph: Graph, mesh: Mesh, axes: Sequence[str]) -> Annotations:
-    parameters = [argument for argument in graph.program.arguments if argument.role == "parameter"]
-    specs = {each.name: _first_dim(each.type.shape, mesh, axes) for each in parameters}
-    pins = arguments(graph, mesh, specs, mesh.axis_names)
-    pins.update(batch_split(graph, mesh, mesh.axis_names, wrapped_modules(graph)))
-    return Annotations(pins)
+def context_parallel(graph: Graph, mesh: Mesh) -> Annotations:
+    """Context parallelism: sequences of tokens over the last axis, the batch over the others, FSDP over all.
+
+    Inputs, embeddings and outputs of repeated blocks are annotated so; queries stay split, and attention gathers keys
+    and values (all-gather, as Llama 3 was trained, arXiv:2407.21783, section 3.3.2).
+
+    Raises:
+        ManualPlanError: no table of tokens is looked up, or the last axis does not divide their sequences.
+    """
+    *data, last = mesh.axis_names
+    return composed(graph, mesh, Roles(batch=tuple(data), shard=mesh.axis_names, context=(last,)))
 
 
 def _first_dim(shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:

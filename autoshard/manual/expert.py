@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autoshard.errors import ManualPlanError
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.ops import Graph, Value
-from autoshard.manual.find import experts
-from autoshard.manual.write import arguments, split
-from autoshard.mesh import Mesh, Spec
+from autoshard.graph.ops import Graph
+from autoshard.manual.roles import Roles, composed
+from autoshard.manual.stacks import experts
+from autoshard.mesh import Mesh
 
 
 def expert_parallel(graph: Graph, mesh: Mesh) -> Annotations:
@@ -21,18 +19,7 @@ def expert_parallel(graph: Graph, mesh: Mesh) -> Annotations:
     Raises:
         ManualPlanError: there are no stacked experts that divide.
     """
-    *data, model = mesh.axis_names
-    stacks = [each for each in experts(graph) if graph.type_of(each.weight).shape[0] % mesh.axis_size(model) == 0]
-    if not stacks:
+    model = mesh.axis_names[-1]
+    if all(graph.type_of(each.weight).shape[0] % mesh.axis_size(model) for each in experts(graph)):
         raise ManualPlanError(f"no layer has experts stacked in one weight whose number {model} divides")
-    specs = {each.name: split(3, {0: (model,)}) for each in stacks}
-    pins: dict[Value, Spec] = {}
-    for each in stacks:
-        if each.product is not None:
-            shape = graph.type_of(each.product).shape
-            dims: dict[int, Sequence[str]] = {each.dims[0]: (model,)}
-            other = next((dim for dim in range(len(shape)) if dim not in each.dims), None)
-            if other is not None and shape[other] % mesh.ways(data) == 0:
-                dims[other] = tuple(data)
-            pins[each.product] = split(len(shape), dims)
-    return Annotations(arguments(graph, mesh, specs, mesh.axis_names) | pins)
+    return composed(graph, mesh, Roles(batch=mesh.axis_names, expert=(model,)))

@@ -1,4 +1,4 @@
-"""Pattern matching for plans by hand: linear layers, experts, embedding tables, norms, blocks, convolutions.
+"""Pattern matching for plans by hand: linear layers, embedding tables, norms, blocks.
 
 By how weights are read and their shapes; by module paths only where a model family's naming is meant.
 """
@@ -6,7 +6,7 @@ By how weights are read and their shapes; by module paths only where a model fam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.dtypes import FLOATS
@@ -37,6 +37,7 @@ class Linear:
     gradient: Value | None = None
 
 
+@per_graph
 def linears(graph: Graph) -> tuple[Linear, ...]:
     """Every linear layer, in forward order."""
     arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
@@ -53,7 +54,7 @@ def linears(graph: Graph) -> tuple[Linear, ...]:
             if argument is None or argument.role != "parameter" or len(argument.type.shape) != 2:
                 continue
             contract = op.attrs["rhs_contract" if position else "lhs_contract"]
-            other = _annotated(graph, op.operands[1 - position], annotatable)
+            other = annotated(graph, op.operands[1 - position], annotatable)
             if not is_forward(graph, op.aten):
                 if len(contract) == 1 and other is not None:
                     gradients.setdefault(argument.name, other)
@@ -61,6 +62,8 @@ def linears(graph: Graph) -> tuple[Linear, ...]:
             if len(contract) != 1 or argument.name in found:
                 continue
             output = results.get(op.module, Value(op.id))
+            if graph.type_of(output).shape[-1:] != (argument.type.shape[1 - dims[contract[0]]],):
+                output = graph.aten_outputs.get((op.aten, 0), Value(op.id))  # one of many layers in one module
             found[argument.name] = Linear(argument.name, op.module, source, dims[contract[0]], other, output)
     return tuple(
         Linear(each.name, each.module, each.weight, each.contracted, each.input, each.output, gradients.get(each.name))
@@ -68,7 +71,7 @@ def linears(graph: Graph) -> tuple[Linear, ...]:
     )
 
 
-def _annotated(graph: Graph, value: Value, annotatable: set[Value]) -> Value | None:
+def annotated(graph: Graph, value: Value, annotatable: set[Value]) -> Value | None:
     """The nearest value that can be annotated: itself, or one behind views of the same aten op."""
     while value not in annotatable:
         op = graph.ops[value.op]
@@ -89,52 +92,8 @@ def product_readers(graph: Graph, value: Value) -> list[int]:
     return list(dict.fromkeys(op.aten for op in graph.readers(value) if op.aten in _products(graph)))
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The stacked weights of a layer's experts: three dims, of which the first is the expert dim.
-
-    Attributes:
-        name: of the parameter.
-        weight: its value.
-        contracted: the contracting dim of the forward product, 1 or 2.
-        product: the forward product, where it has an expert dim (as in GShard; not where weights are gathered).
-        dims: of the product: the expert dim, and the weight's output dim.
-    """
-
-    name: str
-    weight: Value
-    contracted: int
-    product: Value | None
-    dims: tuple[int, int]
-
-
-def experts(graph: Graph) -> tuple[Experts, ...]:
-    """Every stack of experts that a forward product (or a gather) reads by its first dim."""
-    arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
-    annotatable = set(graph.aten_outputs.values())
-    found: dict[str, Experts] = {}
-    for op in graph.ops:
-        if op.kind != "dot_general" or not is_forward(graph, op.aten):
-            continue
-        for side, operand in zip(("lhs", "rhs"), op.operands, strict=True):
-            value, dims = through_views(graph, operand)
-            gathered = graph.ops[value.op].kind == "gather"
-            if gathered:
-                value, dims = through_views(graph, graph.ops[value.op].operands[0])
-            argument = arguments.get(value.op)
-            contract, batch = op.attrs[f"{side}_contract"], op.attrs[f"{side}_batch"]
-            if argument is None or argument.role != "parameter" or len(argument.type.shape) != 3:
-                continue
-            if argument.name in found or len(contract) != 1 or len(batch) != 1 or dims[batch[0]] != 0:
-                continue
-            rank = len(op.results[0].shape)
-            free = rank - 1 if side == "rhs" else 1
-            product = None if gathered or Value(op.id) not in annotatable else Value(op.id)
-            found[argument.name] = Experts(argument.name, value, dims[contract[0]], product, (0, free))
-    return tuple(found.values())
-
-
-def module_outputs(graph: Graph) -> dict[str, Value]:
+@per_graph
+def module_outputs(graph: Graph) -> Mapping[str, Value]:
     """Module path -> the last float value of its own forward code (not its children's)."""
     found: dict[str, Value] = {}
     for module, value in forward_values(graph):
@@ -142,7 +101,8 @@ def module_outputs(graph: Graph) -> dict[str, Value]:
     return found
 
 
-def subtree_outputs(graph: Graph) -> dict[str, Value]:
+@per_graph
+def subtree_outputs(graph: Graph) -> Mapping[str, Value]:
     """Module path -> the last float value that it or a submodule makes in the forward pass."""
     found: dict[str, Value] = {}
     for module, value in forward_values(graph):
@@ -153,12 +113,16 @@ def subtree_outputs(graph: Graph) -> dict[str, Value]:
     return found
 
 
-def forward_values(graph: Graph) -> Iterator[tuple[str, Value]]:
+@per_graph
+def forward_values(graph: Graph) -> tuple[tuple[str, Value], ...]:
     """(module path, value) of every float output of an aten op in the forward pass, in order."""
-    for (aten, _), value in sorted(graph.aten_outputs.items()):
-        op = graph.program.ops[aten]
-        if op.phase == "forward" and graph.type_of(value).dtype in FLOATS and graph.ops[value.op].kind != "argument":
-            yield op.module, value
+    return tuple(
+        (graph.program.ops[aten].module, value)
+        for (aten, _), value in sorted(graph.aten_outputs.items())
+        if graph.program.ops[aten].phase == "forward"
+        and graph.type_of(value).dtype in FLOATS
+        and graph.ops[value.op].kind != "argument"
+    )
 
 
 def is_forward(graph: Graph, aten: int | None) -> bool:
@@ -176,7 +140,8 @@ def through_views(graph: Graph, value: Value) -> tuple[Value, list[int]]:
     return value, dims
 
 
-def token_tables(graph: Graph) -> list[str]:
+@per_graph
+def token_tables(graph: Graph) -> tuple[str, ...]:
     """Token embeddings: tables that a gather reads by vocabulary and that are no position embeddings."""
     found: dict[str, None] = {}
     arguments = dict(zip(graph.arguments, graph.program.arguments, strict=True))
@@ -188,9 +153,10 @@ def token_tables(graph: Graph) -> list[str]:
                 continue
             if not re.search(r"wpe|position|token_type|relative", argument.name):
                 found.setdefault(argument.name)
-    return list(found)
+    return tuple(found)
 
 
+@per_graph
 def wrapped_modules(graph: Graph) -> tuple[str, ...]:
     """Paths of the repeated blocks: elements of numbered containers (`h.0`, `layers.3`) without one of their own."""
     paths = {op.module for op in graph.program.ops if op.phase == "forward"}
@@ -202,7 +168,29 @@ def wrapped_modules(graph: Graph) -> tuple[str, ...]:
     return tuple(blocks)
 
 
-def norms(graph: Graph) -> dict[str, Value]:
+@per_graph
+def norms(graph: Graph) -> Mapping[str, Value]:
     """Module path -> output of every norm: a module that divides by the root of a mean square or variance."""
     roots = {op.module for op in graph.ops if op.kind == "rsqrt" and op.module and is_forward(graph, op.aten)}
     return {module: value for module, value in module_outputs(graph).items() if module in roots}
+
+
+@per_graph
+def gradients(graph: Graph) -> Mapping[str, Value]:
+    """Parameter -> its gradient, as the optimizer reads it, where it can be annotated."""
+    arguments = graph.program.arguments
+    annotatable = set(graph.aten_outputs.values())
+    found: dict[str, Value] = {}
+    for value, output in zip(graph.outputs, graph.program.outputs, strict=True):
+        if output.role != "parameter" or output.updates is None:
+            continue
+        left, seen = [value], {value}
+        while left:
+            value = left.pop()
+            op = graph.ops[value.op]
+            if op.aten is not None and graph.program.ops[op.aten].phase == "optimizer":
+                left += (new := set(op.operands) - seen)
+                seen |= new
+            elif value in annotatable and graph.type_of(value).shape == output.type.shape:
+                found[arguments[output.updates].name] = value
+    return found

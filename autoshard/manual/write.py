@@ -14,14 +14,25 @@ def split(rank: int, dims: Mapping[int, Sequence[str]]) -> Spec:
     return tuple(tuple(dims.get(dim, ())) for dim in range(rank))
 
 
-def arguments(graph: Graph, mesh: Mesh, specs: Mapping[str, Spec], batch: Sequence[str]) -> dict[Value, Spec]:
-    """Pins of all arguments: parameters as given (states follow), inputs split by `batch` on their first dim."""
+def arguments(
+    graph: Graph,
+    mesh: Mesh,
+    specs: Mapping[str, Spec],
+    batch: Sequence[str],
+    sequence: tuple[int, Sequence[str]] = (0, ()),
+) -> dict[Value, Spec]:
+    """Pins of all arguments: parameters as given (states follow), inputs split by `batch` on their first dim.
+
+    Args:
+        sequence: a length and the axes that split the second dim of inputs where it is as long.
+    """
     pins: dict[Value, Spec] = {}
     for op_id, argument in zip(graph.arguments, graph.program.arguments, strict=True):
         shape = argument.type.shape
         spec = replicated(len(shape))
         if argument.role == "input" and shape and shape[0] % mesh.ways(batch) == 0:
-            spec = split(len(shape), {0: batch})
+            along = sequence[1] if len(shape) > 1 and shape[1] == sequence[0] else ()
+            spec = split(len(shape), {0: batch, 1: along})
         elif argument.role in ("parameter", "buffer"):
             spec = specs.get(argument.name, spec)
         elif argument.role == "optimizer_state" and argument.of is not None:

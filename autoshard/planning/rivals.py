@@ -34,14 +34,24 @@ _ROUNDING = 1e-6
 
 def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
     """Plans by hand that satisfy the hints, best estimated first (`manual/rank.py`), without those XLA miscompiles."""
+    for name, made in _wanted(graph, mesh, hints):
+        if (safe := _safe(graph, made, mesh)) is not None:
+            yield name, safe
+
+
+def _wanted(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
     wanted = {value_named(graph, name): spec for name, spec in hints.items()}
     for name, made in ranked(graph, mesh, load_device(mesh.device), PLANS):
-        if any(value is None or made.pins.get(value) != spec for value, spec in wanted.items()):
-            continue
-        try:
-            yield name, guarded(graph, made, mesh)
-        except (UncompilableError, WrongNumbersError):
-            continue
+        if all(value is not None and made.pins.get(value) == spec for value, spec in wanted.items()):
+            yield name, made
+
+
+def _safe(graph: Graph, made: Annotations, mesh: Mesh) -> Annotations | None:
+    """The plan as XLA compiles it right; None if there is no such way. It takes a propagation."""
+    try:
+        return guarded(graph, made, mesh)
+    except (UncompilableError, WrongNumbersError):
+        return None
 
 
 def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]) -> Candidate:
@@ -57,11 +67,12 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     if not count:  # making the plans by hand alone takes long for deep models
         return found
     best = found
-    for number, (name, made) in enumerate(by_hand(graph, found.mesh, hints)):
-        fewer = best is found and len(made.pins) < len(found.annotations.pins)
-        same = fewer and _arguments(graph, made) == _arguments(graph, found.annotations)
-        if number >= count and not same:
+    for name, unsafe in _wanted(graph, found.mesh, hints):
+        fewer = best is found and len(unsafe.pins) < len(found.annotations.pins)
+        same = fewer and _arguments(graph, unsafe) == _arguments(graph, found.annotations)
+        if (count <= 0 and not same) or (made := _safe(graph, unsafe, found.mesh)) is None:
             continue
+        count -= 1
         solver = replace(found.solver, overruled=name)
         rival = replace(found, annotations=made, prediction=predict(graph, made, found.mesh), solver=solver)
         rival = rival.written(graph, options)

@@ -23,7 +23,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-OTHERS = {"sequence", "vocab", "hf-tp", "expert", "embedding", "spatial"}
+OTHERS = {"context", "sequence", "torchtitan", "vocab", "hf-tp", "expert", "embedding", "spatial"}
 """Plans that have no form for two linear layers."""
 ROWS = ["auto", *(name for name in PLANS if name not in OTHERS)]
 INPUTS = (torch.zeros(32, 64), torch.zeros(32, 64))

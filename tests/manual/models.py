@@ -116,7 +116,11 @@ def source(name: str) -> Source:
 
 TRIED = {
     **dict.fromkeys(
-        ("dp", "zero1", "fsdp", "fsdpv2", "hsdp", "megatron", "sequence", "fsdp-tp", "vocab", "hf-tp"), "language"
+        (
+            *("dp", "zero1", "zero2", "fsdp", "fsdpv2", "hsdp", "context", "megatron", "sequence", "fsdp-tp", "vocab"),
+            *("torchtitan", "maxtext", "hf-tp"),
+        ),
+        "language",
     ),
     "embedding": "language",
     "expert": "experts",
