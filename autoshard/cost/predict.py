@@ -11,7 +11,7 @@ from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, op_flops, roofline_seconds
+from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, load_device
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.partition import partition
@@ -191,7 +191,7 @@ def _main_dtype(graph: Graph, flops: Sequence[float]) -> str:
     """The dtype in which most matrix FLOPs are done."""
     totals: dict[str, float] = {}
     for op in graph.ops:
-        if op.kind in CONTRACTIONS:
+        if op.kind in MATRIX_WORK:
             dtype = graph.type_of(op.operands[0]).dtype
             totals[dtype] = totals.get(dtype, 0.0) + flops[op.id]
     return max(totals, key=lambda dtype: totals[dtype]) if totals else "f32"

@@ -6,9 +6,10 @@ Lowering, prediction and verification share this one description of what lowerin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from autoshard.graph.ops import Value
+from autoshard.attention.form import KINDS
+from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Spec
 
 
@@ -32,3 +33,14 @@ class Annotations:
     def chain(self, value: Value, spec: Spec) -> tuple[Spec, ...]:
         """The annotations on the way to a copy of `value`, one after the other; `spec` last."""
         return (*self.hops.get((value, spec), ()), spec)
+
+
+def with_attentions(graph: Graph, annotations: Annotations, specs: Mapping[Value, Spec]) -> Annotations:
+    """`annotations` with pins on all results of attentions kept as one op, which lowering splits by them.
+
+    Args:
+        specs: of the values as propagated.
+    """
+    results = (Value(op.id, number) for op in graph.ops if op.kind in KINDS for number in range(len(op.results)))
+    missing = {value: specs[value] for value in results if value not in annotations.pins and graph.is_read(value)}
+    return replace(annotations, pins={**annotations.pins, **missing}) if missing else annotations

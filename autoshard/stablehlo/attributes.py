@@ -239,8 +239,8 @@ SPLIT_BY_HAND = (
 def _custom_call(op: Any) -> dict[str, Any]:
     if op.attributes["call_target_name"].value in _BY_HAND:
         raise ValueError(SPLIT_BY_HAND)
-    config = str(op.attributes["backend_config"]) if "backend_config" in op.attributes else ""
-    return {"target": op.attributes["call_target_name"].value, "config": config}
+    config = op.attributes.get("backend_config", "")
+    return {"target": op.attributes["call_target_name"].value, "config": getattr(config, "value", str(config))}
 
 
 def trip_count(op: Any, starts: Sequence[int | None]) -> int | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
+from autoshard.attention.form import TARGETS, Form
 from autoshard.errors import CaptureError
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
@@ -274,6 +275,8 @@ class _Importer:
             attrs = self.regions(op, kind, reads, outer, captured, aten)
             reads += outer
         kinds = [self.types_of(result.type, name) for result in op.results]
+        if kind == "custom_call" and attrs["target"] in TARGETS:
+            kind, attrs = TARGETS[attrs["target"]], asdict(Form.parse(attrs["config"]))
         if kind == "dot":
             kind, attrs = "dot_general", plain_dot(len(self.type_of(reads[0]).shape))
         flat = tuple(one for several in kinds for one in several)

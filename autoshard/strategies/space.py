@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.attention.form import GRADIENT
 from autoshard.cost.machine.collectives import Collective, CollectiveKind
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.collective_rules import CollectiveRules
@@ -398,6 +399,13 @@ def strategies(
         pinned = [specs[index] for index in outputs]
         row = _Row(assignment, [*specs[: len(group.inputs)]], pinned, [*pinned], tuple(collectives))
         rows.append(row)
+        if priced is not None and alone is not None and alone.kind == GRADIENT and collectives:
+            made = _scattered_gradients(specs[len(group.inputs) :], shape, assignment, mesh)
+            found = None if made is None else priced(alone, reads, made)
+            if made is not None and found is not None:
+                gradients = [made[index - len(group.inputs)] for index in outputs]
+                own = tuple(replace(each, op=0) for each in found)
+                rows.append(row._replace(pinned=gradients, outputs=[*gradients], collectives=own))
         if len(outputs) == 1 and partial and len(collectives) == 1:
             rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, mesh, variants)
         if variants.sums is not None:
@@ -416,6 +424,21 @@ def strategies(
         flop_ways=ways,
         collectives=tuple(row.collectives for row in rows),
     )
+
+
+def _scattered_gradients(
+    made: Sequence[Spec], shape: GroupShape, assignment: Assignment, mesh: Mesh
+) -> list[Spec] | None:
+    """Results of an attention's gradient whose sums of keys' and values' are reduce-scattered along keys.
+
+    None where the devices do not divide the keys. (`cost/partitioner/ops/fused_attention.py`)
+    """
+    of_queries = shape.value_dims[-3]
+    axes = tuple(axis for dim in of_queries[2:4] for factor in dim for axis in assignment[factor])
+    keys = shape.value_shapes[-1][2]
+    if keys % mesh.ways(axes):
+        return None
+    return [made[0], *((*spec[:2], axes, *spec[3:]) for spec in made[1:])]
 
 
 def _unsummed(row: _Row, shape: Sequence[int], partial: tuple[str, ...], mesh: Mesh, variants: Variants) -> list[_Row]:
@@ -545,7 +568,8 @@ def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) 
     """The sharding under which every op of the group produces its results."""
     assignment = strategies.assignments[strategy]
     dims = strategies.shape.value_dims[len(group.inputs) :]
-    return {value: spec_of(own, assignment) for value, own in zip(group.made(graph), dims, strict=True)}
+    made = {value: spec_of(own, assignment) for value, own in zip(group.made(graph), dims, strict=True)}
+    return made | {value: plain(own[strategy]) for value, own in zip(group.outputs, strategies.pinned, strict=True)}
 
 
 def spec_of(dims: DimFactors, assignment: Assignment) -> Spec:

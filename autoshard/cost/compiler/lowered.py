@@ -10,6 +10,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from autoshard.attention.form import KINDS
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
 from autoshard.cost.partitioner.partitioned import Attention, Move, OpRun, Partitioned
@@ -31,7 +32,7 @@ SLICE = "partition_slice"
 ROUNDING = "rounding"
 """A TPU's conversion to bf16 of an argument that is gathered for dots (`cost/partitioner/ops/rounded.py`)."""
 
-ATTENTION = "attention"
+ATTENTION = "softmax_product"
 """An attention kernel: a softmax and its product with values, of two operands, or of three with the product of queries
 and keys (`cost/partitioner/ops/attention.py`)."""
 
@@ -250,6 +251,9 @@ class _Lowering:
         if attention is not None:
             self._attention(op, attention, reads)
             return
+        if op.kind in KINDS:
+            self._fused_attention(op, reads, results, own, run.of_result)
+            return
         if op.kind in MASKED:
             self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
         if op.kind == BARRIER and self.barriers:
@@ -305,6 +309,29 @@ class _Lowering:
             self._step(ATTENTION, op.id, arrays, (made,), sum(flops), values=values, turns=attention.turns)
             self.numbers[key] = (made,)
         self.of[result] = self.numbers[key][0]
+
+    def _fused_attention(
+        self,
+        op: Op,
+        reads: Sequence[int | None],
+        results: Sequence[Value],
+        own: Sequence[Collective],
+        of_result: Sequence[int],
+    ) -> None:
+        """Emit an attention kept as one op: its kernel, and the sums of its gradients of keys and values."""
+        after = [
+            [each for each, of in zip(own, of_result, strict=True) if of == result] for result in range(len(results))
+        ]
+        made = [self._array(value, -1) for value in results]
+        for array, value, collectives in zip(made, results, after, strict=True):
+            if collectives:
+                self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, collectives)
+        arrays = [array for array in reads if array is not None]
+        flops = op_flops(op, self.graph) * self.partitioned.runs[op.id].share
+        self._step(op.kind, op.id, arrays, made, flops, values=op.operands)
+        for array, value, collectives in zip(made, results, after, strict=True):
+            tiling = self.shardings.made[value]
+            self.of[value] = self._chain(value, array, collectives, tiling, op.id) if collectives else array
 
     def _concatenation_collective(self, source: int | None, collective: Collective, op: int) -> int:
         """The result of a collective around the concatenation of two scatters' operands."""

@@ -22,7 +22,7 @@ from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.timing import operand_dtype
 from autoshard.cost.compiler.traffic import PARTIAL
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.machine.compute import CONTRACTIONS, roofline_seconds
+from autoshard.cost.machine.compute import MATRIX_WORK, roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.partitioned import OpRun, Partitioned
 from autoshard.cost.partitioner.propagate import Shardings
@@ -108,7 +108,7 @@ def last_products(graph: Graph, groups: Groups) -> list[bool]:
     """Per group whether no contraction depends on it: parameter gradients, and their users."""
     found = [True] * len(groups.groups)
     for group in reversed(groups.groups):
-        if not found[group.id] or any(graph.ops[op].kind in CONTRACTIONS for op in group.ops):
+        if not found[group.id] or any(graph.ops[op].kind in MATRIX_WORK for op in group.ops):
             for value in group.inputs:
                 if (maker := groups.maker(value)) is not None:
                     found[maker] = False

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.attention.form import FORWARD, GRADIENT, KINDS, Form
+from autoshard.attention.kernels import BACKWARD_PRODUCTS
 from autoshard.cost.machine.device import Device
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.body import Body
@@ -22,6 +24,9 @@ from autoshard.graph.ops import Graph, Op
 
 CONTRACTIONS = frozenset({"dot_general", "convolution", "triangular_solve", "cholesky"})
 """Kinds whose FLOPs run on the matrix units that `Device.flops` describes."""
+
+MATRIX_WORK = CONTRACTIONS | KINDS
+"""These, and attention kept as one op."""
 
 BODIES = frozenset({"while", "case"})
 """Kinds with subgraphs (`graph/body.py`)."""
@@ -49,6 +54,8 @@ def op_flops(op: Op, graph: Graph) -> float:
     attrs = op.attrs
     if op.kind == "dot_general":
         return 2.0 * elements * _count(shapes[0][dim] for dim in attrs["lhs_contract"])
+    if op.kind in KINDS:
+        return _attention_flops(op, shapes)
     if op.kind == "convolution":
         return _convolution_flops(op, shapes[0], shapes[1])
     if op.kind in ("reduce", "sort"):
@@ -76,6 +83,28 @@ def op_flops(op: Op, graph: Graph) -> float:
         each = [sum(op_flops(inner, body.graph) for inner in body.graph.ops) for body in attrs["bodies"]]
         return float(attrs["trip_count"] or 1) * sum(each) if op.kind == "while" else max(each)
     return elements
+
+
+def _attention_flops(op: Op, shapes: Sequence[Sequence[int]]) -> float:
+    """Two products forward, five backward (FlashAttention-2, arXiv:2307.08691), of the scores that the mask leaves."""
+    (*heads, queries, features), (*_, keys, value_features) = shapes[0], shapes[2]
+    scores = math.prod(heads) * Form.of(op.attrs).attended(queries, keys)
+    if op.kind == FORWARD:
+        return 2 * scores * (features + value_features)
+    return 2 * scores * (3 * features + 2 * value_features)
+
+
+def attention_share(op: Op, queries: float, target: str) -> float:
+    """By how much one device's FLOP of an attention exceed its part of `op_flops`.
+
+    Args:
+        queries: over how many devices these are split.
+        target: whose kernel computes it.
+    """
+    products = 1.0
+    if op.kind == GRADIENT and target in BACKWARD_PRODUCTS:
+        products = sum(BACKWARD_PRODUCTS[target]) / 5
+    return products * Form.of(op.attrs).unbalanced(queries)
 
 
 def op_bytes(op: Op, graph: Graph) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
+from autoshard.attention.form import KINDS
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.context import Context
@@ -21,6 +22,7 @@ from autoshard.cost.partitioner.ops.aligned import aligned, reduce, rng
 from autoshard.cost.partitioner.ops.attention import attentions, unread
 from autoshard.cost.partitioner.ops.chained import chained_scatters
 from autoshard.cost.partitioner.ops.contraction import contraction, is_transposed
+from autoshard.cost.partitioner.ops.fused_attention import fused_attention
 from autoshard.cost.partitioner.ops.gather import KeptGathers, in_whole_mesh
 from autoshard.cost.partitioner.ops.index import indexed
 from autoshard.cost.partitioner.ops.kernel import Gathering, source_of, unfolded
@@ -55,6 +57,7 @@ EMITTED_BY: Mapping[str, Emit] = {
     "while": body.loop,
     "case": body.branches,
     "custom_call": expanded.custom_call,
+    **dict.fromkeys(KINDS, fused_attention),
 }
 """Handlers by kind of op; all other kinds run on aligned shards."""
 
@@ -244,7 +247,10 @@ class Partitioner(Context):
         if op.id not in self.free:
             collectives.extend(self._own(emission, op.id))
         inner = tuple(replace(each, op=op.id) for each in emission.inner)
-        return OpRun(tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner)
+        return OpRun(
+            tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner,
+            emission.of_result,
+        )  # fmt: skip
 
     def emission(self, op: Op, made: Tiling) -> Emission:
         """The emission of an op that reads its operands as they are and produces its one result under `made`."""

@@ -37,6 +37,7 @@ class Emission:
         order: the subaxes of the last all-reduce in `own`, in the order of the devices in a replica group.
         inner: collectives in the bodies of a loop or branch.
         rounds: (index in `own`, count) of the permutes by which a windowed einsum moves partial sums, one step.
+        of_result: per collective in `own` the result that it is of; empty if all are of the first.
     """
 
     moves: tuple[tuple[int, MoveKey, tuple[Step, ...]], ...]
@@ -47,6 +48,7 @@ class Emission:
     order: Dim = ()
     inner: tuple[Collective, ...] = ()
     rounds: tuple[int, int] | None = None
+    of_result: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class OpRun:
         moves: the operand reshards; their collectives are the first of `collectives`, in order.
         overcounted: whether XLA sums replicas of the same terms, so that its results are wrong.
         inner: collectives inside the bodies of a loop or branch.
+        of_result: per collective of its own the result that it is of; empty if all are of the first.
     """
 
     collectives: tuple[Collective, ...]
@@ -85,6 +88,7 @@ class OpRun:
     moves: tuple[Move, ...] = ()
     overcounted: bool = False
     inner: tuple[Collective, ...] = ()
+    of_result: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -467,7 +467,7 @@ class _Propagation:
             tiling = self.tiling[operands[place]]
             if tiling is None:
                 continue
-            moved = self.transfers.forward(op, place, tiling)
+            moved = self.transfers.forward(op, place, tiling, node - self.first[op.id])
             if moved is not None:
                 changed |= self._improve(node, moved, level, aggressive)
         return changed
@@ -560,8 +560,9 @@ class _Propagation:
         if op.kind in ("while", "sort", "optimization_barrier"):  # result k is operand k, iterated, sorted or as it is
             place = user - self.first[op.id]
             return tiling if operands[place] == node else None
-        place = operands.index(node)
-        return self.transfers.backward(op, place, tiling, [self.tiling[operand] for operand in operands], level)
+        place, result = operands.index(node), user - self.first[op.id] if user < self.value_count else 0
+        tilings = [self.tiling[operand] for operand in operands]
+        return self.transfers.backward(op, place, tiling, tilings, level, result)
 
     def _from_users(self, node: int, level: int) -> bool:
         op = self.op_of[node]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from autoshard.attention.dims import SPLIT, AttentionDims
+from autoshard.attention.form import KINDS, Form
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.contraction import Dims, convolution_dims, dot_dims, kernel_is_small
@@ -17,7 +19,7 @@ PASS_THROUGH = frozenset(
         *("broadcast_in_dim", "concatenate", "constant", "convolution", "dot_general", "dynamic_slice"),
         *("dynamic_update_slice", "gather", "iota", "pad", "reduce", "reduce_window", "reshape", "scatter"),
         *("select_and_scatter", "slice", "sort", "transpose", "reverse", "rng_bit_generator", "rng"),
-        *("optimization_barrier", "case", "while"),
+        *("optimization_barrier", "case", "while", *KINDS),
     }
 )
 """Kinds, beside the elementwise ones, that propagation may give a sharding (`SupportSpatialPartitioning`)."""
@@ -94,8 +96,11 @@ class Transfers:
             self._maps[key] = self._make_map(op, place)
         return self._maps[key]
 
-    def forward(self, op: Op, place: int, tiling: Tiling) -> Tiling | None:
-        """The result's sharding that follows from operand `place`; None without information."""
+    def forward(self, op: Op, place: int, tiling: Tiling, result: int = 0) -> Tiling | None:
+        """The sharding of a result that follows from operand `place`; None without information."""
+        if op.kind in KINDS:
+            named = self._attention_dims(op)
+            return self._named(named.operands[place], tiling, named.results[result])
         if op.kind == "reshape":
             source = self.graph.type_of(op.operands[0]).shape
             return self.subaxes.reshape(source, op.results[0].shape, tiling)
@@ -107,7 +112,7 @@ class Transfers:
         return tuple(tiling[dim] if dim >= 0 else () for dim in dims)
 
     def backward(
-        self, op: Op, place: int, tiling: Tiling, operands: Sequence[Tiling | None], level: int
+        self, op: Op, place: int, tiling: Tiling, operands: Sequence[Tiling | None], level: int, result: int = 0
     ) -> Tiling | None:
         """The sharding that a result sharded by `tiling` asks of operand `place`.
 
@@ -116,6 +121,9 @@ class Transfers:
             level: the round's aggressiveness.
         """
         kind = op.kind
+        if kind in KINDS:
+            named = self._attention_dims(op)
+            return self._named(named.results[result], tiling, named.operands[place])
         shape = self.graph.type_of(op.operands[place]).shape
         if kind == "reshape":
             return self.subaxes.reshape(op.results[0].shape, shape, tiling)
@@ -134,6 +142,16 @@ class Transfers:
         if (kind == "dot_general" and "outer" not in op.attrs) or (kind == "convolution" and place < 2):
             return self._with_other(op, place, found, operands, level)
         return found
+
+    def _attention_dims(self, op: Op) -> AttentionDims:
+        shapes = [self.graph.type_of(value).shape for value in op.operands]
+        return AttentionDims.of(op.kind, Form.of(op.attrs), shapes)
+
+    @staticmethod
+    def _named(read: str, tiling: Tiling, made: str) -> Tiling | None:
+        """The tiling of a tensor with dims `made` that one with dims `read` implies, by letters."""
+        found = {letter: axes for letter, axes in zip(read, tiling, strict=True) if letter in SPLIT}
+        return tuple(found.get(letter, ()) for letter in made) if found else None
 
     def _with_other(
         self, op: Op, place: int, found: Tiling, operands: Sequence[Tiling | None], level: int

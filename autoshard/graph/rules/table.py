@@ -8,6 +8,7 @@ A rule says what the op computes when its operands are split; whether the partit
 - `index.py`: gather, scatter, sort;
 - `window.py`: convolution and other sliding windows;
 - `body.py`: loops and branches, from the ops inside;
+- `attention.py`: attention kept as one op;
 - `custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
 
 The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) if it can run the op on shards.
@@ -16,6 +17,7 @@ The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) if it can r
 from __future__ import annotations
 
 from autoshard.graph.ops import Rule
+from autoshard.graph.rules import attention as rules_attention
 from autoshard.graph.rules import body as rules_body
 from autoshard.graph.rules import custom as rules_custom
 from autoshard.graph.rules import index as rules_index
@@ -31,7 +33,17 @@ from autoshard.graph.rules.base import (
     rule_for,
 )
 
-__all__ = ["has_rule", "rule", "rule_for", "rules_body", "rules_custom", "rules_index", "rules_shape", "rules_window"]
+__all__ = [
+    "has_rule",
+    "rule",
+    "rule_for",
+    "rules_attention",
+    "rules_body",
+    "rules_custom",
+    "rules_index",
+    "rules_shape",
+    "rules_window",
+]
 
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------

@@ -222,6 +222,7 @@ class TpuBackend(CoarseTpuBackend):
         return Passes(
             (
                 rewrite.attentions_by_rows,
+                rewrite.kernels_by_rows,
                 partial(gathered_in_pieces, kind=self.device.kind),
                 rewrite.gathered_as_sums,
                 rewrite.gathered_results,

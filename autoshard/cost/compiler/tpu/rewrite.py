@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.attention.form import FORWARD, KINDS
 from autoshard.cost.compiler.lowered import (
     ATTENTION,
     COLLECTIVES,
@@ -21,6 +22,7 @@ from autoshard.cost.compiler.rewrite import Rewriter, writes_onto_constant
 from autoshard.cost.compiler.tpu.layout import for_convolution, row_major, tiled
 from autoshard.cost.compiler.tpu.strip_widths import SPLITS
 from autoshard.cost.machine.figures import whole
+from autoshard.cost.machine.tiles import LANES
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.ops import Value
@@ -345,6 +347,31 @@ def attentions_by_rows(program: Lowered) -> Lowered:
             rewriter.emit(Step("convert", step.op, (wide,), (written,)))
         if written != made:
             rewriter.emit(Step("copy", step.op, (written,), (made,)))
+    return rewriter.result()
+
+
+def kernels_by_rows(program: Lowered) -> Lowered:
+    """Row-major copies around the kernels of attentions kept as one op; a log-sum-exp fills all lanes of its kernel."""
+    kernels = {number for number, step in enumerate(program.steps) if step.kind in KINDS}
+    if not kernels:
+        return program
+    rewriter = Rewriter(program)
+    copies: dict[int, int] = {}
+    for _, step in rewriter.changing(kernels):
+        for source in step.reads:
+            if source not in copies and not _is_row_major(program, source):
+                copies[source] = rewriter.copy(source, step.op, _row_major(rewriter, source))
+        written = []
+        for place, made in enumerate(step.writes):
+            rows = made if _is_row_major(program, made) else _row_major(rewriter, made)
+            if step.kind == FORWARD and place == 1:
+                rows = rewriter.array(made, LANES * rewriter.arrays[made].bytes)
+            written.append(rows)
+        reads = tuple(copies.get(source, source) for source in step.reads)
+        rewriter.emit(replace(step, reads=reads, writes=tuple(written)))
+        for rows, made in zip(written, step.writes, strict=True):
+            if rows != made:
+                rewriter.emit(Step("copy", step.op, (rows,), (made,)))
     return rewriter.result()
 
 

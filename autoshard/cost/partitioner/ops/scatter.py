@@ -10,9 +10,10 @@ all-reduce of which every device takes its own slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from autoshard.attention.form import GRADIENT
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.partitioned import OpRun, Ring
@@ -124,6 +125,8 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
 
     summed = {one.axes for run in runs for one in run.collectives if one.kind in ("all-reduce", "reduce-scatter")}
     for op in context.graph.ops:
+        if op.kind == GRADIENT:
+            runs[op.id] = _scattered_gradients(context, op, runs[op.id], cuts)
         if not sums[op.id] or len(op.results) != 1:
             continue
         *first, last = runs[op.id].collectives
@@ -143,6 +146,22 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
         scattered = tuple(replace(last, kind=kind, bytes=size) for kind, _, size in steps or ())
         runs[op.id] = replace(runs[op.id], collectives=(*first, *(scattered or (last,))))
     return runs
+
+
+def _scattered_gradients(context: Context, op: Op, run: OpRun, cuts: Callable[[Value], list[Cut | None]]) -> OpRun:
+    """The same for the sums of an attention's gradients of keys and values, over the devices that split queries."""
+    made = context.shardings.made[Value(op.id)]
+    axes = (*made[2], *made[3])
+    first = len(run.collectives) - len(run.of_result)
+    found = list(run.collectives)
+    for place, result in enumerate(run.of_result, first):
+        taken = cuts(Value(op.id, result)) if found[place].kind == "all-reduce" else []
+        if not taken or not all(cut == taken[0] and context.cuts.scatters(axes, cut, True) for cut in taken):
+            continue
+        steps = context.scattered(axes, found[place].bytes, taken[0], True, row_major=True) or ()
+        if len(steps) == 1:
+            found[place] = replace(found[place], kind=steps[0][0], bytes=steps[0][2])
+    return replace(run, collectives=tuple(found))
 
 
 def _split(context: Context, cut: Cut, whole: Collective, summed: set[AxisGroup]) -> tuple[Collective, ...]:
