@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from autoshard.attention.kernels import Platform
 from autoshard.dtypes import is_float, is_whole, numpy_dtype
 from autoshard.errors import LoweringError
 from autoshard.graph.ops import Graph
@@ -218,7 +219,9 @@ class JaxStep:
             warn_of_wrong_sums(graph, annotations_of(plan, graph), plan.mesh)
         self.shardings, self.program, self.partitioner = shardings, program, partitioner
         self._mesh = plan.mesh
-        module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitioner)
+        kind = shardings.mesh.devices.flat[0].platform
+        platform: Platform = {"cuda": "gpu", "rocm": "gpu"}.get(kind, kind)
+        module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitioner, platform=platform)
         self._call = _exported_call(module, program, plan.mesh.size, precision)
         self._types = {argument.name: argument.type for argument in program.arguments}
         specs = {argument.name: plan.argument(argument) for argument in program.arguments}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autoshard.graph.annotations import with_attentions
 from autoshard.graph.ops import Graph
 from autoshard.planning.candidate import Chosen
 from autoshard.planning.memory import TIGHTER
@@ -101,7 +102,8 @@ class _Confirming:
         try:
             candidate, left = found.candidate, SECONDS - self.seconds
             self.target = confirming_target(candidate.mesh, self.options.refine)
-            module = annotate(self.graph.program, self.graph, candidate.annotations, candidate.mesh)
+            annotations = with_attentions(self.graph, candidate.annotations, candidate.prediction.specs)
+            module = annotate(self.graph.program, self.graph, annotations, candidate.mesh, platform=self.target.family)
             compiled = compile_annotated(self.graph, candidate.mesh, self.target, module, timeout=left)
             return compiled.memory.peak, self.limit or math.inf
         except OutOfMemoryError as error:

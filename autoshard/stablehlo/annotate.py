@@ -9,11 +9,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from autoshard.attention.form import KINDS
+from autoshard.attention.kernels import Platform
 from autoshard.errors import AutoshardError, LoweringError
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
 from autoshard.program import Program
+from autoshard.stablehlo.attention import Regions, is_attention
 from autoshard.stablehlo.context import bytecode, entries_of, entry_block, functions_of, mlir_context, set_entries
 from autoshard.stablehlo.inline import inline_calls
 from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES, aten_of, parse_module
@@ -83,6 +86,7 @@ def annotate(
     *,
     text: bool = False,
     partitions: bool = False,
+    platform: Platform | None = None,
 ) -> bytes:
     """The program's module with `annotations` written into it; MLIR bytecode, or its text.
 
@@ -96,6 +100,7 @@ def annotate(
         form: of the annotations.
         text: the module's text, with locations, instead of its bytecode.
         partitions: set the module's number of partitions to the number of devices.
+        platform: whose kernels attentions kept as one op are lowered to; None leaves them as custom calls.
 
     Raises:
         AnnotationError: a spec does not fit its value or the mesh; a pinned value is neither an argument nor an aten
@@ -106,6 +111,8 @@ def annotate(
         module = parse_module(program.stablehlo)
         writer = _Writer(program, graph, mesh, module, form)
         writer.write(annotations)
+        if platform is not None:
+            writer.lower_attentions(annotations, platform)
         if partitions:
             writer.count_partitions()
         if not module.operation.verify():
@@ -268,12 +275,9 @@ class _Writer:
             where = ir.InsertionPoint.after(after.owner)
         shardy = self.form == "shardy"
         attributes = (
-            {"sharding": ir.Attribute.parse(shardy_sharding(spec, self.mesh))}
+            {"sharding": self.attribute(spec)}
             if shardy
-            else {
-                "call_target_name": ir.StringAttr.get("Sharding"),
-                "mhlo.sharding": ir.StringAttr.get(gspmd_sharding(spec, self.mesh)),
-            }
+            else {"call_target_name": ir.StringAttr.get("Sharding"), "mhlo.sharding": self.attribute(spec)}
         )
         op = ir.Operation.create(
             "sdy.sharding_constraint" if shardy else "stablehlo.custom_call",
@@ -301,14 +305,9 @@ class _Writer:
         }
         name = "sdy.sharding" if self.form == "shardy" else "mhlo.sharding"
 
-        def written(spec: Spec) -> Any:
-            if self.form == "shardy":
-                return ir.Attribute.parse(shardy_sharding(spec, self.mesh))
-            return ir.StringAttr.get(gspmd_sharding(spec, self.mesh))
-
-        arguments = {index: written(spec) for index, spec in specs.items()}
+        arguments = {index: self.attribute(spec) for index, spec in specs.items()}
         _write_attributes(self.function, "arg_attrs", name, arguments, len(self.program.arguments))
-        updated = {index: written(spec) for index, spec in results.items()}
+        updated = {index: self.attribute(spec) for index, spec in results.items()}
         _write_attributes(self.function, "res_attrs", name, updated, len(self.program.outputs))
         if self.form == "shardy":
             axes = ", ".join(
@@ -323,6 +322,33 @@ class _Writer:
                 loc=ir.Location.unknown(),
                 ip=ir.InsertionPoint.at_block_begin(self.module.body),
             )
+
+    def lower_attentions(self, annotations: Annotations, platform: Platform) -> None:
+        """Replace attentions by regions that are split as their results are annotated."""
+        attentions = {op.aten: op for op in self.graph.ops if op.kind in KINDS}
+        if not attentions:
+            return
+        regions = Regions(self.module, self.mesh, platform, self.attribute, self.form == "shardy")
+        calls = [view.operation for view in self.block.operations if is_attention(view.operation)]
+        for call in calls:  # replacing one erases the ops that take it apart
+            op = attentions[self.aten_of(call)]
+            results = [Value(op.id, number) for number in range(len(op.results))]
+            if any(value not in annotations.pins and self.graph.is_read(value) for value in results):
+                raise AnnotationError(
+                    f"{describe(self.graph, results[0])} is not annotated: complete the annotations first"
+                )
+            replicate = (replicated(len(kind.shape)) for kind in op.results)
+            regions.replace(
+                call, [annotations.pins.get(value, none) for value, none in zip(results, replicate, strict=True)]
+            )
+
+    def attribute(self, spec: Spec) -> Any:
+        """A spec as an attribute, in this module's form."""
+        from jaxlib.mlir import ir
+
+        if self.form == "shardy":
+            return ir.Attribute.parse(shardy_sharding(spec, self.mesh))
+        return ir.StringAttr.get(gspmd_sharding(spec, self.mesh))
 
     def count_partitions(self) -> None:
         """Set the module's number of partitions, as jax and other readers of StableHLO expect it."""
@@ -379,3 +405,10 @@ def _write_attributes(function: Any, where: str, name: str, attributes: Mapping[
         if index in attributes:
             entry[name] = attributes[index]
     set_entries(function, where, entries)
+
+
+def whole(program: Program, graph: Graph) -> bytes:
+    """The program's module for one CPU, with attentions kept as one op written out."""
+    values = (Value(op.id, number) for op in graph.ops if op.kind in KINDS for number in range(len(op.results)))
+    pins = {value: replicated(len(graph.type_of(value).shape)) for value in values}
+    return annotate(program, graph, Annotations(pins), Mesh((1,)), platform="cpu") if pins else program.stablehlo

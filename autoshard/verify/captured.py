@@ -27,7 +27,7 @@ from autoshard.mesh import Spec
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.value import Plan
 from autoshard.program import Program, TensorType
-from autoshard.stablehlo.annotate import annotate, check_steps
+from autoshard.stablehlo.annotate import annotate, check_steps, whole
 from autoshard.stablehlo.context import mlir_context
 from autoshard.stablehlo.reader import build_graph, parse_module
 
@@ -58,11 +58,13 @@ class CapturedStep:
         check_steps(program)
         self.program, self._plan = program, plan
         graph = build_graph(program)
-        module, devices = program.stablehlo, jax.local_devices(backend="cpu")[:1]
+        devices = jax.local_devices(backend="cpu")[:1]
         if plan is not None:
             self._jax = to_jax(plan, jax.local_devices(backend="cpu")[: plan.mesh.size])
-            module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitions=True)
+            module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitions=True, platform="cpu")
             devices = list(self._jax.mesh.devices.flatten())
+        else:
+            module = whole(program, graph)
         self._executable = _compiled(module, devices, len(program.outputs))
         self._device = jax.sharding.SingleDeviceSharding(devices[0])
         self._scalars = HostScalars(program, optimizer, optimizer_scalars(graph))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoshard.attention.kernels import Platform
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import device_order
 from autoshard.cost.predict import Prediction, predict
@@ -216,9 +217,9 @@ def verify_plan(
     if run and without_torch_xla:
         raise TargetError("the plan was made without torch_xla, and --run trains through it: leave out --run")
     if isinstance(source, Program) or without_torch_xla or chosen.family == "gpu":
-        graph, module = _written_into(plan, source, say)
+        graph, module = _written_into(plan, source, chosen.family, say)
     else:
-        graph, module = _traced_again(plan, source, say)
+        graph, module = _traced_again(plan, source, chosen.family, say)
     say(f"compile for {chosen}")
     report, _ = compare_compiled(graph, annotations_of(plan, graph), plan.mesh, chosen, module, cycles=cycles)
     if run and not isinstance(source, Program):
@@ -227,29 +228,35 @@ def verify_plan(
     return report
 
 
-def _written_into(plan: Plan, source: Source | Program, say: Callable[[str], None]) -> tuple[Graph, bytes]:
+def _written_into(
+    plan: Plan, source: Source | Program, platform: Platform, say: Callable[[str], None]
+) -> tuple[Graph, bytes]:
     """The graph of a program, and its module annotated for GSPMD as `autoshard lower` writes it."""
 
     if not isinstance(source, Program):
         say("capture")
         source = capture_of(plan.program.frontend)(
-            source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer
-        )
+            source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer,
+            switches=plan.program.switches,
+        )  # fmt: skip
     check_program(plan, source)
     graph = build_graph(source)
     say("lower")
-    return graph, annotate(source, graph, annotations_of(plan, graph), plan.mesh)
+    return graph, annotate(source, graph, annotations_of(plan, graph), plan.mesh, platform=platform)
 
 
-def _traced_again(plan: Plan, source: Source, say: Callable[[str], None]) -> tuple[Graph, bytes]:
+def _traced_again(plan: Plan, source: Source, platform: Platform, say: Callable[[str], None]) -> tuple[Graph, bytes]:
     """The graph of a source's program, and its module as torch_xla traces it under the plan."""
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.lower.torch_xla.mark_sharding import annotated_program
 
     say("capture")
-    program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
+    given = {"loss_fn": source.loss_fn, "optimizer": source.optimizer, "switches": plan.program.switches}
+    program = capture(source.model, source.inputs, **given)
     check_program(plan, program)
     graph = build_graph(program)
     say("lower")
-    module = annotated_program(plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
+    module = annotated_program(
+        plan, source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer, platform=platform
+    )
     return graph, module

@@ -8,7 +8,7 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,18 @@ def main() -> None:
             model, inputs, loss_fn, optimizer, train = torch.load(folder / "source.pt", weights_only=False)
             source = Source(model, inputs, loss_fn, optimizer, train)
         kept = folder / "program.pickle"
-        program = pickle.loads(kept.read_bytes()) if kept.exists() else captured(source)
-        result = compare(load(folder / "plan.json"), source, request["steps"], program)
+        plan = load(folder / "plan.json")
+        program = pickle.loads(kept.read_bytes()) if kept.exists() else captured(source, plan.program.switches)
+        result = compare(plan, source, request["steps"], program)
     except AutoshardError as error:
         result = {"error": str(error)}
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def captured(source: Source) -> Program:
-    """The source's program."""
-    return capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer, train=source.train)
+def captured(source: Source, under: Sequence[str] = switches.DEFAULT) -> Program:
+    """The source's program under these capture switches."""
+    given = {"loss_fn": source.loss_fn, "optimizer": source.optimizer, "train": source.train, "switches": under}
+    return capture(source.model, source.inputs, **given)
 
 
 def compare(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from autoshard.attention.form import Form
 from autoshard.cost.machine.compute import taps_on_input
 from autoshard.dtypes import DTYPES
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
@@ -354,6 +355,20 @@ def _nth(text: str | None, i: int, default: str) -> str:
     return text.split("x")[i] if text else default
 
 
+def _attention_flops(instruction: Instruction, shapes: Sequence[ArrayShape]) -> float:
+    """Two products of cuDNN's forward kernel, five of its backward one, over the scores that its mask leaves."""
+    batch, heads, queries, features = shapes[0].dims
+    keys, values = shapes[1].dims[2], shapes[2].dims[3]
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', instruction.rest)
+    form = Form(
+        1.0,
+        re.search(r'"mask_type": ?"CAUSAL"', instruction.rest) is not None,
+        int(window[1]) or None if window else None,
+    )
+    products = 3 * features + 2 * values if "Backward" in instruction.target else features + values
+    return 2.0 * batch * heads * form.attended(queries, keys) * products
+
+
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
     """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention.
 
@@ -370,6 +385,8 @@ def _library_flops(computation: Computation, instruction: Instruction) -> tuple[
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]
         return _wider(shapes), 2.0 * instruction.shapes[0].elements * math.prod(shapes[0].dims[dim] for dim in dims)
+    if target.startswith("__cudnn$fmha"):
+        return _wider(shapes), _attention_flops(instruction, shapes)
     if target.startswith("__cudnn$conv") and len(shapes) > 1:
         # dim_labels are the forward convolution's; which of its arrays the operands and the result are, differs.
         result = instruction.shapes[0]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-from autoshard.frontends.tracing.trace import tensor_type
+from autoshard.frontends.tracing.device import tensor_type
 from autoshard.lower.module_values import BorderValue
 from autoshard.mesh import Mesh, Spec
 

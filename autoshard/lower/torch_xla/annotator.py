@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autoshard.frontends.tracing.device import is_xla, tensor_id
+from autoshard.frontends.tracing.device import is_xla, tensor_id, tensor_type
 from autoshard.frontends.tracing.known import described
 from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer
-from autoshard.frontends.tracing.trace import takes_values, tensor_type
+from autoshard.frontends.tracing.trace import takes_values
 from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.attention import executing, platform_here
 from autoshard.lower.torch_xla.schedule import Schedule, describe
 from autoshard.lower.torch_xla.step import StepWriter
 from autoshard.plans.value import PlanMismatchError, format_type
@@ -132,7 +133,8 @@ class Annotator(AtenSequence):
         self._bind_inputs(call)
         self._check(call)
         args, kwargs = self._writer.before(call)
-        return call.func(*args, **kwargs)
+        with executing(self._schedule, call, platform_here()):
+            return call.func(*args, **kwargs)
 
     def after(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Check the op's outputs, pin them, and release copies after their last reader."""

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from autoshard.attention.kernels import Platform
 from autoshard.frontends.torch_xla.program import XlaLabels, trace
 from autoshard.frontends.tracing.device import is_xla
 from autoshard.frontends.tracing.modules import ModulePaths
 from autoshard.frontends.tracing.sequence import WRITES_BACK, Call
 from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.attention import executing
 from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.lower.torch_xla.step import StepWriter
 from autoshard.plans.check import check_program
@@ -27,11 +29,15 @@ def annotated_program(
     *,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = None,
+    platform: Platform = "cpu",
 ) -> bytes:
     """The program of the planned step with its annotations, as `apply` and `annotate` would give it to XLA.
 
     Traced on placeholders by `capture`'s machinery and `annotate`'s writer: needs neither weights nor the plan's
     devices.
+
+    Args:
+        platform: whose kernels attentions are lowered to; the other arguments are those of `capture`.
 
     Returns:
         StableHLO, MLIR bytecode; HLO ops are labelled `op<k>` as in the captured program.
@@ -43,7 +49,7 @@ def annotated_program(
     schedule = Schedule.of(plan)
     with runtime.logical_devices():
         program = trace(
-            lambda xla, paths: _Annotated(xla, paths, schedule),
+            lambda xla, paths: _Annotated(xla, paths, schedule, platform),
             model,
             sample_inputs,
             loss_fn=loss_fn,
@@ -66,7 +72,8 @@ def _arguments(program: Program, schedule: Schedule) -> dict[int, Any]:
 class _Annotated(XlaLabels):
     """Labels ops as capture does, and annotates instead of marking."""
 
-    def __init__(self, xla: Any, paths: ModulePaths, schedule: Schedule) -> None:
+    def __init__(self, xla: Any, paths: ModulePaths, schedule: Schedule, platform: Platform) -> None:
+        self._platform: Platform = platform
         self._writer = StepWriter(schedule, self.producer)
         self._planned = True
         super().__init__(xla, paths)
@@ -86,7 +93,8 @@ class _Annotated(XlaLabels):
         if not self._planned:
             return super().run(call)
         args, kwargs = self._writer.before(call)
-        return super().run(Call(call.index, call.func, call.tensors, call.inputs, args, kwargs))
+        with executing(self._writer.schedule, call, self._platform):
+            return super().run(Call(call.index, call.func, call.tensors, call.inputs, args, kwargs))
 
     def mark(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Write the plan's pins."""

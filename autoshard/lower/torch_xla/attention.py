@@ -1,0 +1,57 @@
+"""Runs attentions kept as one op in a torch_xla step: the region that the plan says, as a computation of its own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+from autoshard.attention.form import TARGETS, Form, Signature
+from autoshard.attention.kernels import Platform
+from autoshard.frontends.tracing.attention import Tensors, executed_by
+from autoshard.frontends.tracing.device import tensor_type
+from autoshard.frontends.tracing.sequence import Call
+from autoshard.lower.torch_xla import runtime
+from autoshard.lower.torch_xla.schedule import Schedule
+from autoshard.mesh import Mesh, Spec, replicated
+from autoshard.stablehlo.attention import region_hlo
+
+_NAMES = frozenset(f"{target}.default" for target in TARGETS)
+
+
+def executing(schedule: Schedule, call: Call, platform: Platform) -> AbstractContextManager[None]:
+    """Around an op: an attention runs the kernel of `platform` on each device's part."""
+    if call.name not in _NAMES:
+        return nullcontext()
+
+    def run(kind: str, form: Form, operands: Tensors, results: Tensors) -> Tensors:
+        import torch_xla
+
+        op = Signature(kind, form, tuple(map(tensor_type, operands)), tuple(map(tensor_type, results)))
+        none = (replicated(len(each.shape)) for each in op.results)
+        wanted = tuple(schedule.pins.get((call.index, j), whole) for j, whole in enumerate(none))
+        devices = tuple(runtime.xla_mesh(schedule.mesh).device_ids.flatten().tolist())
+        made = _computation(op, wanted, schedule.mesh, platform, devices, call.index)
+        found: Tensors = torch_xla._XLAC._xla_user_computation(
+            f"autoshard::{kind}", [runtime.plain(each) for each in operands], made
+        )
+        return found
+
+    return executed_by(run)
+
+
+@lru_cache(maxsize=256)
+def _computation(
+    op: Signature, wanted: tuple[Spec, ...], mesh: Mesh, platform: Platform, devices: tuple[int, ...], channel: int
+) -> Any:
+    import torch_xla
+
+    proto = region_hlo(op, wanted, mesh, platform, devices, channel)
+    return torch_xla._XLAC._xla_op_computation_from_module_proto(f"autoshard_{op.kind}", proto)
+
+
+def platform_here() -> Platform:
+    """The platform of the runtime's devices."""
+    import torch_xla.runtime as xr
+
+    return "tpu" if xr.device_type() == "TPU" else "cpu"
