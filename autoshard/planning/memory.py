@@ -1,9 +1,9 @@
 """Solve until the *predicted* memory is within a limit.
 
-The solver counts memory in program order, group by group; the prediction follows the target's compiler. Where the
-prediction exceeds the limit, the solver gets a lower one; where the solver's count finds no feasible plan, it gets
-none, then higher ones, as long as the prediction stays within the limit. Where it counts near the limit and much less
-is predicted, it gets none either, and the faster plan is taken.
+First without a limit: where that plan is predicted to be within it, none is faster. Otherwise the solver counts memory
+in program order, group by group; the prediction follows the target's compiler. Where the prediction exceeds the limit,
+the solver gets a lower one; where the solver's count finds no feasible plan, it gets none, then higher ones, as long as
+the prediction stays within the limit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ TIGHTER = 0.99
 """Factor on the proportional limit of the next solve, so that its prediction undershoots the limit."""
 WORTH_MORE = 1.02
 """How many times the predicted memory the limit must be for a solve with a higher limit."""
-LOOSE = 0.8
-"""Part of the limit: a peak predicted below and counted above says that the solver's count may be in the way."""
 _ABOVE = 1 + 1e-6
 """Factor on the least peak that the solver reports, to make it feasible as a limit."""
 
@@ -43,11 +41,19 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
     Raises:
         NoPlanError: none was found; says the least predicted peak.
     """
-    asked, least = limit, math.inf
+    least = math.inf
+    try:
+        free = problem.candidate(None)
+        least = free.prediction.peak_memory_bytes
+        if limit is None or least <= limit:
+            return free
+    except NoPlanError:
+        if limit is None:
+            raise
+    asked = limit
     refused: NoPlanError | None = None
     first: float | None = None  # the limit that the solver found infeasible
     best: Candidate | None = None
-    freed = False  # whether the plan without a limit is known to exceed it
     lowest: int | None = None  # predicted peak of the plan of least memory by the solver's count
     for _ in range(TRIES):
         try:
@@ -55,10 +61,6 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         except NoPlanError as error:
             if best is not None:  # time was over
                 break
-            if refused is None and least == math.inf:
-                freed = True
-                if (free := _free(problem, limit)) is not None:
-                    return free
             if refused is not None or not math.isfinite(error.least):
                 if least == math.inf:
                     raise
@@ -66,12 +68,8 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
             refused, first, asked = error, asked, error.least * _ABOVE  # least memory by the solver's count
             continue
         predicted = found.prediction.peak_memory_bytes
-        if limit is None or asked is None:
-            return found
         if predicted <= limit and refused is None:
-            counted = math.inf if found.decision is None else found.decision.counted_bytes
-            free = _free(problem, limit) if predicted < LOOSE * limit < counted < math.inf else None
-            return found if free is None or free.time >= found.time else free
+            return found
         if best is not None and (predicted > limit or found.time >= best.time):
             break
         if predicted <= limit:
@@ -87,12 +85,9 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         # Lower the solver's limit by the ratio of the limit to the prediction for this plan.
         assert found.decision is not None
         asked = TIGHTER * min(found.decision.counted_bytes, asked) * limit / predicted
-    if best is None and not freed:
-        best = _free(problem, limit)
     if best is not None:
         return best
-    assert limit is not None
-    if lowest is None and least < math.inf:
+    if lowest is None:
         plainest = _lowest(problem)
         if plainest is not None and plainest.prediction.peak_memory_bytes <= limit:
             return plainest
@@ -104,17 +99,6 @@ def within_limit(problem: Solvable, limit: float | None) -> Candidate:
         f"the least predicted of those tried is {least:,.0f}{said}",
         least,
     )
-
-
-def _free(problem: Solvable, limit: float | None) -> Candidate | None:
-    """The solver's choice without a limit, if it is predicted to be within `limit`."""
-    if limit is None:
-        return None
-    try:
-        found = problem.candidate(None)
-    except NoPlanError:
-        return None
-    return found if found.prediction.peak_memory_bytes <= limit else None
 
 
 def _lowest(problem: Solvable) -> Candidate | None:

@@ -99,7 +99,7 @@ class OneMesh:
     def settings(self, limit: float | None) -> Settings:
         """Solver settings; the bound under a tightened limit is not one of the plan asked for."""
         options, deadline = self.options, time.perf_counter() + self.seconds
-        goal = self.goal if limit == self.memory else math.inf
+        goal = self.goal if limit is None or limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
 
     def _solved(self, limit: float | None, settings: Settings, *, gathers: bool = True) -> Candidate:

@@ -18,7 +18,7 @@ from autoshard.verify.targets import Target, TargetError
 torch = pytest.importorskip("torch")
 
 MESH = Mesh((2, 4), device="cpu")
-GRAPH = SimpleNamespace(program=None)
+GRAPH = SimpleNamespace(program=None, ops=())
 
 
 class Road:
@@ -35,7 +35,7 @@ class Road:
         self.asked.append(limit := options.memory_on(MESH))
         if limit is not None and limit < self.least:
             raise NoPlanError(f"the least is {self.least}", self.least)
-        prediction = SimpleNamespace(peak_memory_bytes=1000 if limit is None else limit)
+        prediction = SimpleNamespace(peak_memory_bytes=1000 if limit is None else limit, specs={})
         return Chosen(Candidate(MESH, None, prediction, memory=limit))
 
 
@@ -52,7 +52,7 @@ def compiler(monkeypatch):
             raise found
         return SimpleNamespace(memory=SimpleNamespace(peak=found))
 
-    def annotate(program, graph, annotations, mesh):
+    def annotate(program, graph, annotations, mesh, platform):
         return said.predicted
 
     def bytes_of(self, found):
@@ -131,7 +131,7 @@ def test_where_nothing_fits_as_compiled_the_error_says_what_was_compiled(compile
 @pytest.mark.parametrize(("memory", "times"), [(124, 1), (126, 0), (None, 0)])
 def test_only_a_plan_predicted_near_the_limit_is_compiled(compiler, memory, times):
     def road(options):
-        return Chosen(Candidate(MESH, None, SimpleNamespace(peak_memory_bytes=100), memory=options.memory))
+        return Chosen(Candidate(MESH, None, SimpleNamespace(peak_memory_bytes=100, specs={}), memory=options.memory))
 
     _, said = ask(road, memory=memory)
     assert len(compiler.calls) == times
@@ -154,7 +154,9 @@ def test_what_the_compiler_says_of_the_devices_memory_is_the_limit_too(compiler)
 def test_a_plan_on_another_mesh_is_compiled_for_that(compiler):
     def road(options):
         mesh = Mesh((2, 4), device="tpu-v5e") if options.memory == 100 else Mesh((8, 1), device="tpu-v5e:8x1")
-        return Chosen(Candidate(mesh, None, SimpleNamespace(peak_memory_bytes=options.memory), memory=options.memory))
+        return Chosen(
+            Candidate(mesh, None, SimpleNamespace(peak_memory_bytes=options.memory, specs={}), memory=options.memory)
+        )
 
     compiler.answer = lambda predicted: predicted + 10
     _, said = ask(road)
