@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from autoshard.frontends.choose import capture_of, choose
+from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.mesh import Mesh
 from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import meshes_for
@@ -89,11 +89,11 @@ def plan(
         CaptureError: the program cannot be captured; names the op or input, and where.
         PlanError: no plan meets the memory limit, as predicted or as compiled; says the least found.
     """
-    through = choose(frontend)
     meshes = meshes_for(mesh, devices, device, refine, confirm)
     with collector_paused():
         (progress or silent)("capture")
-        program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, frontend=through)
+        given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend}
+        program = capture(model, sample_inputs, **given, device=meshes[0].device)
         return plan_program(
             program,
             meshes,
@@ -120,9 +120,16 @@ def capture(
     optimizer: Any = None,
     train: bool | None = None,
     frontend: str = "auto",
+    device: str | None = None,
 ) -> Program:
-    """Capture a program for `plan_program`, `evaluate` and `verify`; arguments as for `plan`."""
-    return capture_of(frontend)(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+    """Capture a program for `plan_program`, `evaluate` and `verify`; arguments as for `plan`.
+
+    Args:
+        device: kind of device that the program is for: attentions that it has fused kernels for are kept as one op.
+            Without one they are written out.
+    """
+    given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches_for(device)}
+    return capture_of(frontend)(model, sample_inputs, **given)
 
 
 def plan_program(program: Program, mesh: Mesh | Sequence[Mesh], **options: Unpack[OptionKeywords]) -> Plan:

@@ -101,10 +101,10 @@ def load_source(source: str, **given: Any) -> Source:
 
     Args:
         source: `hf:TYPE`, a transformers model type in its default configuration, or `hf:PATH/config.json`, on meta,
-            with eager attention and batched experts (`batched_mm`), and in training with dropout 0, where settings say
-            nothing else; or `FILE.py:FUNCTION`, where the function returns a model, `(model, sample_inputs)`, or a dict
-            with `model`, `inputs` and optionally `loss_fn` and `optimizer`, and is called with those of `batch`, `seq`,
-            `layers` and the settings that it has parameters for.
+            with `sdpa` attention (`eager` where a model has none), batched experts (`batched_mm`), and in training
+            dropout 0, where settings say nothing else; or `FILE.py:FUNCTION`, where the function returns a model,
+            `(model, sample_inputs)`, or a dict with `model`, `inputs` and optionally `loss_fn` and `optimizer`, and is
+            called with those of `batch`, `seq`, `layers` and the settings that it has parameters for.
         given: the fields of `SourceOptions`.
 
     Raises:
@@ -218,7 +218,7 @@ def _transformers(name: str, options: SourceOptions) -> Source:
     if model_type not in CONFIG_MAPPING_NAMES:
         raise SourceError(f"transformers has no model type {model_type!r}{_close(model_type, CONFIG_MAPPING_NAMES)}")
     settings, train = dict(options.settings), options.train
-    attention = settings.pop("attn_implementation", "eager")
+    attention = settings.pop("attn_implementation", None)
     experts = settings.pop("experts_implementation", "batched_mm")
     kind = CONFIG_MAPPING[model_type]
     if options.layers is not None:
@@ -237,13 +237,15 @@ def _transformers(name: str, options: SourceOptions) -> Source:
     auto = _auto_class(model_type, config)
     inputs = _inputs(model_type, auto.__name__, config, options.batch or DEFAULT_BATCH, options.seq, train is not None)
     try:
+        given = {"dtype": getattr(torch, DTYPES[options.dtype])} if options.dtype else {}
+        given["experts_implementation"] = experts
         with torch.device("meta"):
-            model = auto.from_config(
-                config,
-                attn_implementation=attention,
-                experts_implementation=experts,
-                **({"dtype": getattr(torch, DTYPES[options.dtype])} if options.dtype else {}),
-            )
+            try:
+                model = auto.from_config(config, attn_implementation=attention or "sdpa", **given)
+            except ValueError:  # a model without it
+                if attention is not None:
+                    raise
+                model = auto.from_config(config, attn_implementation="eager", **given)
     except Exception as error:
         raise SourceError(f"transformers cannot build {model_type} from this configuration: {_said(error)}") from error
     model.train(train is not None)

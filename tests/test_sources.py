@@ -111,7 +111,7 @@ def test_a_transformers_type_with_settings() -> None:
     small = {"n_layer": "1", "n_embd": "16", "n_head": "2", "vocab_size": "50"}
     source = load_source("hf:gpt2", batch=2, seq=6, settings=small, train="sgd")
     config = source.model.config
-    assert (config.n_layer, config.hidden_size, config._attn_implementation) == (1, 16, "eager")
+    assert (config.n_layer, config.hidden_size, config._attn_implementation) == (1, 16, "sdpa")
     assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0, 0, 0)
     assert {p.device.type for p in source.model.parameters()} == {"meta"}
     assert {name: tuple(t.shape) for name, t in source.inputs.items()} == {"input_ids": (2, 6), "labels": (2, 6)}

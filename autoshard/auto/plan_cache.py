@@ -12,7 +12,6 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from autoshard.plans.value import PlanError
 from autoshard.program import Program
 from autoshard.stablehlo.context import mlir_context
 from autoshard.stablehlo.reader import parse_module
-from autoshard.version import __version__
+from autoshard.version import __version__, version_of
 
 _SOLVERS = ("ortools", "pulp", "numpy", "networkx", "jaxlib", "libtpu")
 """Packages whose versions may affect a plan, beside autoshard and those that captured the program."""
@@ -81,14 +80,6 @@ def key(program: Program, mesh: Mesh | Sequence[Mesh], options: Mapping[str, Any
     ):
         digest.update(repr(part).encode())
     return digest.hexdigest()
-
-
-def version_of(package: str) -> str:
-    """Version of an installed package, or nothing."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _source_digest() -> str:

@@ -236,8 +236,11 @@ class Watch:
         )
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         with torch.enable_grad(), context:
-            program = api.capture(model, sample, loss_fn=loss_fn, optimizer=optimizer, frontend="torch_xla")
-        plan = plan_of(program, self.meshes(), **options)
+            meshes = self.meshes()
+            program = api.capture(
+                model, sample, loss_fn=loss_fn, optimizer=optimizer, frontend="torch_xla", device=meshes[0].device
+            )
+        plan = plan_of(program, meshes, **options)
         torch_xla.sync(wait=True)  # the first step, before its results are moved
         try:
             unsplit(model, optimizer, plan)

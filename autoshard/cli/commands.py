@@ -253,6 +253,7 @@ def plan(
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
     from autoshard.api import plan_program
+    from autoshard.frontends.choose import switches_for
     from autoshard.planning.collector import collector_paused
     from autoshard.planning.meshes import device_for, meshes_for
 
@@ -267,7 +268,7 @@ def plan(
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
     with Stages() as stages, collector_paused():
-        program = captured(asked, stages, frontend)
+        program = captured(asked, stages, frontend, switches_for(meshes[0].device))
         found = plan_program(
             program,
             meshes,

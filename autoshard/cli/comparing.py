@@ -51,6 +51,7 @@ def compare(
     if device is not None:
         known_device(device)
     from autoshard.comparison import compared as comparison
+    from autoshard.frontends.choose import switches_for
     from autoshard.planning.collector import collector_paused
     from autoshard.planning.options import PlanningOptions
 
@@ -69,7 +70,7 @@ def compare(
 
         plots.check_format(plot)
     with Stages() as stages, collector_paused():
-        program = captured(asked, stages)
+        program = captured(asked, stages, "auto", switches_for(mesh.device))
         found = comparison.compare_program(
             program,
             mesh,
@@ -127,7 +128,7 @@ def explain(
         files.check_writable(html)
     asked = asked.for_plan(found)
     with Stages() as stages:
-        program = captured(asked, stages, found.program.frontend)
+        program = captured(asked, stages, found.program.frontend, found.program.switches)
         said = explain_all(found, tensors, program, time_limit=time_limit, progress=stages.begin)
         if html is not None:
             stages.begin("write")

@@ -41,6 +41,7 @@ def lower(
     as_json: bool,
 ) -> None:
     """Write the StableHLO module of SOURCE with the plan's annotations in it."""
+    from autoshard.cost.machine.device import load_device
     from autoshard.planning.collector import collector_paused
     from autoshard.stablehlo.annotate import annotate, check_steps
     from autoshard.stablehlo.reader import build_graph
@@ -49,14 +50,15 @@ def lower(
     found = Plan.load(plan_file)
     asked = asked.for_plan(found)
     with Stages() as stages, collector_paused():
-        program = captured(asked, stages, found.program.frontend)
+        program = captured(asked, stages, found.program.frontend, found.program.switches)
         found.check_program(program)
         check_steps(program)
         stages.begin("lower")
         graph = build_graph(program)
         annotations = found.annotations(graph)
         text = output.suffix == ".mlir"
-        module = annotate(program, graph, annotations, found.mesh, form, text=text, partitions=True)
+        platform = load_device(found.mesh.device).target
+        module = annotate(program, graph, annotations, found.mesh, form, text=text, partitions=True, platform=platform)
         files.write(output, module)
     pins, copies = len(annotations.pins), len(annotations.copies)
     say(f"Wrote {output}: {len(module):,} bytes, {pins} pins and {copies} copies for {found.mesh.size} devices")

@@ -85,21 +85,21 @@ def known_device(kind: str) -> None:
     load_device(kind)
 
 
-def captured(asked: Asked, stages: Stages, frontend: str = "auto") -> Program:
-    """The program that SOURCE names; `frontend` captures it, where it is a model."""
+def captured(asked: Asked, stages: Stages, frontend: str, switches: Sequence[str]) -> Program:
+    """The program that SOURCE names; `frontend` captures it under these switches, where it is a model."""
     if is_stablehlo(asked.source):
         return module(asked, stages)
     found = loaded(asked, stages)
-    from autoshard.api import capture
+    from autoshard.frontends.choose import capture_of
 
     stages.begin("capture")
-    return capture(
+    return capture_of(frontend if frontend in FRONTENDS else "auto")(
         found.model,
         found.inputs,
         loss_fn=found.loss_fn,
         optimizer=found.optimizer,
         train=found.train,
-        frontend=frontend if frontend in FRONTENDS else "auto",
+        switches=switches,
     )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from autoshard.api import Plan, capture
+from autoshard.api import Plan
 from autoshard.errors import ManualPlanError
+from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.graph.ops import Graph
 from autoshard.manual import PLANS, plan_named
 from autoshard.mesh import Mesh, describe_mesh
@@ -220,7 +221,9 @@ def compare(
     where = comparison_mesh(mesh, device, target)
     with collector_paused():
         options.progress("capture")
-        program = capture(model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train)
+        program = capture_of()(
+            model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, switches=switches_for(where.device)
+        )
         return compare_program(program, where, plans=plans, others=others, target=target, options=options)
 
 
@@ -312,7 +315,11 @@ def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress)
     annotations = annotations_of(row.plan, graph)
     try:
         report, _ = compare_compiled(
-            graph, annotations, mesh, target, annotate(graph.program, graph, annotations, mesh)
+            graph,
+            annotations,
+            mesh,
+            target,
+            annotate(graph.program, graph, annotations, mesh, platform=target.family),
         )
     except CompileError as error:
         return Row(row.name, row.plan, error=str(error))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from autoshard.cost.machine.device import load_device
 from autoshard.errors import CaptureError
 from autoshard.program import Program
 
@@ -30,6 +31,15 @@ def choose(frontend: str = "auto") -> str:
         "a PyTorch program is captured through torch_xla (pip install 'autoshard[xla]', with torch 2.9) or through "
         "torchax (pip install 'autoshard[torchax]', with torch 2.9 or later); neither is installed"
     )
+
+
+def switches_for(device: str | None) -> tuple[str, ...]:
+    """The capture switches of programs for a kind of device; None: for any."""
+    from autoshard.frontends.switches.handlers import ATTENTION, SWITCHES
+
+    if device is None or load_device(device).target == "cpu":
+        return SWITCHES
+    return (*SWITCHES, f"{ATTENTION}:{load_device(device).kind}")
 
 
 def capture_of(frontend: str = "auto") -> Callable[..., Program]:

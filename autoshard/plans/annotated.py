@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
+from autoshard.attention.form import FUSED
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
@@ -27,6 +28,7 @@ from autoshard.plans.value import (
     signature,
 )
 from autoshard.program import Program
+from autoshard.version import version_of
 
 
 class Recorded(TypedDict, total=False):
@@ -98,6 +100,18 @@ def program_info(program: Program) -> ProgramInfo:
     )
 
 
+def _attention(program: Program, mesh: Mesh) -> dict[str, Any]:
+    """`Plan.info` of attentions: how many are one op, by which packages' kernels, and why others are not."""
+    kept = sum(op.name == FUSED for op in program.ops)
+    if not kept and not program.written_out:
+        return {}
+    found: dict[str, Any] = {"fused": kept, "written_out": [list(each) for each in program.written_out]}
+    if kept:
+        packages = ("jax", "libtpu" if mesh.device.startswith("tpu") else "jax_cuda12_plugin")
+        found["versions"] = {name: at for name in packages if (at := version_of(name)) is not None}
+    return {"attention": found}
+
+
 def plan_of(
     graph: Graph,
     mesh: Mesh,
@@ -141,6 +155,7 @@ def plan_of(
         if each.updates is None
     }
     recorded["options"] = recorded.get("options") or Options()
+    recorded["info"] = {**_attention(program, mesh), **recorded.get("info", {})}
     return Plan(
         program=program_info(program),
         mesh=mesh,

@@ -52,6 +52,10 @@ def _differences(plan: Plan, program: Program) -> Iterator[str]:
         yield (
             f"the plan was captured with the switches {', '.join(mine.switches) or 'none'}, "
             f"this program with {', '.join(program.switches) or 'none'}"
+            + (
+                "; capture it for the plan's device: capture(..., device=plan.mesh.device)"
+                * any(":" in name for name in set(mine.switches) ^ set(program.switches))
+            )
         )
     yield from _arguments(plan, program)
     yield from _ops(plan, program)

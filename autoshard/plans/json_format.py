@@ -1,4 +1,4 @@
-"""Plans as JSON, version 1, and back; the format is `plan_schema.json` (JSON Schema, draft 2020-12).
+"""Plans as JSON, versions 1 and 2, and back; the format is `plan_schema.json` (JSON Schema, draft 2020-12).
 
 The fields of the values, under their names, are the format. A plan diffs well: one line per tensor, value and op, fixed
 key order, no timestamps or durations, so equal plans give equal bytes. jsonschema checks a file, cattrs makes the
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard import files, json_text
+from autoshard.attention.form import FUSED
 from autoshard.errors import FileError
 from autoshard.json_text import shortened
 from autoshard.mesh import AxisPart, Mesh, parse_axes
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from cattrs import Converter
 
 FORMAT = "autoshard.plan"
-VERSION = 1
+VERSIONS = (1, 2)
+"""Version 2 is written of plans that a reader of version 1 would run as another program: with attention as one op."""
 
 Json = dict[str, Any]
 
@@ -38,7 +40,11 @@ Json = dict[str, Any]
 
 def dumps(plan: Plan) -> str:
     """The plan as text, ending in a newline."""
-    start = {"format": FORMAT, "version": VERSION, "autoshard_version": __version__}
+    start = {
+        "format": FORMAT,
+        "version": 1 + any(op.name == FUSED for op in plan.program.ops),
+        "autoshard_version": __version__,
+    }
     return "".join(_lines(start | _said(plan))) + "\n"
 
 
@@ -165,9 +171,9 @@ def check(value: Any, source: str) -> None:
     if value.get("format") != FORMAT:
         found = f"{shortened(value['format'])}" if "format" in value else "no format field"
         raise PlanError(f"{source}: format: expected {FORMAT!r}, found {found}; this is no plan of autoshard")
-    if value.get("version") != VERSION or isinstance(value.get("version"), bool):
+    if value.get("version") not in VERSIONS or isinstance(value.get("version"), bool):
         raise PlanError(
-            f"{source}: version: this autoshard ({__version__}) reads version {VERSION} of the format, "
+            f"{source}: version: this autoshard ({__version__}) reads versions 1 and 2 of the format, "
             f"not {shortened(value.get('version'))}; the plan was written by autoshard {value.get('autoshard_version')}"
         )
     from jsonschema import Draft202012Validator

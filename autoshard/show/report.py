@@ -59,7 +59,7 @@ def plan_report(plan: Plan) -> str:
         parts += ["", *refined_lines(plan.refined)]
     if plan.search:
         parts += ["", *search_lines(plan.search, plan.mesh.shape)]
-    parts += ["", *replicated_lines(plan.replicated_ops)]
+    parts += ["", *attention_lines(plan), *replicated_lines(plan.replicated_ops)]
     return printable("\n".join(parts))
 
 
@@ -341,6 +341,22 @@ def solver_line(solver: SolverInfo) -> str:
     if solver.overruled is not None:
         text += f"; taken instead: the plan by hand `{solver.overruled}`, predicted no slower"
     return text
+
+
+def attention_lines(plan: Plan) -> list[str]:
+    """How many attentions are one op, and why others are written out; nothing where there are none."""
+    said = plan.info.get("attention", {})
+    if not said:
+        return []
+    reasons: dict[str, list[str]] = {}
+    for module, why in said["written_out"]:
+        reasons.setdefault(why, []).append(module)
+    count = sum(map(len, reasons.values()))
+    lines = [f"Attention: {said['fused']} as one op, {count} written out"]
+    for why, modules in reasons.items():
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        lines.append(f"  {modules[0] or 'the model'}{more}: {why}")
+    return [*lines, ""]
 
 
 def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:

@@ -272,9 +272,9 @@ def drop(*path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("version", 2), "version: this autoshard (0.1.0) reads version 1 of the format, not 2"),
-        (put("version", True), "version: this autoshard (0.1.0) reads version 1 of the format, not true"),
-        (drop("version"), "reads version 1 of the format, not null"),
+        (put("version", 3), "version: this autoshard (0.1.0) reads versions 1 and 2 of the format, not 3"),
+        (put("version", True), "version: this autoshard (0.1.0) reads versions 1 and 2 of the format, not true"),
+        (drop("version"), "reads versions 1 and 2 of the format, not null"),
         (put("format", "alpa"), "format: expected 'autoshard.plan', found \"alpa\"; this is no plan of autoshard"),
         (drop("format"), "format: expected 'autoshard.plan', found no format field"),
         (drop("mesh"), "the top level: 'mesh' is a required property"),

@@ -133,7 +133,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 @replaces("matmul", F.scaled_dot_product_attention)
-def _attention(
+def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -143,6 +143,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    """`F.scaled_dot_product_attention` written out."""
     if query.dim() < 3 or key.shape[:-3] != query.shape[:-3]:
         return UNTOUCHED
     if enable_gqa and query.shape[-3] != key.shape[-3]:

@@ -28,8 +28,10 @@ SWITCHES: tuple[str, ...] = (
     "checks",
     "transformers",
 )
-"""All switches, as described in `table.py`."""
-HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in SWITCHES}
+"""All switches that are on for every device, as described in `table.py`."""
+ATTENTION = "attention"
+"""The switch that is on for a kind of device: `attention:h100`."""
+HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION)}
 """Switch -> torch function -> handler."""
 
 UNTOUCHED = NotImplemented

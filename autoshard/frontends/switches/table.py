@@ -7,6 +7,7 @@ calls with tensors on an XLA device, and never edits the model.
 |---|---|---|
 | `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention` | torch merges batch and heads for `bmm` |
+| `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
@@ -37,10 +38,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from autoshard.frontends.switches import images, losses, pools  # noqa: F401  (they register their handlers)
+from autoshard.frontends.switches import attention, images, losses, pools  # noqa: F401  (they register their handlers)
 from autoshard.frontends.switches.checkpoints import recomputed
 from autoshard.frontends.switches.dots import conv1d
-from autoshard.frontends.switches.handlers import HANDLERS, SWITCHES, UNTOUCHED, Handler, on_xla, replaces
+from autoshard.frontends.switches.handlers import ATTENTION, HANDLERS, SWITCHES, UNTOUCHED, Handler, on_xla, replaces
 from autoshard.frontends.switches.loops import unrolled
 from autoshard.frontends.switches.transformers_library import transformers_traced
 from autoshard.frontends.tracing import exact, ops
@@ -59,11 +60,14 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
     Raises:
         ValueError: an unknown switch.
     """
-    unknown = [name for name in names if name not in DEFAULT]
+    named = dict(name.partition(":")[::2] for name in names)
+    unknown = [name for name in named if name not in HANDLERS]
     if unknown:
-        raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(DEFAULT)}")
-    handlers = {function: handler for name in names for function, handler in HANDLERS[name].items()}
+        raise ValueError(f"no capture switch is called {unknown[0]!r}; there are {', '.join(HANDLERS)}")
+    handlers = {function: handler for name in named for function, handler in HANDLERS[name].items()}
     with contextlib.ExitStack() as stack:
+        if ATTENTION in named:
+            stack.enter_context(attention.kernels_of(named[ATTENTION]))
         # Of ready nodes, autograd runs the one created last, and each thread counts for itself: if gradients of
         # gradients were created on a device thread, their order would depend on what ran there before.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,15 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
         # makes itself are of one sequence each, as a look at their values would show.
         return find_packed(position_ids) if find_packed and _reads_data(position_ids) else None
 
+    attention: Any = sys.modules.get("transformers.integrations.sdpa_attention")
+    shares_keys, kinds = getattr(attention, "use_gqa_in_sdpa", None), getattr(masks, "AttentionMaskInterface", None)
     try:
         for config in configs.values():
             config.use_cache = False
+        if shares_keys is not None:
+            attention.use_gqa_in_sdpa = lambda *_: True  # else it repeats keys for each query head under a mask
+        if kinds is not None:
+            kinds._global_mapping["sdpa"] = partial(_described, masks.sdpa_mask)
         if is_fake is not None:
             utilities.is_fake_tensor = lambda x: _on_xla(x) or is_fake(x)
         if find_packed is not None:
@@ -41,6 +48,10 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+        if shares_keys is not None:
+            attention.use_gqa_in_sdpa = shares_keys
+        if kinds is not None:
+            kinds._global_mapping["sdpa"] = masks.sdpa_mask
         if is_fake is not None:
             utilities.is_fake_tensor = is_fake
         if find_packed is not None:
@@ -54,3 +65,30 @@ def _reads_data(tensor: torch.Tensor) -> bool:
 
 def _on_xla(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_xla(value)
+
+
+def _described(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """transformers' mask, which remembers what it masks where that is a window: see `masked_as`."""
+    made = sdpa_mask(*args, **kwargs)
+    if isinstance(made, torch.Tensor) and kwargs.get("attention_mask") is None and not kwargs.get("q_offset"):
+        made._autoshard_masks = _causal_window(kwargs.get("mask_function"), *made.shape[-2:])
+    return made
+
+
+def masked_as(mask: Any) -> tuple[bool, int | None] | None:
+    """(causal, window) of a mask that `transformers_traced` has made, None of others."""
+    found: tuple[bool, int | None] | None = getattr(mask, "_autoshard_masks", None)
+    return found
+
+
+def _causal_window(allows: Any, queries: int, keys: int) -> tuple[bool, int | None] | None:
+    """What a mask function masks, if that is all keys after a query and those before a window that ends at it."""
+    rows = torch.tensor(sorted({0, queries // 3, queries // 2, queries - 2, queries - 1} & {*range(queries)}))
+    columns, zero = torch.arange(keys), torch.zeros((), dtype=torch.long)
+    try:
+        allowed = allows(zero, zero, rows.unsqueeze(1), columns).expand(len(rows), keys)
+        window = int(allowed[-1].sum())
+        wanted = (columns <= rows.unsqueeze(1)) & (columns > rows.unsqueeze(1) - window)
+        return (True, window if window < queries else None) if bool((allowed == wanted).all()) else None
+    except Exception:  # it reads tensors of the device, such as the segments of packed sequences
+        return None

@@ -24,7 +24,8 @@ from autoshard.frontends.torch_xla import probe
 from autoshard.frontends.torch_xla.inplace_shapes import quick_inplace_shapes
 from autoshard.frontends.torch_xla.python_frames import no_python_frames
 from autoshard.frontends.tracing import refusals
-from autoshard.frontends.tracing.device import is_xla
+from autoshard.frontends.tracing.attention import as_custom_call, executed_by
+from autoshard.frontends.tracing.device import is_xla, tensor_type
 from autoshard.frontends.tracing.modules import ModulePaths
 from autoshard.frontends.tracing.sequence import Call, draws
 from autoshard.frontends.tracing.trace import (
@@ -33,7 +34,6 @@ from autoshard.frontends.tracing.trace import (
     Result,
     Tracing,
     check_placeable,
-    tensor_type,
     trace_step,
 )
 from autoshard.program import WRITTEN_LAST, Argument, Program, TensorType
@@ -136,6 +136,7 @@ class _XlaTracing(Tracing):
         self.stack.callback(self.xla._set_allow_execution, execution)
         self.xla._set_ir_debug(True)
         self.xla._set_allow_execution(False)
+        self.stack.enter_context(executed_by(as_custom_call))
         self.stack.enter_context(no_python_frames())
         self.stack.enter_context(quick_inplace_shapes())
 

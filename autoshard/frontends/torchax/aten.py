@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.frontends.tracing.ops import dot_dims
 
 Types = tuple[jax.ShapeDtypeStruct, ...]
@@ -570,3 +571,23 @@ def _einsum(out: Types, equation: str, a: Any, b: Any) -> Any:
 @lowers("autoshard::barrier")
 def _barrier(out: Types, values: Any, after: Any) -> Any:
     return lax.optimization_barrier((*values, *after))[: len(values)]
+
+
+@lowers("autoshard::attention")
+def _attention(out: Types, q: Any, k: Any, v: Any, *masked: Any) -> Any:
+    return _attention_call(FORWARD, out, (q, k, v), (), masked)
+
+
+@lowers("autoshard::attention_grad")
+def _attention_grad(out: Types, q: Any, k: Any, v: Any, made: Any, lse: Any, grad: Any, *masked: Any) -> Any:
+    return _attention_call(GRADIENT, out, (q, k, v), (made, lse, grad), masked)
+
+
+def _attention_call(kind: str, out: Types, first: Sequence[Any], last: Sequence[Any], masked: Sequence[Any]) -> Any:
+    """The custom call of an attention (`attention/form.py`)."""
+    *masks, causal, window, scale = masked
+    form = Form(scale, causal, window, masks[0] is not None, masks[1] is not None)
+    operands = (*first, *(each for each in masks if each is not None), *last)
+    return jax.ffi.ffi_call(
+        f"autoshard.{kind}", out, custom_call_api_version=2, legacy_backend_config=form.text()
+    )(*operands)  # fmt: skip

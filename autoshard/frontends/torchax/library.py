@@ -10,12 +10,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from autoshard.errors import CaptureError
+from autoshard.version import version_of
 
 MIN_TORCH = (2, 9)
 JAX = "0.10.2"
@@ -36,7 +36,7 @@ def check_versions() -> None:
             f"{torch.__version__}: {INSTALL}"
         )
     for package, wanted in (("torchax", ""), ("jax", JAX), ("jaxlib", JAX)):
-        have = installed(package)
+        have = version_of(package)
         if have is None:
             raise CaptureError(f"capture without torch_xla needs {package}, which is not installed: {INSTALL}")
         if wanted and have != wanted:
@@ -44,14 +44,6 @@ def check_versions() -> None:
                 f"capture without torch_xla reads what {package} {wanted} writes, and {package} {have} is installed: "
                 f"pip install jax=={JAX} jaxlib=={JAX}"
             )
-
-
-def installed(package: str) -> str | None:
-    """The version of a package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @contextlib.contextmanager
@@ -124,7 +116,7 @@ def _registry() -> dict[Any, Any]:
             ops_registry = importlib.import_module("torchax.ops.ops_registry")
     except Exception as error:
         raise CaptureError(
-            f"torchax {installed('torchax')} cannot be loaded beside torch {torch.__version__} "
+            f"torchax {version_of('torchax')} cannot be loaded beside torch {torch.__version__} "
             f"({type(error).__name__}: {error}): {INSTALL}"
         ) from error
     finally:

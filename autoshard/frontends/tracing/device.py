@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from autoshard.dtypes import torch_dtypes
+from autoshard.program import TensorType
+
 
 class Device(Protocol):
     """Interface of a device to the aten sequence."""
@@ -111,3 +114,8 @@ def names_it(device: object) -> bool:
 def tensor_id(tensor: torch.Tensor) -> int:
     """The device's id of a tensor's present value."""
     return _now.tensor_id(tensor)
+
+
+def tensor_type(tensor: torch.Tensor) -> TensorType:
+    """Shape and dtype as in `Program`."""
+    return TensorType(tuple(tensor.shape), torch_dtypes().get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))

@@ -13,19 +13,21 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from autoshard.attention.form import FUSED
 from autoshard.dtypes import torch_dtypes
 from autoshard.errors import CaptureError
+from autoshard.frontends.switches import attention
 from autoshard.frontends.switches import table as switches
+from autoshard.frontends.switches.handlers import ATTENTION
 from autoshard.frontends.tracing import refusals
 from autoshard.frontends.tracing.attributes import Attributes
 from autoshard.frontends.tracing.copies import Copies
-from autoshard.frontends.tracing.device import is_xla, tensor_id
+from autoshard.frontends.tracing.device import is_xla, tensor_id, tensor_type
 from autoshard.frontends.tracing.inputs import Inputs, input_names, key_name, split_inputs
 from autoshard.frontends.tracing.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
 from autoshard.frontends.tracing.modules import ModulePaths, tensor_parallel_plan
@@ -51,6 +53,7 @@ from autoshard.program import (
     TensorType,
     ValueRead,
 )
+from autoshard.version import version_of
 
 
 @contextlib.contextmanager
@@ -179,6 +182,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.attributes = Attributes()
         self.stack = contextlib.ExitStack()
         self.data = KnownValues(self.data_of)
+        self.written_out: dict[tuple[str, str], None] = {}
 
     # Implemented by a front end.
 
@@ -231,6 +235,9 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.labels.values = self.data
             self.begin_step()
             self.stack.enter_context(torch.random.fork_rng(devices=[]))
+            self.stack.enter_context(
+                attention.noting(lambda why: self.written_out.setdefault((self.paths.current(), why)))
+            )
             self.stack.enter_context(switches.active(self.switches, self.model))
             self.stack.enter_context(refusals.RefuseMasks(self.paths.describe, self.labels.unknown))
         except BaseException:
@@ -472,7 +479,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             kind="train" if train else "forward",
             frontend=self.frontend,
             versions=_versions(self.packages),
-            switches=self.switches,
+            switches=self._switches_used(),
             stablehlo=lowered.stablehlo,
             arguments=lowered.arguments,
             outputs=outputs,
@@ -482,7 +489,13 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             tp_plan=tensor_parallel_plan(self.model),
             reads=tuple(self.labels.reads),
             inputs=tuple(known.name for known in self.known.values() if known.role == "input"),
+            written_out=tuple(self.written_out),
         )
+
+    def _switches_used(self) -> tuple[str, ...]:
+        """The switches, without that of a device's attentions where none is kept as one op."""
+        fused = any(op.name == FUSED for op in self.labels.ops)
+        return tuple(name for name in self.switches if fused or not name.startswith(f"{ATTENTION}:"))
 
     def unread(self, results: Sequence[Result], read: Sequence[Argument]) -> list[Argument]:
         """Arguments that are updated and never read."""
@@ -712,11 +725,6 @@ def _the_optimizer() -> str:
     return "the optimizer"
 
 
-def tensor_type(tensor: torch.Tensor) -> TensorType:
-    """Shape and dtype as in `Program`."""
-    return TensorType(tuple(tensor.shape), torch_dtypes().get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
-
-
 def _loss_of(output: Any) -> Any:
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
@@ -731,8 +739,5 @@ def _brief(value: Any) -> str:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for package in (*packages, *(["transformers"] if "transformers" in sys.modules else [])):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    found = {package: version_of(package) for package in (*packages, *{"transformers"} & {*sys.modules})}
+    return {package: version for package, version in found.items() if version is not None}

@@ -1,0 +1,107 @@
+"""Which attentions are kept as one op, and what a plan says of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoshard
+from autoshard.attention.form import FORWARD, GRADIENT, Form
+from autoshard.frontends.choose import capture_of, switches_for
+from autoshard.graph.rules.base import rule_for
+from autoshard.plans import json_format
+from autoshard.plans.value import PlanError
+from autoshard.show.report import plan_report
+from autoshard.sources import load_source
+from autoshard.stablehlo.reader import build_graph
+from tests.attention.small import Decoder, graph_of, source
+
+
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+def test_an_attention_and_its_gradient_are_one_op_each(frontend):
+    pytest.importorskip(frontend)
+    graph = graph_of(source(), "tpu-v5e", frontend)
+    kinds = [op.kind for op in graph.ops if op.kind in (FORWARD, GRADIENT)]
+    assert kinds == [FORWARD, FORWARD, GRADIENT, GRADIENT]
+    op = next(op for op in graph.ops if op.kind == FORWARD)
+    assert [graph.type_of(value).shape for value in op.operands] == [(8, 4, 2, 512, 16), *[(8, 4, 512, 16)] * 2]
+    assert Form.of(op.attrs) == Form(0.25, causal=True)
+    assert [result.shape for result in op.results] == [(8, 4, 2, 512, 16), (8, 4, 2, 512)]
+
+
+def test_for_a_cpu_or_no_device_it_is_written_out():
+    for device in (None, "cpu", "h100"):  # cuDNN has no f32
+        graph = graph_of(source(), device, "torchax")
+        assert not any(op.kind == FORWARD for op in graph.ops)
+        assert bool(graph.program.written_out) == (device == "h100")
+
+
+class Forms(nn.Module):
+    """Attentions of which a kernel computes the first two."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        attend = functional.scaled_dot_product_attention
+        made = attend(x, x, x, mask.bool())
+        made = made + attend(x, x, x, bias.detach(), scale=2.0)
+        made = made + attend(x, x, x, bias)
+        return made + attend(x, x, x, dropout_p=0.5)
+
+
+def test_what_no_kernel_computes_is_written_out_and_said_why():
+    x = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
+    mask, bias = torch.ones(128, 128), torch.zeros(1, 4, 128, 128, dtype=torch.bfloat16, requires_grad=True)
+    program = capture_of("torchax")(Forms(), (x, mask, bias), train=False, switches=switches_for("h100"))
+    kept = [op.name for op in program.ops].count("autoshard.attention.default")
+    said = [why for _, why in program.written_out]
+    assert kept >= 2
+    assert any("dropout" in why for why in said)
+
+
+def test_a_plan_says_how_many_are_one_op_and_has_version_2():
+    made = autoshard.plan(
+        Decoder(torch.bfloat16), torch.randint(0, 64, (8, 512)), mesh="2x4", device="h100", frontend="torchax"
+    )
+    assert made.info["attention"]["fused"] == 2
+    assert "Attention: 2 as one op, 0 written out" in plan_report(made)
+    text = json_format.dumps(made)
+    assert json.loads(text)["version"] == 2
+    again = json_format.loads(text)
+    assert (again.info, json_format.dumps(again)) == (made.info, text)
+    with pytest.raises(PlanError, match="reads versions 1 and 2"):
+        json_format.loads(text.replace('"version": 2', '"version": 3', 1))
+
+
+def test_queries_stay_together_in_blocks_and_reduce_what_they_share():
+    graph = graph_of(source(), "tpu-v5e", "torchax")
+    forward, gradient = (next(op for op in graph.ops if op.kind == kind) for kind in (FORWARD, GRADIENT))
+    rule = rule_for(forward, graph)
+    assert rule is not None
+    assert [rule.factors[f].size for f in rule.operands[0][3]] == [4, 128]
+    assert [rule.factors[f].kind for f in rule.operands[0][3]] == ["parallel", "replicated"]
+    rule = rule_for(gradient, graph)
+    assert rule is not None
+    queries = rule.operands[0][3][0]
+    assert (rule.factors[queries].kind, rule.factors[queries].reducer) == ("reduce", "add")
+    assert not any(queries in dim for result in rule.results[1:] for dim in result)
+    assert build_graph(graph.program).ops == graph.ops
+
+
+@pytest.mark.parametrize("window", [100, 512])
+def test_a_sliding_window_of_transformers_is_one_op_and_no_bias(window):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {name: str(size) for name, size in (sizes | {"head_dim": 16, "vocab_size": 64}).items()}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), "None")
+    made = load_source(
+        "hf:mistral", layers=1, batch=2, seq=256, settings=settings | tokens | {"sliding_window": str(window)}
+    )
+    given = {"train": False, "switches": switches_for("tpu-v5e")}
+    graph = build_graph(capture_of("torchax")(made.model, made.inputs, **given))
+    (form,) = [Form.of(op.attrs) for op in graph.ops if op.kind == FORWARD]
+    assert form == Form(0.25, causal=True, window=window if window < 256 else None)
+    op = next(op for op in graph.ops if op.kind == FORWARD)
+    assert graph.type_of(op.operands[1]).shape == (2, 2, 256, 16)  # keys are not repeated for each query head
