@@ -48,7 +48,7 @@ def test_an_unknown_frontend_is_refused_before_anything_else():
 def checked(monkeypatch):
     """`check_versions` on versions that a test says."""
     versions = {"torchax": "0.0.13", "jax": torchax_library.JAX, "jaxlib": torchax_library.JAX}
-    monkeypatch.setattr(torchax_library, "installed", versions.get)
+    monkeypatch.setattr(torchax_library, "version_of", versions.get)
     torchax_library.check_versions.cache_clear()
     yield versions
     torchax_library.check_versions.cache_clear()
