@@ -220,7 +220,8 @@ class JaxStep:
         self.shardings, self.program, self.partitioner = shardings, program, partitioner
         self._mesh = plan.mesh
         kind = shardings.mesh.devices.flat[0].platform
-        platform: Platform = {"cuda": "gpu", "rocm": "gpu"}.get(kind, kind)
+        platforms: dict[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+        platform = platforms.get(kind, "cpu")  # written out, such as for ROCm
         module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitioner, platform=platform)
         self._call = _exported_call(module, program, plan.mesh.size, precision)
         self._types = {argument.name: argument.type for argument in program.arguments}

@@ -141,7 +141,6 @@ class Regions:
         self.annotation, self.shardy = annotation, shardy
         self.called: set[str] = set()
         self.channel = 1000
-        self.kernels: list[Kernel] = []
 
     def replace(self, op: Any, wanted: Sequence[Spec]) -> None:
         """Replace a custom call of `TARGETS` whose results are annotated as `wanted`."""
@@ -158,7 +157,6 @@ class Regions:
         )
         device = self.mesh.device.split(":")[0]
         kernel = lowered(Part(kind, form, local, operands[0].shape[3], region.shards, self.platform, device))
-        self.kernels.append(kernel)
         self._define(kernel)
         with ir.InsertionPoint(op), op.location:
             made = self.write(region, list(op.operands), results, kernel)

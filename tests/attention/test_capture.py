@@ -12,6 +12,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.frontends.choose import capture_of, switches_for
+from autoshard.frontends.switches import transformers_library
 from autoshard.graph.rules.base import rule_for
 from autoshard.plans import json_format
 from autoshard.plans.value import PlanError
@@ -59,6 +60,46 @@ def test_what_no_kernel_computes_is_written_out_and_said_why():
     said = [why for _, why in program.written_out]
     assert kept >= 2
     assert any("dropout" in why for why in said)
+
+
+class Batched(nn.Module):
+    """Queries without a dim of heads, each row of the batch with a bias of its own."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, bias)
+
+
+def test_without_heads_a_bias_of_three_dims_is_one_for_each_of_the_batch():
+    x, bias = torch.randn(3, 128, 64, dtype=torch.bfloat16), torch.zeros(3, 128, 128, dtype=torch.bfloat16)
+    program = capture_of("torchax")(Batched(), (x, bias), train=False, switches=switches_for("h100"))
+    op = next(op for op in build_graph(program).ops if op.kind == FORWARD)
+    assert Form.of(op.attrs).bias
+    assert len(op.operands) == 4
+
+
+class Twice(nn.Module):
+    """Two attentions of one module that no kernel computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attend = functional.scaled_dot_product_attention
+        return attend(x, x, x, dropout_p=0.5) + attend(x, x, x, dropout_p=0.5)
+
+
+def test_each_attention_that_is_written_out_counts():
+    x = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
+    program = capture_of("torchax")(Twice(), (x,), train=False, switches=switches_for("h100"))
+    assert len(program.written_out) == 2
+
+
+def test_masks_of_other_patterns_are_no_windows():
+    masks = pytest.importorskip("transformers.masking_utils")
+    found = transformers_library._causal_window
+    assert found(masks.sliding_window_causal_mask_function(5), 300, 300) == (True, 5)
+    assert found(masks.causal_mask_function, 300, 300) == (True, None)
+    assert found(masks.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)), 300, 300) is None
+    assert found(masks.bidirectional_mask_function, 300, 300) is None
+    assert found(masks.or_masks(masks.causal_mask_function, lambda b, h, q, kv: kv < 9), 300, 300) is None
+    assert found(masks.packed_sequence_mask_function(torch.zeros(1, 300)), 300, 300) is None
 
 
 def test_a_plan_says_how_many_are_one_op_and_has_version_2():

@@ -63,7 +63,7 @@ def _attention(
         k, v = (each if each.dim() == 4 else each.unsqueeze(1) for each in (key, value))
         q = query.reshape(query.shape[0], kv_heads, heads // kv_heads, *query.shape[-2:])
         known = masked_as(attn_mask)
-        bias = None if attn_mask is None or known is not None else _bias(attn_mask, q)
+        bias = None if attn_mask is None or known is not None else _bias(attn_mask, q, query.dim() == 4)
         causal, window = known or (is_causal, None)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         form = Form(scale, causal, window, bias is not None)
@@ -94,11 +94,17 @@ def _why_written_out(
     return ""
 
 
-def _bias(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A mask or bias as it is added to scores: `(batch, kv heads, group, queries, keys)`, any dim may be 1."""
+def _bias(mask: torch.Tensor, q: torch.Tensor, heads: bool) -> torch.Tensor:
+    """A mask or bias as it is added to scores: `(batch, kv heads, group, queries, keys)`, any dim may be 1.
+
+    Args:
+        heads: whether queries were given with a dim of heads; else a mask of three dims begins with the batch.
+    """
+    if mask.dim() == 3 and not heads:
+        mask = mask.unsqueeze(1)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
     mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
-    batch, heads = mask.shape[:2]
-    kv_heads, group = (1, 1) if heads == 1 else q.shape[1:3]
+    batch, own = mask.shape[:2]
+    kv_heads, group = (1, 1) if own == 1 else q.shape[1:3]
     return mask.to(q.dtype).reshape(batch, kv_heads, group, *mask.shape[2:])

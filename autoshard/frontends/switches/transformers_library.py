@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -70,8 +71,12 @@ def _on_xla(value: Any) -> bool:
 def _described(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' mask, which remembers what it masks where that is a window: see `masked_as`."""
     made = sdpa_mask(*args, **kwargs)
-    if isinstance(made, torch.Tensor) and kwargs.get("attention_mask") is None and not kwargs.get("q_offset"):
-        made._autoshard_masks = _causal_window(kwargs.get("mask_function"), *made.shape[-2:])
+    call = inspect.signature(sdpa_mask).bind(*args, **kwargs)
+    call.apply_defaults()
+    asked = call.arguments
+    begins = isinstance(asked["q_offset"], int) and asked["q_offset"] == asked["kv_offset"] == 0
+    if isinstance(made, torch.Tensor) and asked["attention_mask"] is None and begins:
+        made._autoshard_masks = _causal_window(asked["mask_function"], *made.shape[-2:])
     return made
 
 
@@ -81,14 +86,25 @@ def masked_as(mask: Any) -> tuple[bool, int | None] | None:
     return found
 
 
+ROWS = 64
+"""Most rows of a mask that are looked at."""
+
+
 def _causal_window(allows: Any, queries: int, keys: int) -> tuple[bool, int | None] | None:
     """What a mask function masks, if that is all keys after a query and those before a window that ends at it."""
-    rows = torch.tensor(sorted({0, queries // 3, queries // 2, queries - 2, queries - 1} & {*range(queries)}))
-    columns, zero = torch.arange(keys), torch.zeros((), dtype=torch.long)
-    try:
-        allowed = allows(zero, zero, rows.unsqueeze(1), columns).expand(len(rows), keys)
-        window = int(allowed[-1].sum())
-        wanted = (columns <= rows.unsqueeze(1)) & (columns > rows.unsqueeze(1) - window)
-        return (True, window if window < queries else None) if bool((allowed == wanted).all()) else None
-    except Exception:  # it reads tensors of the device, such as the segments of packed sequences
+    if _holds_tensors(allows):  # such as the segments of packed sequences
         return None
+    rows = torch.linspace(0, queries - 1, min(ROWS, queries)).round().long().unsqueeze(1)
+    rows = torch.cat([rows, rows[-1:] - int(queries > 1)])  # a window moves on with each row
+    columns, zero = torch.arange(keys), torch.zeros((), dtype=torch.long)
+    allowed = allows(zero, zero, rows, columns).expand(len(rows), keys)
+    window = int(allowed[len(rows) - 2].sum())
+    wanted = (columns <= rows) & (columns > rows - window)
+    return (True, window if window < queries else None) if bool((allowed == wanted).all()) else None
+
+
+def _holds_tensors(function: Any) -> bool:
+    """Whether a function, or one that it is made of, closes over a tensor."""
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    parts = [each for one in held for each in (one if isinstance(one, list | tuple) else (one,))]
+    return any(isinstance(each, torch.Tensor) or (callable(each) and _holds_tensors(each)) for each in parts)

@@ -182,7 +182,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.attributes = Attributes()
         self.stack = contextlib.ExitStack()
         self.data = KnownValues(self.data_of)
-        self.written_out: dict[tuple[str, str], None] = {}
+        self.written_out: list[tuple[str, str]] = []
 
     # Implemented by a front end.
 
@@ -235,9 +235,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.labels.values = self.data
             self.begin_step()
             self.stack.enter_context(torch.random.fork_rng(devices=[]))
-            self.stack.enter_context(
-                attention.noting(lambda why: self.written_out.setdefault((self.paths.current(), why)))
-            )
+            self.stack.enter_context(attention.noting(lambda why: self.written_out.append((self.paths.current(), why))))
             self.stack.enter_context(switches.active(self.switches, self.model))
             self.stack.enter_context(refusals.RefuseMasks(self.paths.describe, self.labels.unknown))
         except BaseException:
