@@ -31,7 +31,9 @@ SWITCHES: tuple[str, ...] = (
 """All switches that are on for every device, as described in `table.py`."""
 ATTENTION = "attention"
 """The switch that is on for a kind of device: `attention:h100`."""
-HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION)}
+REMAT = "remat"
+"""The switch that says which blocks are recomputed: `remat:all=model.layers.0-31`."""
+HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION, REMAT)}
 """Switch -> torch function -> handler."""
 
 UNTOUCHED = NotImplemented

@@ -20,6 +20,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` | torch_xla has no lowering of them, or of their gradients; one looks at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
+| `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
 | `checks` | distributions' look at their arguments is off by default | it reads values |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501
@@ -41,8 +42,18 @@ from torch.overrides import TorchFunctionMode
 from autoshard.frontends.switches import attention, images, losses, pools  # noqa: F401  (they register their handlers)
 from autoshard.frontends.switches.checkpoints import recomputed
 from autoshard.frontends.switches.dots import conv1d
-from autoshard.frontends.switches.handlers import ATTENTION, HANDLERS, SWITCHES, UNTOUCHED, Handler, on_xla, replaces
+from autoshard.frontends.switches.handlers import (
+    ATTENTION,
+    HANDLERS,
+    REMAT,
+    SWITCHES,
+    UNTOUCHED,
+    Handler,
+    on_xla,
+    replaces,
+)
 from autoshard.frontends.switches.loops import unrolled
+from autoshard.frontends.switches.remat import recomputing
 from autoshard.frontends.switches.transformers_library import transformers_traced
 from autoshard.frontends.tracing import exact, ops
 
@@ -75,6 +86,8 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
             stack.enter_context(transformers_traced(model))
         if "checkpoint" in names:
             stack.enter_context(recomputed())
+        if REMAT in named:
+            stack.enter_context(recomputing(model, named[REMAT]))
         if "checks" in names:
             stack.enter_context(_unchecked())
         if "scan" in names:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class ModulePaths:
 
     def __enter__(self) -> ModulePaths:
         """Hook every module's forward."""
+        _active.append(self)
         self._hooks = [
             nn_module.register_module_forward_pre_hook(self._enter),
             nn_module.register_module_forward_hook(self._leave, always_call=True),
@@ -51,6 +53,7 @@ class ModulePaths:
 
     def __exit__(self, *_: object) -> None:
         """Unhook."""
+        _active.remove(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -96,6 +99,22 @@ class ModulePaths:
         if not path:
             return f"the model ({kind})" if kind and self._stack else self.outside
         return f"module {path} ({kind})" if kind else f"module {path}"
+
+
+_active: list[ModulePaths] = []
+
+
+@contextlib.contextmanager
+def running(module: torch.nn.Module) -> Iterator[None]:
+    """Ops in this context are the module's, as if it had been called."""
+    paths = list(_active)
+    for each in paths:
+        each._enter(module, ())
+    try:
+        yield
+    finally:
+        for each in paths:
+            each._leave(module, (), None)
 
 
 def tensor_parallel_plan(root: torch.nn.Module) -> dict[str, str]:
