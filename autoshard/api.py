@@ -11,11 +11,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from autoshard.frontends.choose import capture_of, switches_for
+from autoshard.frontends.choose import blocks_of, capture_of, switches_for
 from autoshard.mesh import Mesh
 from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import meshes_for
-from autoshard.planning.options import DEVICE_MEMORY, Confirm, Hint, OptionKeywords, PlanningOptions, Progress, silent
+from autoshard.planning.options import (
+    DEVICE_MEMORY,
+    Confirm,
+    Hint,
+    OptionKeywords,
+    PlanningOptions,
+    Progress,
+    RematOption,
+    silent,
+)
 from autoshard.plans import json_format, value
 from autoshard.plans.check import check_mesh, check_program
 from autoshard.plans.value import Keep
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
     from autoshard.graph.ops import Graph
     from autoshard.lower.dtensor.distribute import DTensorPlan
     from autoshard.lower.to_jax import JaxShardings
+    from autoshard.plans.remat import Remat
     from autoshard.program import Program
     from autoshard.show.explanation import Explanation
 
@@ -41,6 +51,7 @@ def plan(
     optimizer: Any = None,
     train: bool | None = None,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    remat: RematOption = "as-is",
     hints: Mapping[str, Hint] | None = None,
     keep: Keep = "all",
     fold: bool = True,
@@ -68,6 +79,9 @@ def plan(
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. With a loss or
             an optimizer a training step is planned, else the forward pass.
         memory: limit of the step in bytes per device; default what runtimes leave of the kind's; None is no limit.
+        remat: what a training step recomputes in its backward pass: `as-is`, what its checkpoints say; `none`; `full`,
+            each of its equal blocks; `products`, these but for products and attentions; `auto`: chosen by block, so
+            that the step fits and is fastest (`remat.py`).
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
@@ -90,26 +104,31 @@ def plan(
         PlanError: no plan meets the memory limit, as predicted or as compiled; says the least found.
     """
     meshes = meshes_for(mesh, devices, device, refine, confirm)
-    with collector_paused():
-        (progress or silent)("capture")
+    asked = PlanningOptions(
+        memory=memory,
+        hints=hints,  # type: ignore[arg-type]
+        keep=keep,
+        fold=fold,
+        time_limit=time_limit,
+        seed=seed,
+        backend=backend,
+        annotations=annotations,
+        refine=refine,
+        confirm=confirm,
+        dump_problem=dump_problem,
+        progress=progress or silent,
+    )
+
+    def captured(remat: Remat | None) -> Program:
         given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend}
-        program = capture(model, sample_inputs, **given, device=meshes[0].device)
-        return plan_program(
-            program,
-            meshes,
-            memory=memory,
-            hints=hints,
-            keep=keep,
-            fold=fold,
-            time_limit=time_limit,
-            seed=seed,
-            backend=backend,
-            annotations=annotations,
-            refine=refine,
-            confirm=confirm,
-            dump_problem=dump_problem,
-            progress=progress,
-        )
+        return capture(model, sample_inputs, **given, device=meshes[0].device, remat=remat)
+
+    with collector_paused():
+        from autoshard.planning.road import plan_model
+
+        trains = bool(loss_fn is not None or optimizer is not None) if train is None else train
+        blocks = blocks_of(model) if trains and remat != "as-is" else ()
+        return Plan.of(plan_model(captured, blocks, remat, meshes, asked))
 
 
 def capture(
@@ -121,14 +140,16 @@ def capture(
     train: bool | None = None,
     frontend: str = "auto",
     device: str | None = None,
+    remat: Remat | None = None,
 ) -> Program:
     """Capture a program for `plan_program`, `evaluate` and `verify`; arguments as for `plan`.
 
     Args:
         device: kind of device that the program is for: attentions that it has fused kernels for are kept as one op.
             Without one they are written out.
+        remat: path of a module -> `all` or `products`, what is recomputed of it; replaces the model's own checkpoints.
     """
-    given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches_for(device)}
+    given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches_for(device, remat)}
     return capture_of(frontend)(model, sample_inputs, **given)
 
 
@@ -203,7 +224,7 @@ class Plan(value.Plan):
         return cls(**{each.name: getattr(plan, each.name) for each in fields(plan) if each.init})
 
     def to_json(self) -> str:
-        """The plan as JSON, version 1; equal plans give equal text."""
+        """The plan as JSON; equal plans give equal text."""
         return json_format.dumps(self)
 
     @classmethod

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -43,17 +43,24 @@ from autoshard.cli.source import (
     JSON,
     PLAN_FILE,
     Asked,
-    captured,
     known_device,
     loaded,
     module,
     print_json,
+    traced,
+    traced,
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError
 from autoshard.show.terminal import say
 from autoshard.sources import is_stablehlo
 from autoshard.version import __version__
+
+if TYPE_CHECKING:
+    from autoshard.mesh import Mesh
+    from autoshard.planning.options import OptionKeywords, RematOption
+    from autoshard.plans.remat import Remat
+    from autoshard.program import Program
 
 BAD_INPUT, OFF, NOT_DECIDED, BUG, INTERRUPTED = 2, 1, 3, 70, 130
 TRACEBACK = "AUTOSHARD_TRACEBACK"
@@ -186,6 +193,13 @@ def commands() -> None:
     "--placement", metavar="DCN,ICI", help="The link that each axis of --mesh lies on; default: inner ones near."
 )
 @click.option("--memory", metavar="16GB", help="Limit per device, or none; default what runtimes leave.")
+@click.option(
+    "--remat",
+    type=click.Choice(["as-is", "auto", "none", "products", "full"]),
+    default="as-is",
+    show_default=True,
+    help="What the backward pass recomputes of each block; auto: planned with the shardings, so that the step fits.",
+)
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
     "--keep",
@@ -239,6 +253,7 @@ def plan(
     device: str | None,
     placement: str | None,
     memory: str | None,
+    remat: RematOption,
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
     frontend: str,
@@ -252,8 +267,6 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan how SOURCE is split over a mesh, and print the plan."""
-    from autoshard.api import plan_program
-    from autoshard.frontends.choose import switches_for
     from autoshard.planning.collector import collector_paused
     from autoshard.planning.meshes import device_for, meshes_for
 
@@ -268,21 +281,19 @@ def plan(
     for path in filter(None, (output, dump_problem)):
         files.check_writable(path)
     with Stages() as stages, collector_paused():
-        program = captured(asked, stages, frontend, switches_for(meshes[0].device))
-        found = plan_program(
-            program,
-            meshes,
-            memory=limit,
-            hints=wanted,
-            keep=keep,
-            annotations=annotations,
-            refine=refine,
-            confirm=confirm,
-            time_limit=time_limit,
-            seed=seed,
-            dump_problem=dump_problem,
-            progress=stages.begin,
-        )
+        options: OptionKeywords = {
+            "memory": limit,
+            "hints": wanted,
+            "keep": keep,
+            "annotations": annotations,
+            "refine": refine,
+            "confirm": confirm,
+            "time_limit": time_limit,
+            "seed": seed,
+            "dump_problem": dump_problem,
+            "progress": stages.begin,
+        }
+        found = _planned(asked, stages, frontend, meshes, remat, options)
         if output is not None:
             stages.begin("write")
             source = {"source": asked.source, **asked.options.given}
@@ -297,6 +308,28 @@ def plan(
         say(f"\nWrote {output}")
     if as_json:
         print_json({"plan": None if output is None else str(output), **_summary(found), **spent})
+
+
+def _planned(
+    asked: Asked, stages: Stages, frontend: str, meshes: Sequence[Mesh], remat: RematOption, options: OptionKeywords
+) -> Plan:
+    """The plan of SOURCE, of which it may be open what is recomputed."""
+    from autoshard.api import plan_program
+    from autoshard.frontends.choose import blocks_of, switches_for
+    from autoshard.planning.options import PlanningOptions
+    from autoshard.planning.road import plan_model
+
+    if is_stablehlo(asked.source):
+        if remat != "as-is":
+            raise click.ClickException(f"{asked.source} is a whole program already: --remat is for models")
+        return plan_program(module(asked, stages), meshes, **options)
+    source = loaded(asked, stages)
+    blocks = blocks_of(source.model) if source.train and remat != "as-is" else ()
+
+    def capture(remat: Remat | None) -> Program:
+        return traced(source, frontend, switches_for(meshes[0].device, remat))
+
+    return Plan.of(plan_model(capture, blocks, remat, meshes, PlanningOptions(**options)))  # type: ignore[arg-type]
 
 
 @commands.command()

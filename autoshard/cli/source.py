@@ -90,9 +90,14 @@ def captured(asked: Asked, stages: Stages, frontend: str, switches: Sequence[str
     if is_stablehlo(asked.source):
         return module(asked, stages)
     found = loaded(asked, stages)
+    stages.begin("capture")
+    return traced(found, frontend, switches)
+
+
+def traced(found: Source, frontend: str, switches: Sequence[str]) -> Program:
+    """The program of a loaded model, captured under these switches."""
     from autoshard.frontends.choose import capture_of
 
-    stages.begin("capture")
     return capture_of(frontend if frontend in FRONTENDS else "auto")(
         found.model,
         found.inputs,

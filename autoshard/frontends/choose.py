@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.cost.machine.device import load_device
 from autoshard.errors import CaptureError
+from autoshard.plans.remat import Blocks, Remat, switch_value
 from autoshard.program import Program
 
 FRONTENDS = ("auto", "torch_xla", "torchax")
@@ -33,13 +34,25 @@ def choose(frontend: str = "auto") -> str:
     )
 
 
-def switches_for(device: str | None) -> tuple[str, ...]:
-    """The capture switches of programs for a kind of device; None: for any."""
-    from autoshard.frontends.switches.handlers import ATTENTION, SWITCHES
+def switches_for(device: str | None, remat: Remat | None = None) -> tuple[str, ...]:
+    """The capture switches of programs for a kind of device; None: for any.
 
+    Args:
+        remat: what is recomputed in place of the program's own checkpoints; None: these hold.
+    """
+    from autoshard.frontends.switches.handlers import ATTENTION, REMAT, SWITCHES
+
+    own = () if remat is None else (f"{REMAT}:{switch_value(remat)}",)
     if device is None or load_device(device).target == "cpu":
-        return SWITCHES
-    return (*SWITCHES, f"{ATTENTION}:{load_device(device).kind}")
+        return (*SWITCHES, *own)
+    return (*SWITCHES, f"{ATTENTION}:{load_device(device).kind}", *own)
+
+
+def blocks_of(model: Any) -> tuple[Blocks, ...]:
+    """Classes of equal blocks of a torch module, in its order."""
+    from autoshard.frontends.switches.remat import blocks_of
+
+    return blocks_of(model)
 
 
 def capture_of(frontend: str = "auto") -> Callable[..., Program]:

@@ -13,7 +13,7 @@ from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import AxisGroup, Mesh
 from autoshard.planning.options import PlanningOptions
-from autoshard.plans.value import CollectiveTotal, MeshTried, Refinement, SolverInfo
+from autoshard.plans.value import CollectiveTotal, MeshTried, Refinement, RematSearch, SolverInfo
 from autoshard.solver.problem import Problem, Solution
 from autoshard.strategies.carry import Carried
 
@@ -48,6 +48,8 @@ class Candidate:
         memory: limit in bytes per device; None is no limit.
         solver: bound and gap; None where nothing is proved.
         decision: the solver's, where it made the annotations.
+        graph: of the program, where several programs are planned (`remat.py`).
+        remat: what was recomputed to find it, where that was left open.
     """
 
     mesh: Mesh
@@ -58,6 +60,8 @@ class Candidate:
     memory: int | None = None
     solver: SolverInfo | None = None
     decision: Decision | None = field(default=None, repr=False)
+    graph: Graph | None = field(default=None, repr=False)
+    remat: RematSearch | None = None
 
     @property
     def time(self) -> float:
@@ -89,6 +93,12 @@ class Chosen:
     candidate: Candidate
     search: tuple[MeshTried, ...] = ()
     refined: Refinement | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """Of the program that was chosen."""
+        assert self.candidate.graph is not None
+        return self.candidate.graph
 
     @property
     def predicted_bytes(self) -> int:

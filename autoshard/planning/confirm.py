@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoshard.graph.annotations import with_attentions
-from autoshard.graph.ops import Graph
 from autoshard.planning.candidate import Chosen
 from autoshard.planning.memory import TIGHTER
 from autoshard.planning.meshes import confirming_target
@@ -33,7 +32,7 @@ SECONDS = 300.0
 Solve = Callable[[PlanningOptions], Chosen]
 
 
-def confirmed(solve: Solve, graph: Graph, options: PlanningOptions) -> tuple[Chosen, Confirmation | None]:
+def confirmed(solve: Solve, options: PlanningOptions) -> tuple[Chosen, Confirmation | None]:
     """The choice, which fits its memory limit as compiled or is marked as not confirmed.
 
     None where the compiler is not to be asked: never, or not near the limit.
@@ -54,7 +53,7 @@ def confirmed(solve: Solve, graph: Graph, options: PlanningOptions) -> tuple[Cho
         if options.confirm == "always":
             raise
         return found, Confirmation("not confirmed", note=str(error))
-    return _Confirming(solve, graph, options, limit, f"{package} {version}", target).fitting(found)
+    return _Confirming(solve, options, limit, f"{package} {version}", target).fitting(found)
 
 
 @dataclass
@@ -68,7 +67,6 @@ class _Confirming:
     """
 
     solve: Solve
-    graph: Graph
     options: PlanningOptions
     limit: int | None
     compiler: str
@@ -100,11 +98,11 @@ class _Confirming:
         self.options.progress("confirm")
         started = time.perf_counter()
         try:
-            candidate, left = found.candidate, SECONDS - self.seconds
+            candidate, left, graph = found.candidate, SECONDS - self.seconds, found.graph
             self.target = confirming_target(candidate.mesh, self.options.refine)
-            annotations = with_attentions(self.graph, candidate.annotations, candidate.prediction.specs)
-            module = annotate(self.graph.program, self.graph, annotations, candidate.mesh, platform=self.target.family)
-            compiled = compile_annotated(self.graph, candidate.mesh, self.target, module, timeout=left)
+            annotations = with_attentions(graph, candidate.annotations, candidate.prediction.specs)
+            module = annotate(graph.program, graph, annotations, candidate.mesh, platform=self.target.family)
+            compiled = compile_annotated(graph, candidate.mesh, self.target, module, timeout=left)
             return compiled.memory.peak, self.limit or math.inf
         except OutOfMemoryError as error:
             room = error.available or found.predicted_bytes

@@ -35,15 +35,18 @@ class Solvable(Protocol):
         """
 
 
-def within_limit(problem: Solvable, limit: float | None) -> Candidate:
+def within_limit(problem: Solvable, limit: float | None, free: Candidate | None = None) -> Candidate:
     """A candidate whose predicted peak is at most `limit` bytes per device.
+
+    Args:
+        free: the candidate without a limit, where it is known.
 
     Raises:
         NoPlanError: none was found; says the least predicted peak.
     """
     least = math.inf
     try:
-        free = problem.candidate(None)
+        free = free or problem.candidate(None)
         least = free.prediction.peak_memory_bytes
         if limit is None or least <= limit:
             return free

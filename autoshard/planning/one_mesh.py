@@ -33,6 +33,7 @@ def candidate_on(
     seconds: float,
     goal: float = math.inf,
     others: Sequence[Carried] = (),
+    free: Candidate | None = None,
 ) -> Candidate:
     """The best candidate on `mesh` whose predicted memory is within the limit.
 
@@ -40,15 +41,16 @@ def candidate_on(
         seconds: time limit of the solver.
         goal: objective, in seconds of a step, that it must undercut.
         others: choices on other meshes; those of coarser meshes warm-start the solver.
+        free: the candidate without a limit, where it is known.
 
     Raises:
         NoPlanError: the memory limit or the hints exclude every plan.
         GoalOutOfReachError: the solver's bound proves that none undercuts the goal.
     """
-    hints = kept(graph.program, mesh, options.hints, options.keep)
-    memory = options.memory_on(mesh)
+    problem = problem_on(graph, mesh, options, seconds, goal, others)
+    memory = problem.memory
     try:
-        return within_limit(OneMesh(graph, mesh, options, hints, memory, seconds, goal, tuple(others)), memory)
+        return within_limit(problem, memory, free)
     except NoPlanError as error:
         if memory is None or options.memory != DEVICE_MEMORY or not math.isfinite(error.least):
             raise
@@ -56,6 +58,14 @@ def candidate_on(
             f"{memory:,} bytes is what runtimes leave of the device kind's memory; memory= (--memory) is another limit"
         )
         raise NoPlanError(f"{error}. {default}", error.least) from None
+
+
+def problem_on(
+    graph: Graph, mesh: Mesh, options: PlanningOptions, seconds: float, goal: float, others: Sequence[Carried]
+) -> OneMesh:
+    """What `candidate_on` solves under one memory limit or another."""
+    hints = kept(graph.program, mesh, options.hints, options.keep)
+    return OneMesh(graph, mesh, options, hints, options.memory_on(mesh), seconds, goal, tuple(others))
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,7 @@ class OneMesh:
             memory=self.memory,
             solver=solver_info(decision.solution),
             decision=decision,
+            graph=self.graph,
         )
 
 

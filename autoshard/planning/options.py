@@ -16,6 +16,8 @@ Hint = Spec | Sequence[Sequence[str] | str | None] | str
 Progress = Callable[[str], None]
 Confirm = Literal["never", "auto", "always"]
 """Whether the target's compiler is asked if a plan fits (`confirm.py`)."""
+RematOption = Literal["as-is", "auto", "none", "products", "full"]
+"""What is recomputed: as the program's checkpoints say, as planned (`remat.py`), or the same of every block."""
 DEVICE_MEMORY: Literal["device"] = "device"
 """Default of `memory`: what the runtime leaves of the device kind's (`Device.memory_limit`)."""
 

@@ -142,13 +142,13 @@ def _rivals(
             info = SolverInfo("feasible", objective, optimum.solver.bound, gap, decision.solution.backend)
         prediction = predict(graph, annotations, mesh)
         annotations = with_attentions(graph, annotations, prediction.specs)
-        found = Candidate(mesh, annotations, prediction, name, kind, optimum.memory, info)
+        found = Candidate(mesh, annotations, prediction, name, kind, optimum.memory, info, graph=graph)
         yield found.written(graph, options)
     say("plans by hand")
     for name, made in by_hand(graph, mesh, hints):
         prediction = predict(graph, made, mesh)
         made = with_attentions(graph, made, prediction.specs)
-        yield Candidate(mesh, made, prediction, name, "by hand", optimum.memory)
+        yield Candidate(mesh, made, prediction, name, "by hand", optimum.memory, graph=graph)
 
 
 def _decisions(graph: Graph) -> dict[str, set[Value]]:

@@ -1,16 +1,17 @@
 """The stages from a graph to a plan.
 
-The solver chooses on every mesh (`search.py`, `one_mesh.py`) within the memory limit (`memory.py`). A plan by hand that
-is predicted faster (`rivals.py`), or the candidate that compiles best (`refine.py`), may replace its choice. Where the
-target's compiler is asked (`confirm.py`) and the choice does not fit, all of that is done again within less memory. The
-last candidate becomes the plan.
+What is recomputed may be left open (`remat.py`). The solver chooses on every mesh (`search.py`, `one_mesh.py`) within
+the memory limit (`memory.py`). A plan by hand that is predicted faster (`rivals.py`), or the candidate that compiles
+best (`refine.py`), may replace its choice. Where the target's compiler is asked (`confirm.py`) and the choice does not
+fit, all of that is done again within less memory. The last candidate becomes the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import get_args
 
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
@@ -18,13 +19,18 @@ from autoshard.planning.candidate import Chosen
 from autoshard.planning.confirm import confirmed
 from autoshard.planning.hints import kept
 from autoshard.planning.meshes import check_refine
-from autoshard.planning.options import PlanningOptions
+from autoshard.planning.one_mesh import candidate_on
+from autoshard.planning.options import PlanningOptions, RematOption
 from autoshard.planning.refine import refined
+from autoshard.planning.remat import Recomputed
 from autoshard.planning.rivals import or_by_hand
-from autoshard.planning.search import best_mesh
+from autoshard.planning.search import Find, best_mesh
 from autoshard.planning.written import written_plan
+from autoshard.plans.remat import ALL, PRODUCTS, Blocks, Remat
 from autoshard.plans.value import Options, Plan
+from autoshard.program import Program
 from autoshard.solver import iopddl
+from autoshard.stablehlo.reader import build_graph
 
 
 def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -> Plan:
@@ -33,8 +39,42 @@ def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -
     Raises:
         NoPlanError: the memory limit or the hints exclude every plan.
     """
-    chosen, info = confirmed(partial(_chosen, graph, meshes), graph, options)
-    found = chosen.candidate
+    return _planned(partial(candidate_on, graph), meshes, options)
+
+
+def plan_model(
+    capture: Callable[[Remat | None], Program],
+    blocks: Sequence[Blocks],
+    remat: RematOption,
+    meshes: Sequence[Mesh],
+    options: PlanningOptions,
+) -> Plan:
+    """Plan a program of which it may be open what is recomputed; otherwise as `plan_graph`.
+
+    Args:
+        capture: the program; None: with its own checkpoints.
+        blocks: of its model, which may be recomputed; of a forward pass, none.
+
+    Raises:
+        ValueError: `remat` is another word.
+    """
+    levels = {"none": "", "products": PRODUCTS, "full": ALL}
+    if remat not in get_args(RematOption):
+        raise ValueError(f"remat is {', '.join(get_args(RematOption))}, not {remat!r}")
+    if remat == "auto" and blocks:
+        return _planned(Recomputed(tuple(blocks), capture).candidate, meshes, options)
+    paths = [path for several in blocks for path in several]
+    same = dict.fromkeys(paths if levels.get(remat) else (), levels.get(remat, ""))
+    options.progress("capture")
+    program = capture(same if remat in levels and (paths or remat == "none") else None)
+    options.progress("graph")
+    return plan_graph(build_graph(program), meshes, options)
+
+
+def _planned(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> Plan:
+    chosen, info = confirmed(partial(_chosen, find, meshes), options)
+    found, graph = chosen.candidate, chosen.graph
+    said = {"confirmed": info, "remat": found.remat}
     return written_plan(
         graph,
         found.mesh,
@@ -49,13 +89,14 @@ def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -
         solver=found.solver,
         search=chosen.search,
         refined=chosen.refined,
-        info={} if info is None else {"confirmed": asdict(info)},
+        info={name: asdict(each) for name, each in said.items() if each is not None},
     )
 
 
-def _chosen(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -> Chosen:
+def _chosen(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> Chosen:
     """The best candidate by prediction, or as compiled where that is asked for."""
-    found, tried = best_mesh(graph, meshes, options)
+    found, tried = best_mesh(find, meshes, options)
+    graph = Chosen(found).graph
     if options.dump_problem is not None:
         assert found.decision is not None
         options.progress("dump")

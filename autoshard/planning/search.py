@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import layout
-from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import Candidate
-from autoshard.planning.one_mesh import candidate_on
 from autoshard.planning.options import PlanningOptions
 from autoshard.plans.value import MeshTried, NoPlanError, PlanError
 from autoshard.solver.solve import GoalOutOfReachError
@@ -27,16 +26,23 @@ FIRST_SHARE = 0.25
 """Fraction of the time limit for the solve on each shape; the best shape is solved again with all of it."""
 
 
-def best_mesh(
-    graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions
-) -> tuple[Candidate, tuple[MeshTried, ...]]:
+class Find(Protocol):
+    """Finds the candidate on one mesh, as `candidate_on` does for a graph."""
+
+    def __call__(
+        self, mesh: Mesh, options: PlanningOptions, seconds: float, goal: float, others: Sequence[Carried], /
+    ) -> Candidate:
+        """The candidate; see `candidate_on`."""
+
+
+def best_mesh(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> tuple[Candidate, tuple[MeshTried, ...]]:
     """The candidate on the mesh with the shortest predicted step, and the outcome of every mesh.
 
     Raises:
         NoPlanError: no mesh has a plan; that of the mesh that needs least memory.
     """
     if len(meshes) == 1:
-        return candidate_on(graph, meshes[0], options, options.time_limit), ()
+        return find(meshes[0], options, options.time_limit, math.inf, ()), ()
     best: Candidate | None = None
     tried: dict[Mesh, MeshTried] = {}
     refused: list[tuple[float, Mesh]] = []
@@ -48,7 +54,7 @@ def best_mesh(
             continue
         goal = math.inf if best is None or best.solver is None else (1 - MIN_MESH_GAIN) * best.solver.objective
         try:
-            found = candidate_on(graph, mesh, options, FIRST_SHARE * options.time_limit, goal, others)
+            found = find(mesh, options, FIRST_SHARE * options.time_limit, goal, others)
         except GoalOutOfReachError as pruned:
             assert best is not None
             note = f"no plan is better than that on {_text(best.mesh.shape)} by more than {100 * MIN_MESH_GAIN:g} %"
@@ -68,10 +74,10 @@ def best_mesh(
             raise PlanError("no mesh to plan for")
         _, mesh = min(refused, key=lambda each: each[0])
         # It may have run out of time.
-        best = candidate_on(graph, mesh, options, options.time_limit, others=others)
+        best = find(mesh, options, options.time_limit, math.inf, others)
         tried[mesh] = _tried(best)
     elif best.solver is not None and best.solver.status == "time_limit":
-        again = candidate_on(graph, best.mesh, options, options.time_limit, others=others)
+        again = find(best.mesh, options, options.time_limit, math.inf, others)
         if again.time < best.time:
             best = again
             tried[best.mesh] = _tried(best)

@@ -192,6 +192,39 @@ class Confirmation(_Figures):
 
 
 @dataclass(frozen=True)
+class RematTried(_Figures):
+    """One choice of what is recomputed that was planned (`planning/remat.py`).
+
+    Attributes:
+        remat: value of the capture switch `remat:…`.
+        outcome: `planned`; `too large`, without a memory limit; `pruned`, the solver's bound is above the best;
+            `no plan` within the limit.
+        step_time_s, peak_memory_bytes: as predicted, where there is a plan.
+    """
+
+    remat: str
+    outcome: str
+    step_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RematSearch(_Figures):
+    """How it was chosen what is recomputed.
+
+    Attributes:
+        chosen: value of the capture switch `remat:…`.
+        bound: lower bound of the solver's objective, in seconds, over all that may be recomputed or kept.
+        gap: between that bound and the objective of the plan, as a fraction of the objective.
+    """
+
+    chosen: str
+    tried: tuple[RematTried, ...]
+    bound: float | None = None
+    gap: float | None = None
+
+
+@dataclass(frozen=True)
 class RefineCandidate(_Figures):
     """One plan that was compiled to refine a choice (`refine.py`).
 

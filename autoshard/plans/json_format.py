@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 FORMAT = "autoshard.plan"
 VERSIONS = (1, 2)
-"""Version 2 is written of plans that a reader of version 1 would run as another program: with attention as one op."""
+"""Version 2 is written of plans that a reader of version 1 would run as another program: with attention as one op, or
+with `remat:`."""
 
 Json = dict[str, Any]
 
@@ -42,7 +43,7 @@ def dumps(plan: Plan) -> str:
     """The plan as text, ending in a newline."""
     start = {
         "format": FORMAT,
-        "version": 1 + any(op.name == FUSED for op in plan.program.ops),
+        "version": 1 + (plan.remat is not None or any(op.name == FUSED for op in plan.program.ops)),
         "autoshard_version": __version__,
     }
     return "".join(_lines(start | _said(plan))) + "\n"

@@ -23,6 +23,8 @@ from autoshard.plans.figures import PlanError as PlanError
 from autoshard.plans.figures import Predicted as Predicted
 from autoshard.plans.figures import RefineCandidate as RefineCandidate
 from autoshard.plans.figures import Refinement as Refinement
+from autoshard.plans.figures import RematSearch as RematSearch
+from autoshard.plans.figures import RematTried as RematTried
 from autoshard.plans.figures import ReplicatedOp as ReplicatedOp
 from autoshard.plans.figures import SolverInfo as SolverInfo
 from autoshard.program import Program, ValueRead
@@ -258,6 +260,12 @@ class Plan:
         said = self.info.get("confirmed")
         known = {each.name for each in fields(Confirmation)}
         return None if said is None else Confirmation(**{key: said[key] for key in said.keys() & known})
+
+    @property
+    def remat(self) -> str | None:
+        """What is recomputed in place of the program's own checkpoints (`plans/remat.py`); None if these hold."""
+        prefix = "remat:"
+        return next((name.removeprefix(prefix) for name in self.program.switches if name.startswith(prefix)), None)
 
     def tensor(self, name: str) -> TensorPlan:
         """The entry of a parameter, buffer, input or optimizer state.
