@@ -48,7 +48,6 @@ from autoshard.cli.source import (
     module,
     print_json,
     traced,
-    traced,
     with_source,
 )
 from autoshard.errors import AutoshardError, FileError

@@ -42,6 +42,14 @@ def _run(run: tuple[str, int, int]) -> str:
     return prefix if first < 0 else f"{dot}{first}" if first == last else f"{dot}{first}-{last}"
 
 
+def _paths(run: str) -> list[str]:
+    several = re.fullmatch(r"((?:.*\.)?)(\d+)-(\d+)", run)
+    if several is None:
+        return [run]
+    prefix, first, last = several.groups()
+    return [f"{prefix}{i}" for i in range(int(first), int(last) + 1)]
+
+
 def remat_of(value: str) -> dict[str, str]:
     """The inverse of `switch_value`.
 
@@ -54,9 +62,5 @@ def remat_of(value: str) -> dict[str, str]:
         if level not in LEVELS or not equals:
             raise ValueError(f"remat:{value}: {part!r} is not LEVEL=BLOCKS, where levels are {', '.join(LEVELS)}")
         for run in runs.split(","):
-            several = re.fullmatch(r"((?:.*\.)?)(\d+)-(\d+)", run)
-            names = (
-                [run] if several is None else [f"{several[1]}{i}" for i in range(int(several[2]), int(several[3]) + 1)]
-            )
-            found.update(dict.fromkeys(names, level))
+            found.update(dict.fromkeys(_paths(run), level))
     return found
