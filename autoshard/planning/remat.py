@@ -16,7 +16,8 @@ from itertools import combinations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import Candidate
-from autoshard.planning.one_mesh import candidate_on, problem_on
+from autoshard.planning.memory import TIGHTER
+from autoshard.planning.one_mesh import OneMesh, candidate_on, problem_on
 from autoshard.planning.options import PlanningOptions
 from autoshard.plans.remat import LEVELS, Blocks, Remat, switch_value
 from autoshard.plans.value import NoPlanError, RematSearch, RematTried
@@ -28,6 +29,8 @@ from autoshard.strategies.carry import Carried
 Capture = Callable[[Remat], Program]
 TRIES = 3
 """Most mixtures of one pair of levels that are solved."""
+SQUEEZED_SHARE = 0.25
+"""Part of the time limit for choices that recompute less within the memory limit."""
 _KEPT = ""
 _ALL_LEVELS = (_KEPT, *LEVELS)
 """Of a block, from what keeps most to what keeps least."""
@@ -89,6 +92,17 @@ class Recomputed:
             GoalOutOfReachError: the solver's bound proves that none undercuts the goal.
         """
         return _Search(self, mesh, options, seconds, goal, others).best()
+
+
+def once(problem: OneMesh) -> Candidate | None:
+    """The choice within the memory limit, by at most two solves: the second within less, if the first is too large."""
+    limit = problem.memory
+    assert limit is not None
+    found = problem.candidate(limit)
+    if not found.fits and found.decision is not None:
+        counted = min(found.decision.counted_bytes, limit)
+        found = problem.candidate(TIGHTER * counted * limit / found.prediction.peak_memory_bytes)
+    return found if found.fits else None
 
 
 @dataclass
@@ -195,17 +209,22 @@ class _Search:
         remat = Mixture(level, level, 0).remat(self.program.blocks)
         name = switch_value(remat)
         graph, free = self.program.graph(remat, self.options), self.program.free[name, self.mesh]
+        asked = graph, self.mesh, self.options
         try:
-            found = candidate_on(graph, self.mesh, self.options, self.seconds, goal, self.others, free)
+            if self.found:
+                found = once(problem_on(*asked, SQUEEZED_SHARE * self.seconds, goal, self.others))
+            else:
+                found = candidate_on(*asked, self.seconds, goal, self.others, free)
         except GoalOutOfReachError:
             self.note(name, "pruned")
+            return
         except NoPlanError:
             if not self.found:
                 raise
-            self.note(name, "no plan")
-        else:
+            found = None
+        if found is not None:
             self.found.append(found)
-            self.note(name, "planned", found)
+        self.note(name, "no plan" if found is None else "planned", found)
 
     def note(self, name: str, outcome: str, found: Candidate | None = None) -> None:
         """Record what came of a choice."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-ALL, PRODUCTS = "all", "products"
-LEVELS = (PRODUCTS, ALL)
-"""What is recomputed of a block: all but the results of products and attentions, or all."""
+PRODUCTS, ATTENTION, ALL = "products", "attention", "all"
+LEVELS = (PRODUCTS, ATTENTION, ALL)
+"""Recomputed of a block: all but results of products and attentions, all but those of attentions, or all."""
 Remat = Mapping[str, str]
 """Path of a block -> its level; other blocks keep everything."""
 Blocks = tuple[str, ...]

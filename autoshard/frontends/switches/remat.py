@@ -9,16 +9,20 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from autoshard.frontends.tracing.modules import running
-from autoshard.plans.remat import ALL, Blocks, remat_of
+from autoshard.plans.remat import ALL, ATTENTION, PRODUCTS, Blocks, remat_of
 
-_PRODUCTS = re.compile(
-    r"(autoshard::(einsum|attention)|aten::(mm|bmm|addmm|baddbmm|convolution|_scaled_dot_product\w*))$"
-)
+_ATTENTION = r"autoshard::attention|aten::_scaled_dot_product\w*"
+_KEEPS = {
+    PRODUCTS: re.compile(rf"(autoshard::(einsum|experts)|aten::(mm|bmm|addmm|baddbmm|convolution)|{_ATTENTION})$"),
+    ATTENTION: re.compile(rf"({_ATTENTION})$"),
+}
+"""Level -> the ops whose results are kept."""
 
 
 def blocks_of(model: torch.nn.Module) -> tuple[Blocks, ...]:
@@ -88,7 +92,9 @@ class _Checkpointed:
 
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        keeps = {} if self.level == ALL else {"context_fn": lambda: create_selective_checkpoint_contexts(_policy)}
+        keeps: dict[str, Any] = {}
+        if self.level != ALL:
+            keeps["context_fn"] = lambda: create_selective_checkpoint_contexts(partial(_policy, _KEEPS[self.level]))
         return checkpoint(_Body(self.block, self.forward), *args, use_reentrant=False, **keeps, **kwargs)
 
 
@@ -105,10 +111,10 @@ class _Body:
             return self.forward(*args, **kwargs)
 
 
-def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _policy(keeps: re.Pattern[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    kept = _PRODUCTS.match(getattr(op, "_schema", op).name)
+    kept = keeps.match(getattr(op, "_schema", op).name)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
