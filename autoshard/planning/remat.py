@@ -133,9 +133,11 @@ class _Search:
             self.fewest(mixture, ends)
         if not self.found:
             self.within_limit(_ALL_LEVELS[-1], math.inf)
-        for level in _ALL_LEVELS[:-1]:
+        for level in reversed(_ALL_LEVELS[:-1]):
             if not ends[level].fits:
-                self.within_limit(level, self.shortest.solver.objective if self.shortest.solver else math.inf)
+                solver = self.shortest.solver
+                if not self.within_limit(level, math.inf if solver is None else solver.objective):
+                    break  # what keeps more takes more
         return self.chosen(kept)
 
     @property
@@ -200,8 +202,8 @@ class _Search:
         self.note(name, "planned" if known.fits else "too large", known)
         return known
 
-    def within_limit(self, level: str, goal: float) -> None:
-        """Solve one level within the memory limit, if it can undercut the goal.
+    def within_limit(self, level: str, goal: float) -> bool:
+        """Solve one level within the memory limit, if it can undercut the goal; whether one fits, or may.
 
         Raises:
             NoPlanError: nothing else was found, and there is none.
@@ -217,7 +219,7 @@ class _Search:
                 found = candidate_on(*asked, self.seconds, goal, self.others, free)
         except GoalOutOfReachError:
             self.note(name, "pruned")
-            return
+            return True
         except NoPlanError:
             if not self.found:
                 raise
@@ -225,6 +227,7 @@ class _Search:
         if found is not None:
             self.found.append(found)
         self.note(name, "no plan" if found is None else "planned", found)
+        return found is not None
 
     def note(self, name: str, outcome: str, found: Candidate | None = None) -> None:
         """Record what came of a choice."""

@@ -202,7 +202,8 @@ class Plan:
         search: every mesh shape that was tried, where the shape was left open.
         wrong_sums: of a plan that no solver made, the convolutions of which XLA would compute wrong numbers, in words.
         refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
-        info: what changes nothing that is executed: `source`, what the command line was asked for; `confirmed`.
+        info: what changes nothing that is executed: `source`, what the command line was asked for; `confirmed`;
+            `remat`, how it was chosen what is recomputed.
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
         applied: what `lower/torch_xla` keeps of a plan that was applied in this process; likewise.
 
@@ -266,6 +267,14 @@ class Plan:
         """What is recomputed in place of the program's own checkpoints (`plans/remat.py`); None if these hold."""
         prefix = "remat:"
         return next((name.removeprefix(prefix) for name in self.program.switches if name.startswith(prefix)), None)
+
+    @property
+    def remat_search(self) -> RematSearch | None:
+        """How it was chosen what is recomputed; None where it was given."""
+        said = self.info.get("remat")
+        if said is None:
+            return None
+        return RematSearch(**{**said, "tried": tuple(RematTried(**each) for each in said["tried"])})
 
     def tensor(self, name: str) -> TensorPlan:
         """The entry of a parameter, buffer, input or optimizer state.

@@ -59,7 +59,7 @@ def plan_report(plan: Plan) -> str:
         parts += ["", *refined_lines(plan.refined)]
     if plan.search:
         parts += ["", *search_lines(plan.search, plan.mesh.shape)]
-    parts += ["", *attention_lines(plan), *replicated_lines(plan.replicated_ops)]
+    parts += ["", *remat_lines(plan), *attention_lines(plan), *replicated_lines(plan.replicated_ops)]
     return printable("\n".join(parts))
 
 
@@ -341,6 +341,38 @@ def solver_line(solver: SolverInfo) -> str:
     if solver.overruled is not None:
         text += f"; taken instead: the plan by hand `{solver.overruled}`, predicted no slower"
     return text
+
+
+_RECOMPUTED = {
+    "all": "all of {}",
+    "attention": "all but attentions of {}",
+    "products": "all but products and attentions of {}",
+}
+
+
+def remat_text(remat: str) -> str:
+    """What the switch `remat:…` recomputes, in words."""
+    parts = [part.partition("=") for part in remat.split(";") if remat != "none"]
+    said = [_RECOMPUTED.get(level, "{}").format(runs.replace(",", ", ")) for level, _, runs in parts]
+    return "; ".join(said) or "nothing"
+
+
+def remat_lines(plan: Plan) -> list[str]:
+    """What the backward pass recomputes in place of the program's own checkpoints, and what else was tried."""
+    if plan.remat is None:
+        return []
+    lines, search = [f"Recomputed: {remat_text(plan.remat)}"], plan.remat_search
+    if search is None:
+        return [*lines, ""]
+    if search.gap is not None:
+        lines[0] += f"; whatever is recomputed, a step is at most {search.gap:.1%} shorter"
+    rows: list[tuple[str, ...]] = [("", "step", "memory", "")]
+    for each in sorted(search.tried, key=lambda each: each.step_time_s or math.inf):
+        time = "-" if each.step_time_s is None else duration(each.step_time_s)
+        memory = "-" if each.peak_memory_bytes is None else size(each.peak_memory_bytes)
+        mark = " *" if each.remat == search.chosen else ""
+        rows.append((remat_text(each.remat) + mark, time, memory, each.outcome if each.outcome != "planned" else ""))
+    return [*lines, *("  " + line for line in columns(rows)), ""]
 
 
 def attention_lines(plan: Plan) -> list[str]:

@@ -36,7 +36,7 @@ class Road:
         if limit is not None and limit < self.least:
             raise NoPlanError(f"the least is {self.least}", self.least)
         prediction = SimpleNamespace(peak_memory_bytes=1000 if limit is None else limit, specs={})
-        return Chosen(Candidate(MESH, None, prediction, memory=limit))
+        return Chosen(Candidate(MESH, None, prediction, memory=limit, graph=GRAPH))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def compiler(monkeypatch):
 
 
 def ask(road, **options):
-    return confirmed(road, GRAPH, PlanningOptions(**{"memory": 100, "confirm": "auto", **options}))
+    return confirmed(road, PlanningOptions(**{"memory": 100, "confirm": "auto", **options}))
 
 
 def test_a_plan_that_fits_as_compiled_is_the_plan(compiler):
@@ -131,7 +131,9 @@ def test_where_nothing_fits_as_compiled_the_error_says_what_was_compiled(compile
 @pytest.mark.parametrize(("memory", "times"), [(124, 1), (126, 0), (None, 0)])
 def test_only_a_plan_predicted_near_the_limit_is_compiled(compiler, memory, times):
     def road(options):
-        return Chosen(Candidate(MESH, None, SimpleNamespace(peak_memory_bytes=100, specs={}), memory=options.memory))
+        return Chosen(
+            Candidate(MESH, None, SimpleNamespace(peak_memory_bytes=100, specs={}), memory=options.memory, graph=GRAPH)
+        )
 
     _, said = ask(road, memory=memory)
     assert len(compiler.calls) == times
@@ -155,7 +157,13 @@ def test_a_plan_on_another_mesh_is_compiled_for_that(compiler):
     def road(options):
         mesh = Mesh((2, 4), device="tpu-v5e") if options.memory == 100 else Mesh((8, 1), device="tpu-v5e:8x1")
         return Chosen(
-            Candidate(mesh, None, SimpleNamespace(peak_memory_bytes=options.memory, specs={}), memory=options.memory)
+            Candidate(
+                mesh,
+                None,
+                SimpleNamespace(peak_memory_bytes=options.memory, specs={}),
+                memory=options.memory,
+                graph=GRAPH,
+            )
         )
 
     compiler.answer = lambda predicted: predicted + 10

@@ -1,6 +1,5 @@
 """The search over the mesh shapes of a number of devices."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ from tests.plans import made as plans
 
 
 @pytest.fixture
-def search(monkeypatch):
+def search():
     """Search over candidates whose steps take `times[shape]`, proved optimal; the plan that is made of the best.
 
     Args of the function: `bounds`, what the solver proves before it has a plan; `slow`, a shape that takes all time;
@@ -29,7 +28,7 @@ def search(monkeypatch):
     def searched(meshes, times, bounds=None, *, slow=None, quick=None, asked=None, seconds=60.0):
         graph = plans.graph(plans.program())
 
-        def candidate_on(graph, mesh, options, given, goal=math.inf, others=()):
+        def candidate_on(mesh, options, given, goal, others):
             if asked is not None:
                 asked.append((mesh.shape, given))
             time = times[mesh.shape]
@@ -44,8 +43,7 @@ def search(monkeypatch):
             prediction = SimpleNamespace(step_time_s=time, peak_memory_bytes=10)
             return Candidate(mesh, Annotations({}), prediction, solver=solver)
 
-        monkeypatch.setattr("autoshard.planning.search.candidate_on", candidate_on)
-        best, tried = best_mesh(graph, meshes, PlanningOptions(time_limit=seconds))
+        best, tried = best_mesh(candidate_on, meshes, PlanningOptions(time_limit=seconds))
         predicted = Predicted(best.time, best.time, 0.0, best.time, 0.1, (), 10)
         return Plan.of(
             plan_of(graph, best.mesh, best.annotations, predicted=predicted, solver=best.solver, search=tried)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.frontends.tracing.modules import running
-from autoshard.plans.remat import ALL, ATTENTION, PRODUCTS, Blocks, remat_of
+from autoshard.plans.remat import ALL, ATTENTION, PRODUCTS, Blocks, Remat, remat_of
 
 _ATTENTION = r"autoshard::attention|aten::_scaled_dot_product\w*"
 _KEEPS = {
@@ -45,6 +45,13 @@ def _find(module: torch.nn.Module, path: str, found: list[Blocks]) -> None:
         else:
             for name, where in zip(names, paths, strict=True):
                 _find(module.get_submodule(name), where, found)
+
+
+def recompute(model: torch.nn.Module, remat: Remat) -> None:
+    """Recompute blocks of `model` from now on."""
+    for path, level in remat.items():
+        block = model.get_submodule(path)
+        block.__dict__["forward"] = _Checkpointed(block, block.forward, level)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from autoshard.errors import LoweringError
+from autoshard.frontends.switches.remat import recompute
 from autoshard.frontends.tracing.optimizer import put
 from autoshard.lower.begin import create_state
 from autoshard.lower.dtensor.errors import say_where
@@ -39,6 +40,7 @@ from autoshard.lower.module_values import ModuleValues, module_values, starred
 from autoshard.lower.torch_xla import place
 from autoshard.lower.tp_plan import to_tp_plan
 from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.plans.remat import remat_of
 from autoshard.plans.value import Plan, TensorPlan
 from autoshard.program import PYTORCH
 
@@ -170,7 +172,8 @@ class DTensorPlan:
         """Distribute a model, and optimizer state placed otherwise than its parameter, in place.
 
         Every process must call it. Weights are those of the first process. The model is moved to the mesh's devices
-        shard by shard. Gradients are dropped.
+        shard by shard. Gradients are dropped. Blocks that the plan recomputes are checkpointed; checkpoints that the
+        model has of its own stay.
 
         Raises:
             PlanMismatchError: the model is not the planned one. LoweringError: it has no weights.
@@ -180,6 +183,8 @@ class DTensorPlan:
         there = {path for path, _ in model.named_modules()}  # a loss that is a module is not in the model
         styles = {path: style for path, style in self.parallelize_plan().items() if path in there}
         parallelize_module(model, self.device_mesh, styles)
+        if self.plan.remat is not None:
+            recompute(model, remat_of(self.plan.remat))
         if optimizer is not None:
             self._follow(model, optimizer, before)
         return model
