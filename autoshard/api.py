@@ -23,7 +23,6 @@ from autoshard.planning.options import (
     PlanningOptions,
     Progress,
     RematOption,
-    silent,
 )
 from autoshard.plans import json_format, value
 from autoshard.plans.check import check_mesh, check_program
@@ -104,20 +103,10 @@ def plan(
         PlanError: no plan meets the memory limit, as predicted or as compiled; says the least found.
     """
     meshes = meshes_for(mesh, devices, device, refine, confirm)
-    asked = PlanningOptions(
-        memory=memory,
-        hints=hints,  # type: ignore[arg-type]
-        keep=keep,
-        fold=fold,
-        time_limit=time_limit,
-        seed=seed,
-        backend=backend,
-        annotations=annotations,
-        refine=refine,
-        confirm=confirm,
-        dump_problem=dump_problem,
-        progress=progress or silent,
-    )
+    wanted: OptionKeywords = {"memory": memory, "hints": hints, "keep": keep, "fold": fold, "annotations": annotations}
+    wanted |= {"time_limit": time_limit, "seed": seed, "backend": backend, "dump_problem": dump_problem}
+    wanted |= {"refine": refine, "confirm": confirm, "progress": progress}
+    asked = PlanningOptions(**wanted)  # type: ignore[arg-type]
 
     def captured(remat: Remat | None) -> Program:
         given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend}

@@ -12,6 +12,7 @@ from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh, Spec, format_spec
+from autoshard.planning.advice import what_would_fit
 from autoshard.planning.candidate import Candidate, Decision, solver_info
 from autoshard.planning.hints import kept, split
 from autoshard.planning.memory import within_limit
@@ -52,12 +53,16 @@ def candidate_on(
     try:
         return within_limit(problem, memory, free)
     except NoPlanError as error:
-        if memory is None or options.memory != DEVICE_MEMORY or not math.isfinite(error.least):
+        if memory is None or not math.isfinite(error.least):
             raise
-        default = (
-            f"{memory:,} bytes is what runtimes leave of the device kind's memory; memory= (--memory) is another limit"
-        )
-        raise NoPlanError(f"{error}. {default}", error.least) from None
+        said = [str(error)]
+        if options.memory == DEVICE_MEMORY:
+            said.append(
+                f"{memory:,} bytes is what runtimes leave of the device kind's memory; memory= (--memory) is another "
+                "limit"
+            )
+        said.append(what_would_fit(graph, mesh, memory, error.least))
+        raise NoPlanError(". ".join(said), error.least) from None
 
 
 def problem_on(

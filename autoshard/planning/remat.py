@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+from autoshard.attention.form import FUSED
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import Candidate
 from autoshard.planning.memory import TIGHTER
 from autoshard.planning.one_mesh import OneMesh, candidate_on, problem_on
 from autoshard.planning.options import PlanningOptions
-from autoshard.plans.remat import LEVELS, Blocks, Remat, switch_value
+from autoshard.plans.remat import ATTENTION, LEVELS, Blocks, Remat, switch_value
 from autoshard.plans.value import NoPlanError, RematSearch, RematTried
 from autoshard.program import Program
 from autoshard.solver.solve import GoalOutOfReachError
@@ -32,8 +33,6 @@ TRIES = 3
 SQUEEZED_SHARE = 0.25
 """Part of the time limit for choices that recompute less within the memory limit."""
 _KEPT = ""
-_ALL_LEVELS = (_KEPT, *LEVELS)
-"""Of a block, from what keeps most to what keeps least."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +127,25 @@ class _Search:
         kept = self.uniform(_KEPT)  # its bound holds of all others, which compute more
         if kept.fits:
             return self.chosen(kept)
-        ends = {level: kept if level == _KEPT else self.uniform(level) for level in _ALL_LEVELS}
+        levels = self.levels(kept)
+        ends = {level: kept if level == _KEPT else self.uniform(level) for level in levels}
         for mixture in self.mixtures(ends):
             self.fewest(mixture, ends)
         if not self.found:
-            self.within_limit(_ALL_LEVELS[-1], math.inf)
-        for level in reversed(_ALL_LEVELS[:-1]):
+            self.within_limit(levels[-1], math.inf)
+        for level in reversed(levels[:-1]):
             if not ends[level].fits:
                 solver = self.shortest.solver
                 if not self.within_limit(level, math.inf if solver is None else solver.objective):
                     break  # what keeps more takes more
         return self.chosen(kept)
+
+    @staticmethod
+    def levels(kept: Candidate) -> list[str]:
+        """The levels that differ, from what keeps most to what keeps least."""
+        assert kept.graph is not None
+        attends = any(op.name == FUSED for op in kept.graph.program.ops)
+        return [_KEPT, *(level for level in LEVELS if attends or level != ATTENTION)]
 
     @property
     def shortest(self) -> Candidate:
@@ -152,7 +159,7 @@ class _Search:
     def mixtures(self, ends: dict[str, Candidate]) -> Iterator[Mixture]:
         """The mixture of two levels that is estimated fastest among those that fit, and that one alone."""
         estimates = []
-        for lighter, heavier in combinations(_ALL_LEVELS, 2):
+        for lighter, heavier in combinations(ends, 2):
             light, heavy = ends[lighter], ends[heavier]
             if not light.fits and heavy.fits:
                 count = self.needed(0, light, len(self.program.blocks), heavy)

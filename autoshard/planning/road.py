@@ -9,7 +9,6 @@ fit, all of that is done again within less memory. The last candidate becomes th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import get_args
 
@@ -26,6 +25,7 @@ from autoshard.planning.remat import Recomputed
 from autoshard.planning.rivals import or_by_hand
 from autoshard.planning.search import Find, best_mesh
 from autoshard.planning.written import written_plan
+from autoshard.plans.json_format import plain
 from autoshard.plans.remat import ALL, PRODUCTS, Blocks, Remat
 from autoshard.plans.value import Options, Plan
 from autoshard.program import Program
@@ -89,7 +89,7 @@ def _planned(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> Pl
         solver=found.solver,
         search=chosen.search,
         refined=chosen.refined,
-        info={name: asdict(each) for name, each in said.items() if each is not None},
+        info={name: plain(each) for name, each in said.items() if each is not None},
     )
 
 
