@@ -6,6 +6,7 @@ compiled. A row that is in the file is not made again unless `--again`.
 
     python benchmarks/real.py
     python benchmarks/real.py llama3-8b/h100:8 --layers 8 --again
+    python benchmarks/real.py llama3-8b --remat auto        # and none, products, full
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from results import RESULTS, made
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = (
-    *("row", "layers", "mesh", "plan_cpu_s", "rss_gb", "gap", "fused", "written_out", "limit", "fidelity"),
+    *("row", "layers", "remat", "mesh", "plan_cpu_s", "rss_gb", "gap", "fused", "written_out", "limit", "fidelity"),
     *(f"{side}_{what}" for what in ("s", "memory", "bytes") for side in ("predicted", "compiled")),
-    *("compile_cpu_s", "error", "sources", "commit", "date", "versions"),
+    *("compile_cpu_s", "recomputed", "error", "sources", "commit", "date", "versions"),
 )
 
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="PROGRAM/TARGET, or PROGRAM for all of its targets")
     parser.add_argument("--programs", type=Path, default=Path(__file__).with_name("real_programs.toml"))
     parser.add_argument("--layers", type=int, help="instead of the program's")
+    parser.add_argument("--remat", default="", help="as `autoshard plan --remat`")
     parser.add_argument("--only-plan", action="store_true", help="compile nothing")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "real.csv")
@@ -49,26 +51,27 @@ def main() -> None:
             name = f"{program}/{target}"
             if asked.rows and not {program, name} & set(asked.rows):
                 continue
-            if not asked.again and any(matches(row, name, asked.layers) for row in kept(asked.out)):
+            if not asked.again and any(matches(row, name, asked) for row in kept(asked.out)):
                 continue
             row = made_row(name, document["programs"][program], target, mesh, asked)
-            write(asked.out, row)
+            write(asked.out, row, asked)
             print(said(row), flush=True)
 
 
 def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Plan and compile one program."""
-    row: dict[str, Any] = {"row": name, "layers": asked.layers or "", "mesh": mesh, **made()}
+    row: dict[str, Any] = {"row": name, "layers": asked.layers or "", "remat": asked.remat, "mesh": mesh, **made()}
     given = [program["source"], "--train", program["optimizer"]]
     for option in ("dtype", "batch", "seq"):
         given += [f"--{option}", str(program[option])] if option in program else []
     given += ["--checkpoint"] if program.get("checkpoint") else []
     given += [part for key, value in program.get("settings", {}).items() for part in ("--set", f"{key}={value}")]
     given += ["--layers", str(asked.layers)] if asked.layers else []
+    remat = ["--remat", asked.remat] if asked.remat else []
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         place = ["--device", target, "--mesh", mesh, "-o", str(plan), "--json"]
-        found, cpu, rss = run(["plan", *given, *place])
+        found, cpu, rss = run(["plan", *given, *remat, *place])
         row |= {"plan_cpu_s": round(cpu, 1), "rss_gb": round(rss / 2**30, 2)}
         if isinstance(found, str):
             return row | {"error": found}
@@ -79,6 +82,7 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
             "limit": written["options"]["memory"],
             "fused": attention.get("fused", 0),
             "written_out": len(attention.get("written_out", [])),
+            "recomputed": next((name for name in written["program"]["switches"] if name.startswith("remat:")), ""),
             "predicted_s": written["predicted"]["step_time_s"],
             "predicted_memory": written["predicted"]["peak_memory_bytes"],
         }
@@ -111,9 +115,9 @@ def run(arguments: Sequence[str]) -> tuple[dict[str, Any] | str, float, int]:
     return found, cpu, after.ru_maxrss * 1024
 
 
-def matches(row: dict[str, str], name: str, layers: int | None) -> bool:
-    """Whether a kept row is of this program, target and number of layers."""
-    return (row["row"], row["layers"]) == (name, str(layers or ""))
+def matches(row: dict[str, str], name: str, asked: argparse.Namespace) -> bool:
+    """Whether a kept row is of this program and target, with what was asked for beside."""
+    return (row["row"], row["layers"], row.get("remat", "")) == (name, str(asked.layers or ""), asked.remat)
 
 
 def kept(path: Path) -> list[dict[str, str]]:
@@ -124,10 +128,9 @@ def kept(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write(path: Path, row: dict[str, Any]) -> None:
+def write(path: Path, row: dict[str, Any], asked: argparse.Namespace) -> None:
     """Put a row into the file, in place of an older one."""
-    layers = int(row["layers"]) if row["layers"] else None
-    rows = [each for each in kept(path) if not matches(each, row["row"], layers)]
+    rows = [each for each in kept(path) if not matches(each, row["row"], asked)]
     rows.append({column: str(row.get(column, "")) for column in COLUMNS})
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
@@ -141,8 +144,9 @@ def said(row: dict[str, Any]) -> str:
     """A row in one line."""
     if row.get("error"):
         return f"{row['row']}: {row['error']} ({row['plan_cpu_s']} CPU s)"
+    recomputed = f" {row['recomputed']}" if row["recomputed"] else ""
     line = (
-        f"{row['row']}: planned in {row['plan_cpu_s']} CPU s, {row['rss_gb']} GB, gap {row['gap']:.2%}, "
+        f"{row['row']}{recomputed}: planned in {row['plan_cpu_s']} CPU s, {row['rss_gb']} GB, gap {row['gap']:.2%}, "
         f"{row['fused']} attentions as one op, {row['written_out']} written out; "
         f"step {row['predicted_s'] * 1e3:.1f} ms, memory {row['predicted_memory'] / 1e9:.2f} GB"
     )
