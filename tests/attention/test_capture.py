@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.frontends.switches import transformers_library
 from autoshard.graph.rules.base import rule_for
+from autoshard.lower.torch_xla.attention import warn_of_versions
 from autoshard.plans import json_format
 from autoshard.plans.value import PlanError
 from autoshard.show.report import plan_report
@@ -114,6 +117,11 @@ def test_a_plan_says_how_many_are_one_op_and_has_version_2():
     assert (again.info, json_format.dumps(again)) == (made.info, text)
     with pytest.raises(PlanError, match="reads versions 1 and 2"):
         json_format.loads(text.replace('"version": 2', '"version": 3', 1))
+    with warnings.catch_warnings(action="error"):
+        warn_of_versions(made)
+    older = replace(made, info={"attention": {**made.info["attention"], "versions": {"jax": "0.1"}}})
+    with pytest.warns(UserWarning, match=r"planned with the kernels of jax 0\.1 \(here: \d"):
+        warn_of_versions(older)
 
 
 def test_queries_stay_together_in_blocks_and_reduce_what_they_share():

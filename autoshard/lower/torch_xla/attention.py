@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,9 @@ from autoshard.frontends.tracing.sequence import Call
 from autoshard.lower.torch_xla import runtime
 from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.mesh import Mesh, Spec, replicated
+from autoshard.plans.value import Plan
 from autoshard.stablehlo.attention import region_hlo
+from autoshard.version import version_of
 
 _NAMES = frozenset(f"{target}.default" for target in TARGETS)
 
@@ -48,6 +51,19 @@ def _computation(
 
     proto = region_hlo(op, wanted, mesh, platform, devices, channel)
     return torch_xla._XLAC._xla_op_computation_from_module_proto(f"autoshard_{op.kind}", proto)
+
+
+def warn_of_versions(plan: Plan) -> None:
+    """Warn where the packages whose kernels compute a plan's attentions are other versions than it was checked with."""
+    planned = plan.info.get("attention", {}).get("versions", {})
+    other = {name: (at, here) for name, at in planned.items() if (here := version_of(name)) != at}
+    if other:
+        said = ", ".join(f"{name} {at} (here: {here or 'not installed'})" for name, (at, here) in sorted(other.items()))
+        warnings.warn(
+            f"this plan's attentions were planned with the kernels of {said}: others may not compile, or take other "
+            "memory; `autoshard verify` says",
+            stacklevel=3,
+        )
 
 
 def platform_here() -> Platform:

@@ -31,6 +31,7 @@ from autoshard.errors import LoweringError
 from autoshard.frontends.switches import table as switches
 from autoshard.lower.torch_xla import place, runtime
 from autoshard.lower.torch_xla.annotator import Annotator
+from autoshard.lower.torch_xla.attention import warn_of_versions
 from autoshard.lower.torch_xla.first_steps import FirstSteps
 from autoshard.lower.torch_xla.follower import Follower
 from autoshard.lower.torch_xla.retrace import annotated_program
@@ -81,6 +82,7 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
     schedule = Schedule.of(plan)
     _check_compiles(plan)
     _warn_of_wrong_sums(plan)
+    warn_of_versions(plan)
     place.check_model(plan, model, optimizer)
     runtime.check_runtime(plan.mesh)
     place.place_model(plan, model, plan.mesh)
