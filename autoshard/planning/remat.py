@@ -131,13 +131,12 @@ class _Search:
         ends = {level: kept if level == _KEPT else self.uniform(level) for level in levels}
         for mixture in self.mixtures(ends):
             self.fewest(mixture, ends)
+        refused: list[NoPlanError] = []
+        for level in sorted(ends, key=lambda level: ends[level].prediction.peak_memory_bytes):
+            if not ends[level].fits and not self.within_limit(level, refused) and self.found:
+                break  # what takes more without a limit is not tried
         if not self.found:
-            self.within_limit(levels[-1], math.inf)
-        for level in reversed(levels[:-1]):
-            if not ends[level].fits:
-                solver = self.shortest.solver
-                if not self.within_limit(level, math.inf if solver is None else solver.objective):
-                    break  # what keeps more takes more
+            raise min(refused, key=lambda error: error.least)
         return self.chosen(kept)
 
     @staticmethod
@@ -209,16 +208,19 @@ class _Search:
         self.note(name, "planned" if known.fits else "too large", known)
         return known
 
-    def within_limit(self, level: str, goal: float) -> bool:
-        """Solve one level within the memory limit, if it can undercut the goal; whether one fits, or may.
+    def within_limit(self, level: str, refused: list[NoPlanError]) -> bool:
+        """Solve one level within the memory limit, if it can be the fastest; whether one fits, or may.
 
-        Raises:
-            NoPlanError: nothing else was found, and there is none.
+        Args:
+            refused: gets the reason, where there is none.
         """
         remat = Mixture(level, level, 0).remat(self.program.blocks)
         name = switch_value(remat)
         graph, free = self.program.graph(remat, self.options), self.program.free[name, self.mesh]
         asked = graph, self.mesh, self.options
+        solver = self.shortest.solver if self.found else None
+        goal = math.inf if solver is None else solver.objective
+        found = None
         try:
             if self.found:
                 found = once(problem_on(*asked, SQUEEZED_SHARE * self.seconds, goal, self.others))
@@ -227,10 +229,8 @@ class _Search:
         except GoalOutOfReachError:
             self.note(name, "pruned")
             return True
-        except NoPlanError:
-            if not self.found:
-                raise
-            found = None
+        except NoPlanError as error:
+            refused.append(error)
         if found is not None:
             self.found.append(found)
         self.note(name, "no plan" if found is None else "planned", found)
