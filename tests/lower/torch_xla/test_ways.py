@@ -37,6 +37,7 @@ def seen(tmp_path_factory):
         "gradient_accumulation",
         "layers_scanned",
         "marks_inside",
+        "recomputed_as_planned",
         "values_read",
     ],
 )
@@ -63,6 +64,7 @@ def test_dynamo_leaves_the_planned_step_alone(seen):
 def test_what_is_computed_again_is_planned(seen):
     assert seen["activation_checkpointing"]["computed_again"] > 10
     assert seen["activation_checkpointing_of_torch"]["computed_again"] > 10
+    assert seen["recomputed_as_planned"]["computed_again"] > 10
 
 
 def test_a_value_that_makes_another_program_is_named(seen):

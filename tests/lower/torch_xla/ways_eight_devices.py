@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.utils.checkpoint
 
+from autoshard.frontends.choose import switches_for
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh, spec_axes
 from autoshard.plans.value import PlanMismatchError
@@ -68,9 +69,9 @@ def batch(number, dtype=torch.float32):
     return tuple(torch.randn(8, 16, generator=generator).to(dtype) for _ in range(2))
 
 
-def planned(model, dtype=torch.float32, mesh=MESH):
-    program = capture(model, batch(0, dtype), loss_fn=torch.nn.functional.mse_loss, optimizer=sgd)
-    return alternating(program, mesh)
+def planned(model, dtype=torch.float32, mesh=MESH, remat=None):
+    how = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": sgd, "switches": switches_for(None, remat)}
+    return alternating(capture(model, batch(0, dtype), **how), mesh)
 
 
 MISSING = weakref.WeakKeyDictionary()
@@ -134,6 +135,14 @@ def compared(losses, wanted, model, reference, plan):
 def fresh(**options):
     torch.manual_seed(0)
     return Net(**options)
+
+
+def recomputed_as_planned():
+    model, reference = fresh(), fresh()
+    plan = planned(model, remat={"blocks.0": "all", "blocks.1": "products"})
+    losses, _ = trained(plan, model)
+    again = len(plan.program.ops) - len(planned(fresh()).program.ops)
+    return {**compared(losses, alone(reference), model, reference, plan), "computed_again": again}
 
 
 def activation_checkpointing_of_torch():
@@ -443,6 +452,7 @@ SCENARIOS = {
     "checkpoint_between_plans": checkpoint_between_plans,
     "fsdpv2_beside": fsdpv2_beside,
     "gradient_accumulation": gradient_accumulation,
+    "recomputed_as_planned": recomputed_as_planned,
     "activation_checkpointing": activation_checkpointing,
     "activation_checkpointing_of_torch": activation_checkpointing_of_torch,
     "bf16": bf16,
