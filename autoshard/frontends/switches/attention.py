@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,11 +20,12 @@ import torch.nn.functional as F  # noqa: N812
 from autoshard.attention.form import FORWARD, Form
 from autoshard.attention.kernels import Part, Platform, kernel_name
 from autoshard.cost.machine.device import load_device
+from autoshard.errors import CaptureError
 from autoshard.frontends.switches import dots
 from autoshard.frontends.switches.handlers import replaces
 from autoshard.frontends.switches.transformers_library import masked_as
 from autoshard.frontends.tracing import attention as fused
-from autoshard.frontends.tracing.device import tensor_type
+from autoshard.frontends.tracing.device import is_xla, tensor_type
 
 _kinds: list[tuple[Platform, str]] = []
 _noted: list[Callable[[str], None]] = []
@@ -54,41 +62,165 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    causal, window, segments = masked_as(attn_mask) or (is_causal, None, None)
+    bias = attn_mask if masked_as(attn_mask) is None else None
+    documents = None if segments is None else (segments, segments)
+    ways = [_Asked(causal, scale, window, documents, bias, dropout_p, enable_gqa)]
+    if segments is not None:  # a kernel without documents may take the mask itself
+        ways.append(_Asked(is_causal, scale, None, None, attn_mask, dropout_p, enable_gqa))
+    kept = _as_one_op(query, key, value, ways)
+    if kept is not None:
+        return kept
+    return dots.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of an attention.
+
+    Attributes:
+        scale: of the scores; None: by the features.
+        window: as `Form.window`.
+        segments: of queries and of keys, `(batch, tokens)`.
+        bias: added to the scores, or true where they count.
+        grouped: whether several query heads may share one of keys.
+    """
+
+    causal: bool
+    scale: float | None
+    window: int | None = None
+    segments: tuple[torch.Tensor, torch.Tensor] | None = None
+    bias: torch.Tensor | None = None
+    dropout: float = 0.0
+    grouped: bool = False
+
+
+def _as_one_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ways: Sequence[_Asked]
+) -> torch.Tensor | None:
+    """The attention as one op, in the first way that a kernel computes; None where it is to be written out.
+
+    The reason that holds of the first way is noted then.
+    """
+    reasons = []
+    for asked in ways:
+        made = _kept(query, key, value, asked)
+        if not isinstance(made, str):
+            return made
+        reasons.append(made)
+    if reasons[0]:
+        for note in _noted:
+            note(reasons[0])
+    return None
+
+
+def _kept(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> torch.Tensor | str:
+    """The attention as one op, or why no kernel computes it; empty of shapes that are no attention's."""
     if query.dim() not in (3, 4) or query.dim() != key.dim() or key.shape[:-1] != value.shape[:-1]:
-        return dots.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    why = _why_written_out(query, key, attn_mask, dropout_p, enable_gqa)
+        return ""
+    why = _why_written_out(query, key, asked)
     if not why:
         heads, kv_heads = (query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1)
         query, key, value = dots.same_dtype(query, key, value)
         k, v = (each if each.dim() == 4 else each.unsqueeze(1) for each in (key, value))
         q = query.reshape(query.shape[0], kv_heads, heads // kv_heads, *query.shape[-2:])
-        known = masked_as(attn_mask)
-        bias = None if attn_mask is None or known is not None else _bias(attn_mask, q, query.dim() == 4)
-        causal, window = known or (is_causal, None)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        form = Form(scale, causal, window, bias is not None)
-        types = [tensor_type(each) for each in (q, k, v, bias) if each is not None]
+        bias = None if asked.bias is None else _bias(asked.bias, q, query.dim() == 4)
+        documents = asked.segments and (asked.segments[0].to(torch.int32), asked.segments[1].to(torch.int32))
+        scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
+        form = Form(scale, asked.causal, asked.window, bias is not None, documents is not None)
+        types = [tensor_type(each) for each in (q, k, v, bias, *(documents or ())) if each is not None]
         platform, kind = _kinds[-1]
         why = kernel_name(Part(FORWARD, form, tuple(types), q.shape[3], 1, platform, kind))[1]
     if why:
-        for note in _noted:
-            note(why)
-        return dots.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out = fused.attention(q, k, v, form, bias)
+        return why
+    out = fused.attention(q, k, v, form, bias, documents)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _why_written_out(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float, grouped: bool
-) -> str:
+@contextlib.contextmanager
+def of_torch_xla() -> Iterator[None]:
+    """Have torch_xla's `flash_attention` and `splash_attention` captured as the same attention of other sources.
+
+    Their own kernels cannot be traced without a TPU, and are split by their arguments alone, which are passed over.
+    """
+    functions: dict[tuple[str, str], Callable[..., Any]] = {
+        ("custom_kernel", "FlashAttention"): _flash_attention,
+        ("splash_attention", "SplashAttention"): _splash_attention,
+    }
+    with contextlib.ExitStack() as stack:
+        for (file, name), function in functions.items():
+            if "torch_xla" in sys.modules:
+                library = import_module(f"torch_xla.experimental.{file}")
+                own = getattr(library, name)
+                stack.callback(setattr, library, name, own)
+                setattr(library, name, SimpleNamespace(apply=partial(_on_xla, own.apply, function)))
+        yield
+
+
+def _on_xla(own: Callable[..., Any], function: Callable[..., Any], query: torch.Tensor, *rest: Any) -> Any:
+    return (function if is_xla(query) else own)(query, *rest)
+
+
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    q_segments: torch.Tensor | None,
+    kv_segments: torch.Tensor | None,
+    scale: float,
+    bias: torch.Tensor | None,
+    *_: Any,
+) -> Any:
+    segments = None if q_segments is None or kv_segments is None else (q_segments, kv_segments)
+    return _masked(query, key, value, _Asked(causal, scale, None, segments, bias, grouped=True))
+
+
+def _splash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    config: str,
+    segments: torch.Tensor | None,
+    causal: bool,
+    soft_cap: float | None,
+) -> Any:
+    """torch_xla's, whose scores are not scaled; windows are of so many tokens to both sides, and the token itself."""
+    if soft_cap is not None:
+        raise CaptureError("splash_attention(attn_logits_soft_cap=…) cannot be captured: write the attention out")
+    asked = json.loads(config)
+    window = asked["slide_window_size"] + 1 if asked["attentiontype_local_sliding"] else None
+    documents = None if segments is None else (segments, segments)
+    return _masked(query, key, value, _Asked(causal, 1.0, window, documents, grouped=True))
+
+
+def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> Any:
+    """An attention as one op where a kernel computes it, else written out with its mask."""
+    kept = _as_one_op(query, key, value, [asked]) if _kinds else None
+    if kept is not None:
+        return kept
+    rows = torch.arange(query.shape[2], device=query.device).unsqueeze(1)
+    columns = torch.arange(key.shape[2], device=query.device)
+    allowed = [columns <= rows] if asked.causal else []
+    if asked.window is not None:
+        allowed += [rows - columns < asked.window, columns - rows < asked.window]
+    if asked.segments is not None:
+        allowed.append(asked.segments[0][:, None, :, None] == asked.segments[1][:, None, None, :])
+    mask = functools.reduce(torch.logical_and, allowed) if allowed else None
+    if asked.bias is not None:
+        mask = asked.bias if mask is None else asked.bias.masked_fill(~mask, -math.inf)
+    return dots.attention(query, key, value, mask, 0.0, False, asked.scale, query.shape[1] != key.shape[1])
+
+
+def _why_written_out(query: torch.Tensor, key: torch.Tensor, asked: _Asked) -> str:
     """Why no kernel computes an attention; empty if one does."""
-    if dropout > 0:
+    if asked.dropout > 0:
         return "dropout of its weights: the kernels draw other random numbers than PyTorch"
-    if mask is not None and mask.requires_grad:
+    if asked.bias is not None and asked.bias.requires_grad:
         return "its bias has a gradient, which the kernels do not compute"
     if query.shape[0] != key.shape[0]:
         return "queries and keys have different batches"
-    shares = grouped or key.shape[1] == 1
+    shares = asked.grouped or key.shape[1] == 1
     if query.dim() == 4 and (query.shape[1] % key.shape[1] if shares else query.shape[1] != key.shape[1]):
         return "heads of queries are no multiple of those of keys"
     return ""

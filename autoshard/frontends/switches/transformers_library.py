@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,14 +76,40 @@ def _described(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     asked = call.arguments
     begins = isinstance(asked["q_offset"], int) and asked["q_offset"] == asked["kv_offset"] == 0
     if isinstance(made, torch.Tensor) and asked["attention_mask"] is None and begins:
-        made._autoshard_masks = _causal_window(asked["mask_function"], *made.shape[-2:])
+        allows, segments = _of_one_document(asked["mask_function"])
+        window = _causal_window(allows, *made.shape[-2:])
+        made._autoshard_masks = None if window is None else (*window, segments)
     return made
 
 
-def masked_as(mask: Any) -> tuple[bool, int | None] | None:
-    """(causal, window) of a mask that `transformers_traced` has made, None of others."""
-    found: tuple[bool, int | None] | None = getattr(mask, "_autoshard_masks", None)
+def masked_as(mask: Any) -> tuple[bool, int | None, torch.Tensor | None] | None:
+    """(causal, window, segments) of a mask that `transformers_traced` has made, None of others.
+
+    Segments are `(batch, tokens)`: the document of each token, where several are packed into a sequence.
+    """
+    found: tuple[bool, int | None, torch.Tensor | None] | None = getattr(mask, "_autoshard_masks", None)
     return found
+
+
+def _of_one_document(allows: Any) -> tuple[Any, torch.Tensor | None]:
+    """The mask function inside each document, and the documents, of one for packed documents; else itself.
+
+    Inside a document positions follow one another, so that a window of positions is one of tokens.
+    """
+    both = _closed_over(allows, "and_masks").get("mask_functions", ())
+    if len(both) == 2:
+        inside = _closed_over(both[0], "remap_positions_for_packed_sequence").get("mask_function")
+        segments = _closed_over(both[1], "packed_sequence_mask_function").get("packed_sequence_mask")
+        if inside is not None and isinstance(segments, torch.Tensor):
+            return inside, segments
+    return allows, None
+
+
+def _closed_over(function: Any, maker: str) -> Mapping[str, Any]:
+    """What a function of transformers' `masking_utils.<maker>` closes over; nothing of others."""
+    made = getattr(function, "__module__", "") == "transformers.masking_utils"
+    made = made and function.__qualname__.startswith(f"{maker}.<locals>.")
+    return inspect.getclosurevars(function).nonlocals if made else {}
 
 
 ROWS = 64
