@@ -273,7 +273,10 @@ def _auto_class(model_type: str, config: Any) -> Any:
     masked = ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
     causal = ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     image = ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+    speech = ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
     first = [seq2seq] if getattr(config, "is_encoder_decoder", False) else []
+    if first and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        first.insert(0, speech)
     decoder = getattr(config, "is_decoder", False)
     for name, mapping in (*first, *([causal, masked] if decoder else [masked, causal]), seq2seq, image):
         if model_type in getattr(auto, mapping):
@@ -296,6 +299,10 @@ def _inputs(model_type: str, task: str, config: Any, batch: int, seq: int | None
         channels = getattr(config, "num_channels", 3)
         inputs = {"pixel_values": torch.empty(batch, channels, height, width, device="meta")}
         return inputs | ({"labels": tokens(batch)} if train else {})
+    if task == "AutoModelForSpeechSeq2Seq":  # whose encoder halves the frames
+        features = torch.empty(batch, config.num_mel_bins, 2 * config.max_source_positions, device="meta")
+        spoken = tokens(batch, min(seq or DEFAULT_SEQ, config.max_target_positions))
+        return {"input_features": features, ("labels" if train else "decoder_input_ids"): spoken}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:

@@ -131,6 +131,15 @@ def test_the_task_of_a_type() -> None:
     assert type(load_source("hf:llama", settings=small).model).__name__ == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize(("train", "text"), [("adamw", "labels"), (None, "decoder_input_ids")])
+def test_speech_is_heard(train: str | None, text: str) -> None:
+    """Whisper is also a causal language model, which is its decoder alone."""
+    found = load_source("hf:whisper", train=train, batch=2, layers=1, dtype="bf16")
+    assert type(found.model).__name__ == "WhisperForConditionalGeneration"
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.inputs.items()}
+    assert shapes == {"input_features": (2, 80, 3000), text: (2, 448)}
+
+
 @pytest.mark.parametrize(
     ("source", "settings", "message"),
     [
