@@ -364,6 +364,8 @@ def remat_lines(plan: Plan) -> list[str]:
     lines, search = [f"Recomputed: {remat_text(plan.remat)}"], plan.remat_search
     if search is None:
         return [*lines, ""]
+    if len(search.tried) == 1:
+        return [f"{lines[0]}, since all fits", ""]
     if search.gap is not None:
         lines[0] += f"; whatever is recomputed, a step is at most {search.gap:.1%} shorter"
     rows: list[tuple[str, ...]] = [("", "step", "memory", "")]
