@@ -3,8 +3,7 @@
 Where few memory rows bind, the Lagrangian relaxation is the problem without rows at other node costs, and is solved
 nearly exactly. Each solution is a cut of the concave dual, by its cost and usage; the next prices maximise the least of
 the cuts (Kelley, J. SIAM 1960). Equal layers turn to less memory at one price, all at once. So the parts in which two
-solutions differ, and which no edge joins, follow one or the other: the one of more memory as long as all rows fit,
-first where that saves most.
+solutions differ, and which no edge joins, follow one or the other, by a small integer program.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ FIRST_PRICE, DEARER = 0.1, 4.0
 CLOSE = 1e-4
 """Gap, as a share of the bound, at which prices are good enough."""
 
+NODES = 1000
+"""Nodes of the integer program's search tree at most."""
 SAME = 1e-3
 """Prices that differ by no more than this share are not tried again."""
 
@@ -55,7 +56,7 @@ class Crossing:
         self._net, self._minimum = net, minimum
         self._cuts: list[Cut] = []
         self._rows: list[int] = []
-        self._top = np.inf
+        self._top = FIRST_PRICE
         self.prices = np.zeros(len(net.room))
         self.bound = -np.inf
         self.best: Cut | None = None
@@ -102,7 +103,6 @@ class Crossing:
             return prices
         unit = float(np.abs(self._net.room).max())
         scale = abs(self._cuts[0].cost) or 1.0
-        self._top = min(self._top, FIRST_PRICE)
         left = np.array([[1.0, *(-cut.over[self._rows] / unit)] for cut in self._cuts])
         right = np.array([cut.cost / scale for cut in self._cuts])
         found = linprog(
@@ -114,17 +114,28 @@ class Crossing:
         return prices
 
     def _between(self, less: Cut, more: Cut) -> list[int]:
-        """A choice that fits: parts of `more` in `less`, which fits."""
+        """A choice that fits: parts of `more` in `less`, which fits, by a small integer program."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        parts = self._parts(less.choice, more.choice)
+        changes = [self._change(part, less.choice, more.choice) for part in parts]
+        costs, used = np.array([cost for cost, _ in changes]), np.array([change for _, change in changes]).T
+        binding = np.flatnonzero(less.over + np.maximum(used, 0.0).sum(axis=1) > 0.0)
+        unit, scale = float(np.abs(self._net.room).max()), float(np.abs(costs).max()) or 1.0
+        rows, same = np.unique(used[binding] / unit, axis=0, return_inverse=True)
+        room = np.full(len(rows), np.inf)
+        np.minimum.at(room, same.ravel(), -less.over[binding] / unit)
+        found = milp(
+            costs / scale,
+            integrality=np.ones(len(parts), np.int64),
+            bounds=Bounds(0.0, 1.0),
+            constraints=LinearConstraint(rows, ub=room),
+            options={"node_limit": NODES, "mip_rel_gap": CLOSE},
+        )
         choice, over = list(less.choice), less.over.copy()
-        parts = []
-        for part in self._parts(less.choice, more.choice):
-            cost, used = self._change(part, less.choice, more.choice)
-            paid = float(self.prices @ used)
-            if cost < 0.0:
-                parts.append((cost / paid if paid > 0.0 else -np.inf, part, used))
-        for _, part, used in sorted(parts, key=lambda each: (each[0], each[1][0])):
-            if np.all(over + used <= 0.0):
-                over += used
+        for part, change, share in zip(parts, used.T, () if found.x is None else found.x, strict=False):
+            if share > 0.5 and np.all(over + change <= 0.0):  # the integer program has tolerances
+                over += change
                 for node in part:
                     choice[node] = more.choice[node]
         return choice
@@ -147,15 +158,15 @@ class Crossing:
         net, inside = self._net, set(part)
         cost, change = 0.0, np.zeros(len(net.room) + 1)
 
-        def spend(terms: dict[tuple[int, int], Array], before: object, after: object) -> None:
+        def spend(terms: dict[tuple[int, int], Array], before: tuple[int, ...], after: tuple[int, ...]) -> None:
             for (first, last), amount in terms.items():
-                more = float(amount[after] - amount[before])  # type: ignore[index]
+                more = float(amount[after] - amount[before])
                 change[first] += more
                 change[last] -= more
 
         for u in part:
             cost += float(net.costs(u)[two[u]] - net.costs(u)[one[u]])
-            spend(net.node_terms[u], one[u], two[u])
+            spend(net.node_terms[u], (one[u],), (two[u],))
             for v, matrix in net.adj[u].items():
                 if v in inside and v < u:
                     continue
