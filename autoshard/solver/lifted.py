@@ -19,7 +19,7 @@ less
 puts unlike ops of one layer into one class, much more leaves no two layers equal."""
 MAX_QUOTIENT_SHARE = 0.2
 """Largest share of the nodes that the quotient may have."""
-QUOTIENT_SWEEPS = 100
+QUOTIENT_SWEEPS = 400
 """Sweeps of the quotient."""
 
 

@@ -65,6 +65,11 @@ ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
 """Beyond the integer program: sweeps of the dual, and rounds of the search beside them, between two exchanges; that
 many
 exchanges in a row that close less than this share of the gap end the solve."""
+RELAXED_PARTS = 2, 5
+"""Parts of a round that a relaxation at one price of memory takes, at first and at the best prices."""
+CROSSING, CLOSE = 0.5, 1e-3
+"""Share of the time left for prices of memory; gap at which a problem with memory rows ends that is beyond the integer
+program."""
 REDUCING = 0.5
 """Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
 PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
@@ -296,7 +301,9 @@ class _Run:
         """Dual ascent, incumbents and reduced-cost fixing, then the integer program of what is left."""
         from autoshard.solver.lifted import warm_start
 
-        multipliers: dict[int, float] = {}  # by the point of time of a memory row
+        multipliers = self._crossed(net)  # by the point of time of a memory row
+        if self._close(net):
+            return None
         for number in range(BOUND_ROUNDS):
             if not net.alive:
                 break
@@ -349,6 +356,27 @@ class _Run:
             self._alternate(net, dual)
         return None
 
+    def _crossed(self, net: Network) -> dict[int, float]:
+        """Bound and choices from prices of memory; the best prices, in cost per byte, by point of time."""
+        from autoshard.solver.crossing import Crossing
+
+        if not len(net.room) or ilp.nonzeros(net) <= LARGEST_PROGRAM:
+            return {}
+        crossing = Crossing(net, lambda priced, longer: _relaxed(priced, longer, self.deadline, self.seed))
+        try:
+            crossing.run(self._share(CROSSING))
+        finally:  # also when interrupted
+            self.raise_bound(min(crossing.bound, self.objective))
+            if crossing.best is not None:
+                self.offer(net.expand(crossing.best.choice), "prices")
+        self.report("prices")
+        return {int(t): price for t, price in zip(net.times, crossing.prices, strict=True) if price > 0.0}
+
+    def _close(self, net: Network) -> bool:
+        """Whether a large problem with memory rows, whose count is an estimate, is solved closely enough."""
+        large = len(net.room) > 0 and ilp.nonzeros(net) > LARGEST_PROGRAM
+        return large and self.objective - self.bound <= CLOSE * abs(self.objective)
+
     def _searched(self, net: Network, dual: Dual, choice: list[int], *, patience: int) -> list[int]:
         """Tree search from a feasible choice; its outcome becomes the incumbent where cheaper."""
 
@@ -374,7 +402,7 @@ class _Run:
             search.learn(held)
         stalled = 0
         with ThreadPoolExecutor(1) as other:
-            while stalled < STALLED and not self.optimal and not self.late:
+            while stalled < STALLED and not self.optimal and not self.late and not self._close(net):
                 objective, bound = self.objective, self.bound
                 search.exchange()
                 ascent = other.submit(dual.ascend, ALTERNATING, objective, deadline=self.deadline)
@@ -523,3 +551,44 @@ class _Run:
         message = explain(self.problem, found, proven=False)
         message += " (time ran out)" if self.late else " (the search found none, and none was proved impossible)"
         return Solution((), Status.UNKNOWN, math.inf, self.bound, "none", found.least, message)
+
+
+class _Relaxed(_Run):
+    """The same for a network without memory rows, for some seconds only."""
+
+    def __init__(self, net: Network, parts: int, deadline: float, seed: int) -> None:
+        super().__init__(Problem([]), deadline, seed, "auto", None, math.inf)
+        self._net, self._parts = net, parts
+
+    def offer(self, choice: list[int], backend: str) -> bool:
+        """Keep a choice if it is cheaper."""
+        value = self._net.value(choice)
+        if value < self.objective:
+            self._best = tuple(choice), value, backend
+        return math.isfinite(value)
+
+    def search(self) -> None:
+        """Improve choice and bound while that is cheap."""
+        from autoshard.solver.lifted import warm_start
+
+        net = self._net.copy()
+        reduce(net, deadline=self.deadline)
+        dual = Dual(net)
+        warm_start(dual)
+        for sweeps in DUAL_SWEEPS[: self._parts]:
+            dual.ascend(sweeps, self.objective, deadline=self.deadline)
+            self._learn(dual)
+            choice = dual.rounded(deadline=self.deadline)
+            if choice is not None:
+                self.offer(net.expand(choice), "dual")
+            if self.optimal or self.late or self._near(net, dual):
+                return
+
+
+def _relaxed(net: Network, longer: bool, deadline: float, seed: int) -> tuple[list[int], float]:
+    """A choice of a network without memory rows, and a bound."""
+    run = _Relaxed(net, RELAXED_PARTS[longer], deadline, seed)
+    run.search()
+    if run.choice is None:
+        raise ImpossibleError()
+    return list(run.choice), run.bound

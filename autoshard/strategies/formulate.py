@@ -284,6 +284,7 @@ class _Builder:
         scatterable = self._scatterable()
         keys = [self._key(group, scatterable) for group in self.groups.groups]
         self.prices.average(keys)
+        compiler = self.device.compiler
         for group, key in zip(self.groups.groups, keys, strict=True):
             if key not in self._by_shape:
                 ways = strategies(
@@ -292,7 +293,7 @@ class _Builder:
                     self.graph,
                     self.mesh,
                     rule_for,
-                    Variants(key.scatter, key.defer, key.sums, merged=self.device.compiler.sums_dims_at_once),
+                    Variants(key.scatter, key.defer, key.sums, compiler.sums_dims_at_once, compiler.folds_sums),
                     self.partitioner.op_collectives,
                 )
                 self._by_shape[key] = (ways, self.prices.group_costs(group, ways))

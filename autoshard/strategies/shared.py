@@ -66,7 +66,10 @@ def solved_together(
             break
         known += more
         whole = joined(formulation, known, mesh, device)
+        bound = solution.bound
         solution = _better(whole.problem, settings.solve(whole.problem), solution, len(formulation.problem.node_costs))
+        if solution.choice:
+            solution = replace(solution, bound=min(max(bound, solution.bound), solution.objective))
     return whole, solution
 
 

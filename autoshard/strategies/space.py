@@ -79,7 +79,7 @@ class GroupShape:
         sizes: extent of each factor.
         splittable: whether an axis may split it.
         value_dims: per local value (inputs first, then each op's results) the factors of each dim.
-        reduces: per op the factors it reduces over.
+        reduces: per op the factors it reduces over, in the order in which the op names them.
         op_factors: per op the factors of its loop nest (over which its work divides).
         ruled: whether every op has a rule.
         even: factors that may only be split evenly.
@@ -89,7 +89,7 @@ class GroupShape:
     splittable: tuple[bool, ...]
     value_dims: tuple[DimFactors, ...]
     value_shapes: tuple[tuple[int, ...], ...]
-    reduces: tuple[frozenset[int], ...]
+    reduces: tuple[tuple[int, ...], ...]
     op_factors: tuple[frozenset[int], ...]
     ruled: bool
     even: frozenset[int] = frozenset()
@@ -181,7 +181,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
     whole: set[int] = set()  # factors that may not be split
     even: set[int] = set()
     op_factors: list[set[int]] = []
-    op_reduces: list[set[int]] = []
+    op_reduces: list[list[int]] = []
     ruled = True
     for op_id in group.ops:
         op = graph.ops[op_id]
@@ -199,7 +199,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
             if factor.even:
                 even.add(ident)
         op_factors.append(set(ids))
-        op_reduces.append({ids[i] for i, factor in enumerate(rule.factors) if factor.kind == "reduce"})
+        op_reduces.append([ids[i] for i, factor in enumerate(rule.factors) if factor.kind == "reduce"])
         for value, operand in zip(op.operands, rule.operands, strict=True):
             if value.op in groups.free:
                 continue
@@ -228,7 +228,7 @@ def group_shape(group: Group, groups: Groups, graph: Graph, rule_of: RuleOf) -> 
         splittable=tuple(index not in unsplittable and sizes[root] > 1 for index, root in enumerate(roots)),
         value_dims=value_dims,
         value_shapes=tuple(shapes),
-        reduces=tuple(frozenset(number[union.find(f)] for f in factors) for factors in op_reduces),
+        reduces=tuple(tuple(dict.fromkeys(number[union.find(f)] for f in factors)) for factors in op_reduces),
         op_factors=tuple(frozenset(number[union.find(f)] for f in factors) for factors in op_factors),
         ruled=ruled,
         even=frozenset(number[union.find(ident)] for ident in even),
@@ -343,12 +343,14 @@ class Variants(NamedTuple):
         defer: whether its one output may stay partial, for its user to sum.
         sums: partial values of which it may all-reduce the sum once.
         merged: whether a sum along several dims is one all-reduce (TPU, GPU), not one per dim (CPU).
+        folded: whether its replica groups follow the order of the mesh (GPU), not of the dims (TPU).
     """
 
     scatter: bool
     defer: bool = False
     sums: Sum | None = None
     merged: bool = True
+    folded: bool = False
 
 
 def strategies(
@@ -380,15 +382,18 @@ def strategies(
         partial: tuple[str, ...] = ()  # in the order of the devices in a replica group
         for value, position in enumerate(made_by, start=len(group.inputs)):
             mentioned = {f for dim in shape.value_dims[value] for f in dim}
-            summed = shape.reduces[position] - mentioned  # batch_norm: the mean is partial, y is not
+            summed = [
+                f for f in shape.reduces[position] if f not in mentioned
+            ]  # batch_norm: the mean is partial, y not
             axes = mesh.in_order(a for f in summed for a in assignment[f])
             if axes:
                 size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
-                whole = [assignment[f] for f in sorted(summed) if assignment[f]]
+                whole = [assignment[f] for f in summed if assignment[f]]
                 for over in [axes] if variants.merged else map(mesh.in_order, whole):
                     collectives.append(Collective("all-reduce", over, size, op=position))
                 if value in outputs:
-                    partial = whole[0] if len(whole) == 1 else axes
+                    folded = variants.folded and len(whole) > 1
+                    partial = axes if folded else tuple(axis for dim in whole for axis in dim)
         if priced is not None and alone is not None and alone.kind not in AS_FACTORS:
             reads = [specs[local[value]] if value in local else None for value in alone.operands]
             found = priced(alone, reads, specs[len(group.inputs) :])

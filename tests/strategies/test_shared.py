@@ -11,9 +11,11 @@ from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.planning.one_mesh import OneMesh
+from autoshard.solver.problem import Status
+from autoshard.solver.settings import Settings
 from autoshard.solver.solve import solve
 from autoshard.strategies.formulate import formulate
-from autoshard.strategies.shared import disagreeing, joined, shared_values
+from autoshard.strategies.shared import disagreeing, joined, shared_values, solved_together
 from tests.graph.helpers import graph_from_text
 
 ALL = ("data", "model")
@@ -69,3 +71,21 @@ def test_what_groups_disagree_on_is_priced_as_it_is_predicted():
     communication = predict(graph, annotations, mesh).communication_s
     assert communication > 0
     assert priced.objective - alone.objective == pytest.approx(communication, rel=1e-6)
+
+
+class _OutOfTime(Settings):
+    """Settings under which a solve proves nothing beyond the trivial bound."""
+
+    def solve(self, problem, starts=()):
+        return replace(solve(problem), bound=0.0, status=Status.TIME_LIMIT)
+
+
+def test_a_bound_holds_for_the_problem_with_more_costs_too():
+    # Llama 3 8B with checkpoints: the second problem had one second left, and its gap of 25 % became the plan's.
+    graph, mesh = updates(), Mesh((2, 4), ALL, "tpu-v5e")
+    device = load_device("tpu-v5e")
+    formulation = formulate(graph, mesh, device, hints={**WHOLE, "arg0": (ALL,)})
+    alone = solve(formulation.problem)
+    _, found = solved_together(formulation, alone, mesh, device, _OutOfTime(0.0))
+    assert found.status is Status.TIME_LIMIT
+    assert found.bound == alone.bound < found.objective

@@ -126,6 +126,20 @@ def test_a_partial_result_is_scattered_in_the_order_in_which_it_is_summed():
             assert contracted in found.outputs[0][s]
 
 
+def test_a_sum_along_two_dims_is_scattered_in_the_order_of_the_dims_unless_it_is_folded():
+    graph = graph_of(lambda a, b: jax.lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ()))), *(array(8, 16, 32),) * 2)
+    groups = fusion_groups(graph)
+    for folded, orders in ((False, {("x", "y"), ("y", "x")}), (True, {("x", "y")})):
+        found = strategies(groups.groups[0], groups, graph, MESH, rule_for, Variants(True, folded=folded))
+        for s in range(len(found)):
+            first, second, _ = found.inputs[0][s]
+            if first and second and found.outputs[0][s] != found.pinned[0][s]:
+                order = ("x", "y") if folded else (*first, *second)
+                assert order in found.outputs[0][s]
+                orders.discard(order)
+        assert not orders
+
+
 def two_products(x, y, first, second):
     """A sum of two products, as the gradient of a value that two linear layers read."""
     return x @ first + (y @ second) * 1.0  # torch's add scales its second term by alpha: dropped at import

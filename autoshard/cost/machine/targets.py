@@ -34,6 +34,7 @@ class Capabilities:
     narrows_integers: bool = False  # from 64 bits to 32; indices of gathers before they move
     exchanges_rows: bool = False  # permutes rows to their devices in a concatenation of one row per device
     sums_dims_at_once: bool = False  # one all-reduce for a sum along several dims
+    folds_sums: bool = False  # its replica groups in the order of the mesh, not of the dims (`AllReduceFolder`)
     sums_terms_once: bool = False  # adds partial sums, then one all-reduce (`AllReduceReassociate`)
     sums_widened_terms: bool = False  # also of terms converted to a wider dtype in between
     scatters_sums: bool = False  # all-reduce and dynamic-slice become a reduce-scatter (`ReduceScatterCreator`)
@@ -69,6 +70,7 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
         _OF_ACCELERATORS,
         shards_results_first=True,
         calls_top_k=True,
+        folds_sums=True,
         sums_widened_terms=True,
         splits_all_reduces=True,
         gathers_no_repeats=True,

@@ -126,6 +126,7 @@ class Context(ABC):
     def sums(self, axes: tuple[Dim, ...], size: int, cut: Cut | None, row_major: bool = False) -> list[Step]:
         """All-reduces of `size` bytes of partial sums per device; each device keeps the slice `cut`, if any.
 
+        `axes` has the subaxes of every summed dim, the last dim first.
         TPU and GPU compilers fold all-reduces along several dims into one. `ops/scatter.py` says which become
         reduce-scatters; `row_major` as in `CollectiveRules.scattered`.
         """
@@ -142,12 +143,13 @@ class Context(ABC):
     def order_of(self, axes: tuple[Dim, ...]) -> Dim:
         """The subaxes of the last all-reduce over `axes`, in the order of the devices in a replica group.
 
-        One along a single dim follows the order of the dim's tiles, folded ones that of the mesh.
+        It follows the order of the dims (`axes` has the last one first) and of their tiles, folded ones that of the
+        mesh.
         """
-        if not axes:
-            return ()
-        last = tuple(axis for dim in axes for axis in dim) if self.compiler.sums_dims_at_once else axes[-1]
-        return last if len(axes) == 1 else tuple(sorted(last))
+        if not self.compiler.sums_dims_at_once:
+            return axes[-1] if axes else ()
+        order = tuple(axis for dim in reversed(axes) for axis in dim)
+        return tuple(sorted(order)) if self.compiler.folds_sums and len(axes) > 1 else order
 
     def scattered(
         self,

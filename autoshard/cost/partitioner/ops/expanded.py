@@ -68,7 +68,7 @@ def custom_call(context: Context, op: Op, reads: Tilings, results: Tilings) -> E
         kind = op.results[number]
         made = ((),) * len(result) if rule is None else tiling(rule.results[number])
         size = math.prod(context.subaxes.shard(kind.shape, made)) * dtype_bytes(kind.dtype)
-        own.extend(context.sums(summed, size, context.cuts.cut(kind.shape, made, result)))
+        own.extend(context.sums(summed[::-1], size, context.cuts.cut(kind.shape, made, result)))
         if made != result:
             own.extend(context.resharder.reshard(kind.shape, kind.dtype, made, result))
     share = 1.0 / math.prod(context.subaxes.ways(axes) for axes in split.values())

@@ -79,14 +79,14 @@ class _Outcome:
         own: other collectives.
         memory: bytes per device that the local gather or scatter reads and writes.
         local: elements of the window that one device gathers or scatters.
-        summed: if the last step of `own` is an all-reduce, its axes, and whether they all split one dim.
+        summed: if the last step of `own` is an all-reduce, its axes in the order of the devices in a replica group.
     """
 
     moves: list[Move]
     own: list[Step]
     memory: int = 0
     local: int = 0
-    summed: tuple[Dim, bool] | None = None
+    summed: Dim | None = None
 
     def cost(self, mesh: Mesh) -> tuple[int, int]:
         """XLA's criterion: (bytes that the largest op touches, bytes that all collectives send), both per device.
@@ -147,8 +147,7 @@ class IndexPartitioner:
             self._reshard_made(outcome, operand, self.final, self.result, ())
         whole = math.prod(window.shape)
         share = outcome.local / whole if whole else 1.0
-        axes, ordered = outcome.summed or ((), True)
-        order = axes if ordered else tuple(sorted(axes))
+        order = outcome.summed or ()
         return Emission(tuple(outcome.moves), tuple(outcome.own), min(share, 1.0), self.reads, order=order)
 
     # ---- groupings ---------------------------------------------------------------------------------------------
@@ -303,9 +302,7 @@ class IndexPartitioner:
             self._reshard_made(outcome, held, self.final, held.tiling, outer + group)
         if grouping.sums:
             outcome.own.extend(self.context.sums(grouping.sums[::-1], size, None))
-            together = self.context.compiler.sums_dims_at_once
-            last = tuple(axis for dim in grouping.sums[::-1] for axis in dim) if together else grouping.sums[0]
-            outcome.summed = last, len(grouping.sums) == 1
+            outcome.summed = self.context.order_of(grouping.sums[::-1])
         if self.is_gather:
             self._reshard_made(outcome, window, made_as, window.tiling, outer)
         self.final = grouping.operand
@@ -317,10 +314,9 @@ class IndexPartitioner:
             return
         cut = self.context.cuts.cut(array.shape, before, after, outer)
         if outcome.summed is not None:
-            axes, ordered = outcome.summed
             size, gathers = outcome.own[-1][2], self.is_gather
             scattered = self.context.scattered(
-                axes, size, cut, ordered, gathers, gathers and is_summed(self.context, self.op)
+                outcome.summed, size, cut, True, gathers, gathers and is_summed(self.context, self.op)
             )
             outcome.own[-1:] = scattered or (outcome.own[-1],)
         steps = self.resharder.reshard(array.shape, array.dtype, before, after, outer)
