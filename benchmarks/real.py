@@ -26,6 +26,8 @@ from typing import Any
 
 from results import RESULTS, made
 
+from autoshard.sources import LAYERS
+
 ROOT = Path(__file__).parents[1]
 COLUMNS = (
     *("row", "layers", "remat", "mesh", "plan_cpu_s", "rss_gb", "gap", "fused", "written_out", "limit", "fidelity"),
@@ -65,7 +67,10 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
     for option in ("dtype", "batch", "seq"):
         given += [f"--{option}", str(program[option])] if option in program else []
     given += ["--checkpoint"] if program.get("checkpoint") else []
-    given += [part for key, value in program.get("settings", {}).items() for part in ("--set", f"{key}={value}")]
+    settings = {
+        key: value for key, value in program.get("settings", {}).items() if not (asked.layers and key in LAYERS)
+    }
+    given += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     given += ["--layers", str(asked.layers)] if asked.layers else []
     remat = ["--remat", asked.remat] if asked.remat else []
     with tempfile.TemporaryDirectory() as folder:
