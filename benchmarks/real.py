@@ -67,9 +67,8 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
     for option in ("dtype", "batch", "seq"):
         given += [f"--{option}", str(program[option])] if option in program else []
     given += ["--checkpoint"] if program.get("checkpoint") else []
-    settings = {
-        key: value for key, value in program.get("settings", {}).items() if not (asked.layers and key in LAYERS)
-    }
+    wanted = program.get("settings", {})
+    settings = {key: wanted[key] for key in wanted if not (asked.layers and key in LAYERS)}
     given += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     given += ["--layers", str(asked.layers)] if asked.layers else []
     remat = ["--remat", asked.remat] if asked.remat else []
