@@ -22,7 +22,7 @@ from tabulate import tabulate
 from autoshard.manual import PLANS as MANUAL
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 BY_HAND = tuple(MANUAL)
@@ -474,6 +474,34 @@ def random_nets() -> str:
     return f"Of {len(found)} plans of {nets} such nets, off on average and at worst: {said}."
 
 
+# Recomputation
+
+
+def remat() -> str:
+    """Programs without and with recomputation: memory as predicted and compiled, compiled steps; and how far off."""
+    with (RESULTS / "remat.csv").open(newline="") as lines:
+        found = list(csv.DictReader(lines))
+    errors = [int(row["predicted_memory"]) / int(row["compiled_memory"]) - 1 for row in found]
+    by_row: dict[str, dict[str, dict[str, str]]] = {}
+    for row in found:
+        by_row.setdefault(row["row"], {})[row["remat"]] = row
+    table = []
+    for name, pair in by_row.items():
+        model, _, target = name.partition("/")
+        line = [model, SHOWN[target]]
+        for row in (pair["none"], pair["full"]):
+            line.append(" / ".join(f"{int(row[f'{side}_memory']) / 1e9:.2f}" for side in ("predicted", "compiled")))
+        table.append([*line, *(f"{1e3 * float(pair[each]['compiled_s']):.1f}" for each in ("none", "full"))])
+    headers = ["four layers of", "target", "GB: nothing recomputed", "all recomputed", "step, ms: nothing", "all"]
+    near = sum(abs(error) <= LIMITS["memory"] for error in errors)
+    exact = sum(float(row["fidelity"]) < SMALL_KIND for row in found)
+    said = (
+        f"Memory is within 15 % in {near} of {len(found)}, off by {mean(errors):.1f} % on average, "
+        f"{percent(max(errors, key=abs))} % at worst; bytes of collectives are as compiled in {exact}."
+    )
+    return f"{markdown(table, headers)}\n\n{said}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "collectives": collectives,
     "outside": outside,
@@ -486,6 +514,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bf16_tpu": partial(outside, "bf16_tpu"),
     "tight": tight,
     "random_nets": random_nets,
+    "remat": remat,
     "steps": steps,
     "quality_tpu": partial(quality, "tpu"),
     "quality_h100": partial(quality, "h100"),
