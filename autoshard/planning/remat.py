@@ -2,8 +2,8 @@
 
 Every choice of what blocks keep is a program of its own, captured and solved when it is tried. Where the program that
 keeps everything fits, nothing is faster. Else three uniform choices are solved without a memory limit, and of every two
-of them the mixture that is estimated to fit, by as few recomputed blocks as do. Choices that recompute less are also
-solved within the memory limit, as long as the solver's bound does not exclude them.
+of them the mixture that is estimated to fit, by as few recomputed blocks as do. Uniform choices that could be faster than
+what was found are also solved within the limit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from autoshard.attention.form import FUSED
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import Candidate
-from autoshard.planning.memory import TIGHTER
-from autoshard.planning.one_mesh import OneMesh, candidate_on, problem_on
+from autoshard.planning.one_mesh import candidate_on, problem_on
 from autoshard.planning.options import PlanningOptions
 from autoshard.plans.remat import ATTENTION, LEVELS, Blocks, Remat, switch_value
 from autoshard.plans.value import NoPlanError, RematSearch, RematTried
@@ -30,8 +29,8 @@ from autoshard.strategies.carry import Carried
 Capture = Callable[[Remat], Program]
 TRIES = 3
 """Most mixtures of one pair of levels that are solved."""
-SQUEEZED_SHARE = 0.25
-"""Part of the time limit for choices that recompute less within the memory limit."""
+SHARE = 0.25
+"""Part of the time limit for each solve within the memory limit: several choices are tried, each by several solves."""
 _KEPT = ""
 
 
@@ -93,17 +92,6 @@ class Recomputed:
         return _Search(self, mesh, options, seconds, goal, others).best()
 
 
-def once(problem: OneMesh) -> Candidate | None:
-    """The choice within the memory limit, by at most two solves: the second within less, if the first is too large."""
-    limit = problem.memory
-    assert limit is not None
-    found = problem.candidate(limit)
-    if not found.fits and found.decision is not None:
-        counted = min(found.decision.counted_bytes, limit)
-        found = problem.candidate(TIGHTER * counted * limit / found.prediction.peak_memory_bytes)
-    return found if found.fits else None
-
-
 @dataclass
 class _Search:
     """The search on one mesh.
@@ -132,9 +120,10 @@ class _Search:
         for mixture in self.mixtures(ends):
             self.fewest(mixture, ends)
         refused: list[NoPlanError] = []
-        for level in sorted(ends, key=lambda level: ends[level].prediction.peak_memory_bytes):
-            if not ends[level].fits and not self.within_limit(level, refused) and self.found:
-                break  # what takes more without a limit is not tried
+        for level in sorted(ends, key=lambda level: ends[level].time):
+            faster = not self.found or ends[level].time < self.shortest.time
+            if not ends[level].fits and faster:
+                self.within_limit(level, refused)
         if not self.found:
             raise min(refused, key=lambda error: error.least)
         return self.chosen(kept)
@@ -208,33 +197,27 @@ class _Search:
         self.note(name, "planned" if known.fits else "too large", known)
         return known
 
-    def within_limit(self, level: str, refused: list[NoPlanError]) -> bool:
-        """Solve one level within the memory limit, if it can be the fastest; whether one fits, or may.
+    def within_limit(self, level: str, refused: list[NoPlanError]) -> None:
+        """Solve one level within the memory limit, if it can be the fastest.
 
         Args:
-            refused: gets the reason, where there is none.
+            refused: gets the reason, where there is no plan.
         """
         remat = Mixture(level, level, 0).remat(self.program.blocks)
         name = switch_value(remat)
         graph, free = self.program.graph(remat, self.options), self.program.free[name, self.mesh]
-        asked = graph, self.mesh, self.options
         solver = self.shortest.solver if self.found else None
         goal = math.inf if solver is None else solver.objective
-        found = None
         try:
-            if self.found:
-                found = once(problem_on(*asked, SQUEEZED_SHARE * self.seconds, goal, self.others))
-            else:
-                found = candidate_on(*asked, self.seconds, goal, self.others, free)
+            found = candidate_on(graph, self.mesh, self.options, SHARE * self.seconds, goal, self.others, free)
         except GoalOutOfReachError:
             self.note(name, "pruned")
-            return True
         except NoPlanError as error:
             refused.append(error)
-        if found is not None:
+            self.note(name, "no plan")
+        else:
             self.found.append(found)
-        self.note(name, "no plan" if found is None else "planned", found)
-        return found is not None
+            self.note(name, "planned", found)
 
     def note(self, name: str, outcome: str, found: Candidate | None = None) -> None:
         """Record what came of a choice."""
