@@ -364,7 +364,7 @@ class _Run:
             return {}
         crossing = Crossing(net, lambda priced, longer: _relaxed(priced, longer, self.deadline, self.seed))
         try:
-            crossing.run(self._share(CROSSING))
+            crossing.run(self._share(CROSSING), CLOSE)
         finally:  # also when interrupted
             self.raise_bound(min(crossing.bound, self.objective))
             if crossing.best is not None:
@@ -449,7 +449,8 @@ class _Run:
             if cost <= upper or width >= span:
                 return True
             span = (self.objective - dual.bound) / scale
-            self._width = span if span <= NEAR_MOST else width / scale * NEAR_STEP
+            wider = width / scale * NEAR_STEP
+            self._width = span if span <= NEAR_STEP * wider else wider
         return False
 
     def _exactly(self, net: Network, part: Network, dual: Dual, upper: float) -> float | None:
