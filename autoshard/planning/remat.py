@@ -1,8 +1,8 @@
 """What is recomputed, chosen together with the shardings: `plan(..., remat="auto")`.
 
 Every choice of what blocks keep is a program of its own, captured and solved when it is tried. Where the program that
-keeps everything fits, nothing is faster. Else three uniform choices are solved without a memory limit, and of every two
-of them the mixture that is estimated to fit, by as few recomputed blocks as do. Uniform choices that could be faster than
+keeps everything fits, nothing is faster. Else the uniform choices are solved without a memory limit, and of two of them
+the mixture that is estimated fastest, with as few recomputed blocks as fit. Uniform choices that could be faster than
 what was found are also solved within the limit.
 """
 

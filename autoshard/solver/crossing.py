@@ -21,11 +21,9 @@ ROUNDS = 10
 """Prices that are tried at most."""
 FIRST_PRICE, DEARER = 0.1, 4.0
 """First upper limit of a price, as a fraction of the cost for all the memory; factor on it where that is not enough."""
-CLOSE = 1e-4
-"""Gap, as a share of the bound, at which prices are good enough."""
 
-NODES = 1000
-"""Nodes of the integer program's search tree at most."""
+NODES, PRECISE = 1000, 1e-4
+"""Nodes of the integer program's search tree at most, and its gap."""
 SAME = 1e-3
 """Prices that differ by no more than this share are not tried again."""
 
@@ -57,18 +55,21 @@ class Crossing:
         self._cuts: list[Cut] = []
         self._rows: list[int] = []
         self._top = FIRST_PRICE
+        self._unit = max(1.0, float(np.abs(net.room).max(initial=0.0)))
         self.prices = np.zeros(len(net.room))
         self.bound = -np.inf
         self.best: Cut | None = None
 
-    def run(self, deadline: float) -> None:
-        """Try prices until the bound is close, or time is over; those that repeat for longer, once."""
+    def run(self, deadline: float, close: float) -> None:
+        """Try prices until the gap is at most `close`, or time is over; those that repeat for longer, once."""
         prices, tried = self.prices, list[Array]()
         while len(tried) < ROUNDS and time.perf_counter() < deadline:
             again = sum(np.allclose(prices, other, rtol=SAME, atol=0.0) for other in tried)
+            if again > 1:
+                return
             cut = self._try(prices, again > 0)
             tried.append(prices)
-            if again > 1 or (self.best is not None and self.best.cost - self.bound <= CLOSE * abs(self.bound)):
+            if self.best is not None and self.best.cost - self.bound <= close * abs(self.bound):
                 return
             worst = int(cut.over.argmax())
             if cut.over[worst] > 0.0 and worst not in self._rows:
@@ -101,15 +102,14 @@ class Crossing:
         prices = np.zeros(len(self._net.room))
         if not self._rows:
             return prices
-        unit = float(np.abs(self._net.room).max())
         scale = abs(self._cuts[0].cost) or 1.0
-        left = np.array([[1.0, *(-cut.over[self._rows] / unit)] for cut in self._cuts])
+        left = np.array([[1.0, *(-cut.over[self._rows] / self._unit)] for cut in self._cuts])
         right = np.array([cut.cost / scale for cut in self._cuts])
         found = linprog(
             [-1.0, *[0.0] * len(self._rows)], left, right, bounds=[(None, None), *[(0.0, self._top)] * len(self._rows)]
         )
         if found.x is not None:
-            prices[self._rows] = found.x[1:] * scale / unit
+            prices[self._rows] = found.x[1:] * scale / self._unit
             self._top *= DEARER if found.x[1:].max() >= self._top else 1.0
         return prices
 
@@ -121,16 +121,16 @@ class Crossing:
         changes = [self._change(part, less.choice, more.choice) for part in parts]
         costs, used = np.array([cost for cost, _ in changes]), np.array([change for _, change in changes]).T
         binding = np.flatnonzero(less.over + np.maximum(used, 0.0).sum(axis=1) > 0.0)
-        unit, scale = float(np.abs(self._net.room).max()), float(np.abs(costs).max()) or 1.0
-        rows, same = np.unique(used[binding] / unit, axis=0, return_inverse=True)
+        scale = float(np.abs(costs).max()) or 1.0
+        rows, same = np.unique(used[binding] / self._unit, axis=0, return_inverse=True)
         room = np.full(len(rows), np.inf)
-        np.minimum.at(room, same.ravel(), -less.over[binding] / unit)
+        np.minimum.at(room, same.ravel(), -less.over[binding] / self._unit)
         found = milp(
             costs / scale,
             integrality=np.ones(len(parts), np.int64),
             bounds=Bounds(0.0, 1.0),
             constraints=LinearConstraint(rows, ub=room),
-            options={"node_limit": NODES, "mip_rel_gap": CLOSE},
+            options={"node_limit": NODES, "mip_rel_gap": PRECISE},
         )
         choice, over = list(less.choice), less.over.copy()
         for part, change, share in zip(parts, used.T, () if found.x is None else found.x, strict=False):

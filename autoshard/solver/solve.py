@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from autoshard.solver import ilp
+from autoshard.solver.crossing import Crossing
 from autoshard.solver.dual import Dual
 from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.network import ImpossibleError, Network
@@ -358,13 +359,11 @@ class _Run:
 
     def _crossed(self, net: Network) -> dict[int, float]:
         """Bound and choices from prices of memory; the best prices, in cost per byte, by point of time."""
-        from autoshard.solver.crossing import Crossing
-
         if not len(net.room) or ilp.nonzeros(net) <= LARGEST_PROGRAM:
             return {}
         crossing = Crossing(net, lambda priced, longer: _relaxed(priced, longer, self.deadline, self.seed))
         try:
-            crossing.run(self._share(CROSSING))
+            crossing.run(self._share(CROSSING), CLOSE)
         finally:  # also when interrupted
             self.raise_bound(min(crossing.bound, self.objective))
             if crossing.best is not None:
@@ -449,7 +448,8 @@ class _Run:
             if cost <= upper or width >= span:
                 return True
             span = (self.objective - dual.bound) / scale
-            self._width = span if span <= NEAR_MOST else width / scale * NEAR_STEP
+            wider = width / scale * NEAR_STEP
+            self._width = span if span <= NEAR_STEP * wider else wider
         return False
 
     def _exactly(self, net: Network, part: Network, dual: Dual, upper: float) -> float | None:

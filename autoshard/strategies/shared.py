@@ -27,6 +27,7 @@ from autoshard.program import TensorType
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, Problem, Solution, Status
 from autoshard.solver.settings import Settings
+from autoshard.solver.solve import CLOSE
 from autoshard.strategies.formulate import Formulation
 from autoshard.strategies.space import spec_of
 
@@ -66,27 +67,24 @@ def solved_together(
             break
         known += more
         whole = joined(formulation, known, mesh, device)
-        bound = solution.bound
-        solution = _better(whole.problem, settings.solve(whole.problem), solution, len(formulation.problem.node_costs))
-        if solution.choice:
-            solution = replace(solution, bound=min(max(bound, solution.bound), solution.objective))
+        kept = _extended(whole.problem, solution, len(formulation.problem.node_costs))
+        if solution.status is not Status.OPTIMAL and kept.objective - kept.bound <= CLOSE * kept.objective:
+            solution = kept
+            continue
+        found = settings.solve(whole.problem, [list(kept.choice)])
+        solution = replace(found, bound=min(max(kept.bound, found.bound), found.objective)) if found.choice else found
     return whole, solution
 
 
-def _better(problem: Problem, found: Solution, before: Solution, nodes: int) -> Solution:
-    """`found`, or the choice of `before` if that costs less, disagreements included; `nodes` without shared values."""
+def _extended(problem: Problem, before: Solution, nodes: int) -> Solution:
+    """The choice of `before` with the cheapest shared values; `nodes` without them."""
     choice = list(before.choice[:nodes])
     costs = [np.zeros_like(cost) for cost in problem.node_costs[nodes:]]
     for (tail, head), matrix in zip(problem.edges, problem.edge_costs, strict=True):
         if tail >= nodes:
             costs[tail - nodes] += matrix[:, choice[head]]
     choice += [int(cost.argmin()) for cost in costs]
-    result = evaluate(problem, choice)
-    if not result.feasible or result.objective >= found.objective:
-        return found
-    message = "" if found.choice else before.message
-    status = Status.FEASIBLE if found.status is Status.UNKNOWN else found.status
-    return replace(found, choice=tuple(choice), objective=result.objective, status=status, message=message)
+    return replace(before, choice=tuple(choice), objective=evaluate(problem, choice).objective)
 
 
 def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh) -> list[Shared]:

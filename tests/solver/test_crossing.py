@@ -53,7 +53,7 @@ def apart(net: Network, longer: bool) -> tuple[list[int], float]:
 def test_equal_layers_turn_one_by_one_to_less_memory():
     whole = LAYERS * (BYTES + SMALL)
     crossing = Crossing(Network.of(layers_of_two_ways(whole - 1371.0)), apart)
-    crossing.run(math.inf)
+    crossing.run(math.inf, 1e-6)
     assert crossing.best is not None
     # Five layers and two small ones free 1,386 bytes; at one price all 32 layers would turn.
     assert crossing.best.cost == pytest.approx(5.3)
@@ -69,7 +69,7 @@ def test_bounds_hold_and_choices_fit(seed):
     if not len(net.room):
         return
     try:
-        crossing.run(math.inf)
+        crossing.run(math.inf, 1e-6)
     except ImpossibleError:
         assert math.isinf(best)
         return
