@@ -108,6 +108,33 @@ class ValueRead:
     follows_from: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class MicroSteps:
+    """A step of `count` micro-batches, captured as two micro-steps and the update.
+
+    Attributes:
+        count: micro-batches of a step, at least 2.
+        second: the first aten op of the second micro-step, which stands for all after the first.
+        update: the op after its last.
+        carried: (before, after) of each gradient and buffer that the second micro-step changes: producers of its value
+            when that begins and when it ends, which is where the next begins.
+    """
+
+    count: int
+    second: int
+    update: int
+    carried: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+
+    def runs(self, op: int | None) -> int:
+        """How often an aten op runs in a step."""
+        return self.count - 1 if op is not None and self.second <= op < self.update else 1
+
+
+def of_micro_step(name: str, number: int) -> str:
+    """The name of an input or loss of micro-step `number`, from 1: `x`, `x@2`."""
+    return name if number == 1 else f"{name}@{number}"
+
+
 WRITTEN_LAST = frozenset(
     f"aten.{name}"
     for name in (
@@ -146,6 +173,7 @@ class Program:
         written_out: (module, reason) of each attention that could have been kept as one op, and why it was not.
         once: why the next step is another program (forward reads an attribute that it set, say); empty where it is the
             same. A running step (`plan.annotate()`) is traced each time, so is right anyway.
+        micro_steps: of a step of several micro-batches.
     """
 
     kind: Literal["forward", "train"]
@@ -163,6 +191,11 @@ class Program:
     inputs: tuple[str, ...] = field(default=(), repr=False, compare=False)
     written_out: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
     once: str = field(default="", repr=False, compare=False)
+    micro_steps: MicroSteps | None = None
+
+    def runs(self, op: int | None) -> int:
+        """How often an aten op runs in a step."""
+        return 1 if self.micro_steps is None else self.micro_steps.runs(op)
 
     @cached_property
     def unmarked(self) -> frozenset[int]:

@@ -85,14 +85,23 @@ class Prediction:
 
 
 def predict(
-    graph: Graph, annotations: Annotations, mesh: Mesh, device: Device | None = None, *, groups: Groups | None = None
+    graph: Graph,
+    annotations: Annotations,
+    mesh: Mesh,
+    device: Device | None = None,
+    *,
+    groups: Groups | None = None,
+    as_compiled: bool = False,
 ) -> Prediction:
     """What `graph` costs under `annotations` on `mesh` of `device`; what is not annotated follows from propagation.
 
     Args:
         device: the kind that `mesh` names where none is given.
         groups: `fusion_groups(graph)`, if the caller has it.
+        as_compiled: of a step of several micro-batches, what the two that are captured cost.
     """
+    if as_compiled:
+        graph = replace(graph, program=replace(graph.program, micro_steps=None))
     device = load_device(mesh.device) if device is None else device
     target = device.target
     graph = simplified(graph, target)
@@ -101,7 +110,7 @@ def predict(
     graph, apart = rewritten(graph, annotations, target)
     flops = [op_flops(op, graph) for op in graph.ops]
     again = recomputed_ops(written)
-    useful = sum(each for number, each in enumerate(flops) if number not in again)
+    useful = sum(graph.runs(number) * each for number, each in enumerate(flops) if number not in again)
     shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     equal = _moved_again(graph, annotations, shardings, partitioned) if device.compiler.merges_equal_ops else {}
     if equal:
@@ -109,10 +118,15 @@ def predict(
         shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     lowered = lower(graph, shardings, partitioned, barriers=device.compiler.keeps_barriers)
     compiled = backend_of(device).compile(lowered)
-    kernels = _per_op(compiled, device)
+    kernels = _per_op(compiled, graph, device)
     compute = _per_group(kernels, groups)
-    collectives = partitioned.collectives
-    times = collective_seconds(collectives, compiled, mesh, device)
+    often = [1 if each.once else graph.runs(each.op) for each in partitioned.collectives]
+    times = collective_seconds(partitioned.collectives, compiled, mesh, device)
+    times = [runs * each for runs, each in zip(often, times, strict=True)]
+    collectives = tuple(
+        replace(each, count=runs * each.count) if runs > 1 else each
+        for runs, each in zip(often, partitioned.collectives, strict=True)
+    )
     compute_s, communication_s = sum(compute), sum(times)
     step = compute_s + communication_s
     peak = mesh.size * device.peak_flops(_main_dtype(graph, flops))
@@ -166,13 +180,15 @@ def _moved_again(
     return {} if moved.isdisjoint(equal) else equal
 
 
-def _per_op(compiled: Compiled, device: Device) -> list[tuple[int | None, float]]:
+def _per_op(compiled: Compiled, graph: Graph, device: Device) -> list[tuple[int | None, float]]:
     """Seconds of the compiler's kernels, with the op that their last step is of; None for copies that are no op's."""
     steps = compiled.program.steps
-    return [
-        (steps[kernel.steps[-1]].op if kernel.steps else None, seconds)
-        for kernel, seconds in zip(compiled.kernels, kernel_seconds(compiled, device), strict=True)
-    ]
+    found, last = [], None
+    for kernel, seconds in zip(compiled.kernels, kernel_seconds(compiled, device), strict=True):
+        op = steps[kernel.steps[-1]].op if kernel.steps else None
+        last = last if op is None else op  # a copy runs as often as what runs before it
+        found.append((op, graph.runs(last) * seconds))
+    return found
 
 
 def _per_group(kernels: Sequence[tuple[int | None, float]], groups: Groups) -> list[float]:

@@ -34,15 +34,22 @@ def choose(frontend: str = "auto") -> str:
     )
 
 
-def switches_for(device: str | None, remat: Remat | None = None) -> tuple[str, ...]:
+def switches_for(device: str | None, remat: Remat | None = None, micro_batches: int = 1) -> tuple[str, ...]:
     """The capture switches of programs for a kind of device; None: for any.
 
     Args:
         remat: what is recomputed in place of the program's own checkpoints; None: these hold.
-    """
-    from autoshard.frontends.switches.handlers import ATTENTION, REMAT, SWITCHES
+        micro_batches: of a step.
 
+    Raises:
+        ValueError: fewer than one micro-batch.
+    """
+    from autoshard.frontends.switches.handlers import ATTENTION, MICRO_BATCHES, REMAT, SWITCHES
+
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r}: a step has one micro-batch or more")
     own = () if remat is None else (f"{REMAT}:{switch_value(remat)}",)
+    own += (f"{MICRO_BATCHES}:{micro_batches}",) if micro_batches > 1 else ()
     if device is None or load_device(device).target == "cpu":
         return (*SWITCHES, *own)
     return (*SWITCHES, f"{ATTENTION}:{load_device(device).kind}", *own)

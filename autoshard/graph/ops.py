@@ -64,6 +64,10 @@ class Graph:
         """Shape and dtype of a value."""
         return self.ops[value.op].results[value.result]
 
+    def runs(self, op: int | None) -> int:
+        """How often an op runs in a step: those of a second micro-step stand for all after the first."""
+        return 1 if op is None else self.program.runs(self.ops[op].aten)
+
     @cached_property
     def nx(self) -> DiGraph[int]:
         """Over op ids: node attribute `op` is the Op, edge attribute `values` the values along it."""

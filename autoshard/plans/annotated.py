@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from autoshard.attention.form import FUSED
@@ -97,6 +98,7 @@ def program_info(program: Program) -> ProgramInfo:
         switches=program.switches,
         ops=tuple(signature(op) for op in program.ops),
         reads=program.reads,
+        micro_steps=None if program.micro_steps is None else replace(program.micro_steps, carried=()),
     )
 
 

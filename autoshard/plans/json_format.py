@@ -23,6 +23,7 @@ from autoshard.json_text import shortened
 from autoshard.mesh import AxisPart, Mesh, parse_axes
 from autoshard.plans.figures import Predicted, SolverInfo
 from autoshard.plans.value import Copy, OpSignature, Plan, PlanError, Producer, ProgramInfo, TensorPlan
+from autoshard.program import MicroSteps
 from autoshard.version import __version__
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 FORMAT = "autoshard.plan"
 VERSIONS = (1, 2)
-"""Version 2 is written of plans that a reader of version 1 would run as another program: with attention as one op, or
-with `remat:`."""
+"""Version 2 is written of plans that a reader of version 1 would run as another program: with attention as one op,
+with `remat:`, or of several micro-batches."""
 
 Json = dict[str, Any]
 
@@ -43,10 +44,15 @@ def dumps(plan: Plan) -> str:
     """The plan as text, ending in a newline."""
     start = {
         "format": FORMAT,
-        "version": 1 + (plan.remat is not None or any(op.name == FUSED for op in plan.program.ops)),
+        "version": 2 if _of_version_2(plan) else 1,
         "autoshard_version": __version__,
     }
     return "".join(_lines(start | _said(plan))) + "\n"
+
+
+def _of_version_2(plan: Plan) -> bool:
+    several = plan.program.micro_steps is not None
+    return several or plan.remat is not None or any(op.name == FUSED for op in plan.program.ops)
 
 
 def save(plan: Plan, path: str | Path) -> None:
@@ -64,7 +70,8 @@ def plain(value: Any) -> Any:
 
 _UNSAID: Mapping[type, Sequence[str]] = {
     Plan: ("wrong_sums", "search", "refined", "info"),
-    ProgramInfo: ("reads",),
+    ProgramInfo: ("reads", "micro_steps"),
+    MicroSteps: ("carried",),
     OpSignature: ("options",),
     TensorPlan: ("copies",),
     Copy: ("hops",),

@@ -27,7 +27,7 @@ from autoshard.plans.figures import RematSearch as RematSearch
 from autoshard.plans.figures import RematTried as RematTried
 from autoshard.plans.figures import ReplicatedOp as ReplicatedOp
 from autoshard.plans.figures import SolverInfo as SolverInfo
-from autoshard.program import Program, ValueRead
+from autoshard.program import MicroSteps, Program, ValueRead
 
 if TYPE_CHECKING:
     from autoshard.program import Argument, AtenOp, TensorType
@@ -154,6 +154,7 @@ class ProgramInfo:
         switches: capture switches by name; the same must be on at lowering.
         ops: the aten sequence.
         reads: the values that the step read on the host during capture; `apply` checks them again.
+        micro_steps: of a step of several micro-batches, without what they carry.
     """
 
     fingerprint: str
@@ -163,6 +164,7 @@ class ProgramInfo:
     switches: tuple[str, ...]
     ops: tuple[OpSignature, ...] = field(repr=False)
     reads: tuple[ValueRead, ...] = ()
+    micro_steps: MicroSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,11 @@ class Plan:
         said = self.info.get("confirmed")
         known = {each.name for each in fields(Confirmation)}
         return None if said is None else Confirmation(**{key: said[key] for key in said.keys() & known})
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return 1 if self.program.micro_steps is None else self.program.micro_steps.count
 
     @property
     def remat(self) -> str | None:

@@ -8,7 +8,7 @@ many use it. A copy node either is the value itself, or a copy under one other s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec, spec_axes
+from autoshard.program import of_micro_step
 from autoshard.solver.problem import Problem, Usage
 from autoshard.strategies.prices import Prices
 from autoshard.strategies.space import (
@@ -299,10 +300,29 @@ class _Builder:
                 self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
             ways, costs = self._by_shape[key]
             found.append(ways)
-            node = self._node(costs, self._name(group))
+            node = self._node(self._in_a_step(group, ways, costs), self._name(group))
             for value, specs in zip(group.outputs, ways.outputs, strict=True):
                 self.made[value] = (node, specs)
         return found
+
+    def _in_a_step(self, group: Group, ways: Strategies, costs: Matrix) -> Matrix:
+        """Seconds of all of a group's runs; sums over micro-steps of partial values are reduced once."""
+        runs = self._runs(self.first_group + group.id)
+        if runs == 1:
+            return costs
+        more = (runs - 1) * costs
+        sums = self.sums.get(group.id)
+        before = [] if sums is None else [self.groups.maker(group.inputs[leaf]) for leaf in sums.leaves]
+        if any(maker is not None and self._runs(self.first_group + maker) == 1 for maker in before):
+            assert sums is not None
+            for row, collectives in enumerate(ways.collectives):
+                if any(isinstance(ways.inputs[leaf][row], Partial) for leaf in sums.leaves):
+                    more[row] -= (runs - 1) * self.prices.collective_seconds(collectives[-1], group)
+        return costs + more
+
+    def _runs(self, node: int) -> int:
+        """How often what a group's node stands for runs in a step."""
+        return self.graph.runs(self.groups.groups[node - self.first_group].ops[-1])
 
     def _key(self, group: Group, scatterable: Container[Value]) -> _Key:
         return _Key(
@@ -391,7 +411,7 @@ class _Builder:
                 copies.append(self._copy(value, node, specs, uses))
             else:
                 for reader, wanted in uses:
-                    self._edge(node, reader, self._reshard(value, specs, reader, wanted))
+                    self._edge(node, reader, self._reshard(value, specs, reader, wanted), self._runs(reader))
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
@@ -416,7 +436,7 @@ class _Builder:
                     if other == spec:
                         into[row, kept + column] = np.inf
             self._matrices[key] = into
-        self._edge(node, copy, self._expand(key, self._matrices[key], specs, held))
+        self._edge(node, copy, self._expand(key, self._matrices[key], specs, held), self._runs(uses[0][0]))
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
             first = self._needs_nothing(value)
@@ -428,7 +448,8 @@ class _Builder:
                     for column, other in enumerate(wanted.choices):
                         out[kept + row, column] = 0.0 if _is_slice(spec, other) else np.inf
                 self._matrices[out_key] = out
-            self._edge(copy, reader, self._expand(out_key, self._matrices[out_key], held, wanted))
+            costs = self._expand(out_key, self._matrices[out_key], held, wanted)
+            self._edge(copy, reader, costs, self._runs(reader))
         return Copy(value, held, same)
 
     def _shared_reads(self, ways: Sequence[Strategies]) -> None:
@@ -446,7 +467,8 @@ class _Builder:
                 item = self._moved_as(value, [self.first_group + other])
                 matrix = self._differently(value, read.choices, wanted.choices, item)
                 key = ("shared", self.graph.type_of(value), item, read.choices, wanted.choices)
-                self._edge(self.first_group + last, self.first_group + other, self._expand(key, matrix, read, wanted))
+                tail, head = self.first_group + last, self.first_group + other
+                self._edge(tail, head, self._expand(key, matrix, read, wanted), self._runs(head))
 
     def _differently(self, value: Value, reads: tuple[Sharded, ...], wanted: tuple[Sharded, ...], item: int) -> Matrix:
         """Seconds for an op that wants one of `wanted` (columns) but reads a value under one of `reads` (rows)."""
@@ -460,8 +482,11 @@ class _Builder:
             self._matrices[key] = found
         return self._matrices[key]
 
-    def _edge(self, tail: int, head: int, costs: Matrix) -> int:
+    def _edge(self, tail: int, head: int, costs: Matrix, runs: int = 1) -> int:
+        """An edge whose costs arise `runs` times in a step."""
         self.edges.append((tail, head))
+        if runs > 1:  # `costs` is kept, so that its id is its own
+            costs = self._matrices.setdefault(("runs", id(costs), runs), runs * costs)
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
@@ -559,21 +584,34 @@ class _Builder:
         return self._matrices[full]
 
     def _ties(self) -> None:
-        """Tie an updated argument's sharding to its update's, or the next step would be another program."""
-        for output, value in zip(self.graph.program.outputs, self.graph.outputs, strict=True):
-            if output.updates is None or value not in self.made:
-                continue
-            argument = Value(self.graph.arguments[output.updates])
-            if value == argument or argument not in self.made:
+        """Tie what has one sharding, or the next step or micro-step would be another program."""
+        for value, other in self._tied():
+            if value == other or value not in self.made or other not in self.made:
                 continue
             node, specs = self.made[value]
-            other, kept = self.made[argument]
+            beside, kept = self.made[other]
             key = ("tie", specs.choices, kept.choices)
-            if key not in self._matrices:
-                self._matrices[key] = np.array(
-                    [[0.0 if left == right else np.inf for right in kept.choices] for left in specs.choices]
-                )
-            self._edge(node, other, self._expand(key, self._matrices[key], specs, kept))
+            if key not in self._matrices:  # what is left partial is reduced with what is added to it
+                free = [[isinstance(left, Partial) for _ in kept.choices] for left in specs.choices]
+                same = [[left == right for right in kept.choices] for left in specs.choices]
+                self._matrices[key] = np.where(np.array(free) | np.array(same), 0.0, np.inf)
+            self._edge(node, beside, self._expand(key, self._matrices[key], specs, kept))
+
+    def _tied(self) -> Iterator[tuple[Value, Value]]:
+        """Updates and their arguments; inputs of two micro-steps; what enters the second one and leaves it."""
+        graph, program = self.graph, self.graph.program
+        for output, value in zip(program.outputs, graph.outputs, strict=True):
+            if output.updates is not None:
+                yield value, Value(graph.arguments[output.updates])
+        if program.micro_steps is None:
+            return
+        inputs = {program.arguments[place].name: Value(op) for place, op in enumerate(graph.arguments)}
+        for name in program.inputs:
+            if (again := of_micro_step(name, 2)) in inputs and name in inputs:
+                yield inputs[name], inputs[again]
+        for before, after in program.micro_steps.carried:
+            if before in graph.aten_outputs and after in graph.aten_outputs:
+                yield graph.aten_outputs[before], graph.aten_outputs[after]
 
     def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy]) -> None:
         """Memory of each choice, over `_times`."""

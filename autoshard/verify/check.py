@@ -141,7 +141,7 @@ def compare_compiled(
     kind = load_device(targeted.device)
     if cycles:
         check_clock(target, kind)
-    prediction = predict(graph, annotations, targeted)
+    prediction = predict(graph, annotations, targeted, as_compiled=True)
     compiled = compile_annotated(graph, mesh, target, module, whole=cycles)
     parsed = parse_hlo(compiled.hlo_text)
     collectives = compiled_collectives(parsed, targeted, target.family)

@@ -43,6 +43,7 @@ class Collective:
         bytes: the larger of operand and result payload per device, for one execution.
         count: executions per step; of a windowed einsum, the permutes of one shard each.
         op: graph op that it is attributed to.
+        once: whether it reduces what all micro-steps add up, once however many there are.
     """
 
     kind: CollectiveKind
@@ -50,6 +51,7 @@ class Collective:
     bytes: int
     count: int = 1
     op: int | None = None
+    once: bool = False
 
     @property
     def total_bytes(self) -> int:

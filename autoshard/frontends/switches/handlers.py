@@ -33,7 +33,9 @@ ATTENTION = "attention"
 """The switch that is on for a kind of device: `attention:h100`."""
 REMAT = "remat"
 """The switch that says which blocks are recomputed: `remat:all=model.layers.0-31`."""
-HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION, REMAT)}
+MICRO_BATCHES = "micro_batches"
+"""The switch that says of how many micro-batches a step is: `micro_batches:4`. Capture traces two of them."""
+HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION, REMAT, MICRO_BATCHES)}
 """Switch -> torch function -> handler."""
 
 UNTOUCHED = NotImplemented

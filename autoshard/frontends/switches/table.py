@@ -21,6 +21,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
+| `micro_batches:K` | nothing: capture traces two micro-steps and the update | a step of K micro-batches |
 | `checks` | distributions' look at their arguments is off by default | it reads values |
 | `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
 """  # noqa: E501

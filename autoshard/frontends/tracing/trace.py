@@ -23,7 +23,7 @@ from autoshard.dtypes import torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import attention
 from autoshard.frontends.switches import table as switches
-from autoshard.frontends.switches.handlers import ATTENTION
+from autoshard.frontends.switches.handlers import ATTENTION, MICRO_BATCHES
 from autoshard.frontends.tracing import refusals
 from autoshard.frontends.tracing.attributes import Attributes
 from autoshard.frontends.tracing.copies import Copies
@@ -47,11 +47,13 @@ from autoshard.program import (
     Argument,
     ArgumentRole,
     AtenOp,
+    MicroSteps,
     Output,
     OutputRole,
     Program,
     TensorType,
     ValueRead,
+    of_micro_step,
 )
 from autoshard.version import version_of
 
@@ -103,12 +105,18 @@ def trace_step(
         raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"loss_fn is a callable from the model's output to a number, not {type(loss_fn).__name__}")
+    count = _micro_batches(switches)
+    if count > 1 and not train:
+        raise CaptureError(f"micro_batches={count} is of a training step, and this is a forward pass")
     with nothing_left():
         inputs = split_inputs(model, sample_inputs, loss_fn)
         with tracing(model, loss_fn, tuple(switches)) as traced:
             loss_or_output = traced.forward(inputs, loss_fn, train)
             if train:
-                traced.backward(loss_or_output, optimizer)
+                traced.backward(loss_or_output)
+                if count > 1:
+                    traced.second_micro_step(inputs, loss_fn, count)
+                traced.update(optimizer)
             program = traced.program(loss_or_output, train)
             return replace(program, once=traced.another_program(program, inputs, loss_fn))
 
@@ -183,6 +191,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.stack = contextlib.ExitStack()
         self.data = KnownValues(self.data_of)
         self.written_out: list[tuple[str, str]] = []
+        self.micro_steps: MicroSteps | None = None
 
     # Implemented by a front end.
 
@@ -291,12 +300,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
 
     def forward(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, train: bool) -> Any:
         """Run the forward pass on placeholders; returns the loss of a training step, else the output."""
-        placed = []  # one per argument: a tensor passed twice is two inputs, which may differ another time
-        for name, value in input_names(self.model, inputs, loss_fn):
-            for path, leaf in tree_flatten_with_path(value)[0]:
-                if isinstance(leaf, torch.Tensor):
-                    placed.append(self.placeholder(leaf).requires_grad_(leaf.requires_grad))
-                    self._know(".".join([name, *(key_name(k) for k in path)]), "input", placed[-1], like=leaf)
+        placed = self._place(inputs, loss_fn)
         self.labels.restart({k.name: k.tensor for k in self.known.values()})
         self.first = Pass(self.roots)
         loss = self._pass(inputs, placed, loss_fn, train)
@@ -316,6 +320,17 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 )
             )
         return loss
+
+    def _place(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, number: int = 1) -> list[torch.Tensor]:
+        """Placeholders of micro-step `number`, one per argument: what is passed twice may differ another time."""
+        placed = []
+        for name, value in input_names(self.model, inputs, loss_fn):
+            for path, leaf in tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    placed.append(self.placeholder(leaf).requires_grad_(leaf.requires_grad))
+                    full = of_micro_step(".".join([name, *(key_name(k) for k in path)]), number)
+                    self._know(full, "input", placed[-1], like=leaf)
+        return placed
 
     def _pass(self, inputs: Inputs, placed: Sequence[torch.Tensor], loss_fn: Any, train: bool) -> Any:
         """Run the forward pass once: the loss, or the output without training."""
@@ -355,7 +370,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             return ""
         read = [known for known in self.known.values() if known.role != "optimizer_state"]
         arguments = {known.name: self._anew(self._current(known)) for known in read}
-        placed = [arguments[known.name] for known in read if known.role == "input"]
+        placed = [arguments[known.name] for known in read if known.role == "input"]  # the first micro-step's first
         held = [known for known in read if known.role != "input"]
         self._put_anew({id(self._current(known)): arguments[known.name] for known in held})
         self.data = self.labels.values = self.data.as_given()
@@ -403,14 +418,42 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             return " No parameter of the model requires a gradient: requires_grad_(True) on what is to be trained."
         return ""
 
-    def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        """Run the backward pass, and the optimizer's step."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass."""
         self.labels.phase, self.paths.backward = "backward", True
         self.paths.outside = "the backward pass"
         with self._explained(None), self.labels:
             loss.backward()
         self.paths.backward = False
         self.read = self.data.read
+
+    def second_micro_step(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, count: int) -> None:
+        """Run forward and backward pass once more, on inputs of their own; gradients are added to those there are."""
+        begun, second = self._accumulated(), self.labels.next_index
+        self.labels.phase, self.paths.outside = "forward", "the program"
+        placed = self._place(inputs, loss_fn, 2)
+        for known in self.known.values():
+            if any(known.tensor is each for each in placed):
+                self.labels.name(known.tensor, known.name)
+        loss = self._pass(inputs, placed, loss_fn, train=True)
+        self.backward(loss)
+        self.results.append(Result(of_micro_step("loss", 2), "loss", loss))
+        ended = self._accumulated()
+        changed = ((begun[name], made) for name, made in ended.items() if name in begun and begun[name] != made)
+        self.micro_steps = MicroSteps(count, second, self.labels.next_index, tuple(dict.fromkeys(changed)))
+
+    def _accumulated(self) -> dict[str, tuple[int, int]]:
+        """Producers of all gradients and buffers that the step has made so far."""
+        found: dict[str, Producer] = {}
+        for known in self.known.values():
+            if known.role == "parameter" and known.tensor.grad is not None:
+                found[f"{known.name}.grad"] = self.labels.producer(known.tensor.grad)
+            elif known.role == "buffer":
+                found[known.name] = self.labels.producer(self._current(known))
+        return {name: made for name, made in found.items() if isinstance(made, tuple)}
+
+    def update(self, optimizer: Any) -> None:
+        """Run the optimizer's step; without one, gradients are results."""
         if optimizer is None:
             for known in [k for k in self.known.values() if k.role == "parameter" and k.tensor.grad is not None]:
                 self.results.append(Result(f"{known.name}.grad", "output", known.tensor.grad))
@@ -488,6 +531,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             reads=tuple(self.labels.reads),
             inputs=tuple(known.name for known in self.known.values() if known.role == "input"),
             written_out=tuple(self.written_out),
+            micro_steps=self.micro_steps,
         )
 
     def _switches_used(self) -> tuple[str, ...]:
@@ -727,6 +771,12 @@ def _loss_of(output: Any) -> Any:
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
     return getattr(output, "loss", output)
+
+
+def _micro_batches(names: Sequence[str]) -> int:
+    """Micro-batches of a step, as the switches say."""
+    prefix = f"{MICRO_BATCHES}:"
+    return next((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), 1)
 
 
 def _brief(value: Any) -> str:

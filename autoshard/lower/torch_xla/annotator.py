@@ -6,6 +6,10 @@ Around aten op k it checks that the op is the planned one, passes it the planned
 **Values read on the host** (`.item()`, `if t:`, `nonzero()`) are the running step's own: torch_xla runs what they
 depend on at once. They are compared with those at capture.
 
+**Micro-batches.** Of a step of several, the plan has two micro-steps and the update; the ops of the second run once
+for each micro-batch after the first, on what the one before has left. Ops between micro-steps (a sum of losses) are
+ignored.
+
 **Another program** is refused at the first op that differs, before it runs; tensors of the model and the optimizer then
 get back the values and gradients from before the step. The error names the last host value that differs from capture, a
 possible cause.
@@ -61,6 +65,8 @@ class Annotator(AtenSequence):
         """Whether the ops are of an optimizer's first steps, which are not planned."""
         self._other_value = ""
         self._reads_host = False
+        self._micro_step = 1
+        self._left: dict[Producer, Producer] = {}
         super().__init__()
 
     @property
@@ -92,6 +98,8 @@ class Annotator(AtenSequence):
 
     def _begin(self) -> None:
         self._other_value, self._reads_host = "", False
+        self._micro_step = 1
+        self._left.clear()
         self._writer.restart()
         self._restore = self._remember()
         self.restart(self._arguments())
@@ -126,7 +134,7 @@ class Annotator(AtenSequence):
             return True
         if self.steps_end and _in_backward():
             self._refuse(f"the step goes on with {func} in a backward pass", self.next_index)
-        return self.steps_end
+        return self.steps_end or (self._between() and not self._follows(func, inputs))
 
     def run(self, call: Call) -> Any:
         """Check the op, pass it its copies, run it."""
@@ -144,6 +152,20 @@ class Annotator(AtenSequence):
             self._refuse(f"{self._expected(call.index)} expected, {_op(call.name, seen)} seen", call.index)
         self._writer.after(call, outputs)
 
+    def made(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Record the outputs; after the last op of a micro-step the next one begins."""
+        super().made(call, outputs)
+        several = self._schedule.micro_steps
+        if several is None or self.next_index not in (several.second, several.update):
+            return
+        if self.next_index == several.second:
+            self._micro_step = 2
+        elif self._micro_step < several.count:
+            self._micro_step += 1
+            self.next_index = several.second
+            self._writer.next_micro_step()
+        self._writer.comes_again = self._micro_step < several.count
+
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Keep write-backs of arguments, and drop those of other values."""
         if takes_values(func, args, kwargs):
@@ -151,7 +173,7 @@ class Annotator(AtenSequence):
         if str(func) not in WRITES_BACK or not is_xla(args[0]):
             return func(*args, **kwargs)
         name = self._writer.argument_written(args)
-        if self.steps_end and name is not None and self.producer(args[1]) is None:
+        if (self.steps_end or self._between()) and name is not None and self.producer(args[1]) is None:
             self._refuse(f"the step goes on and writes {name}", self.next_index)
         return self._writer.write_back(func, args, kwargs)
 
@@ -201,12 +223,37 @@ class Annotator(AtenSequence):
             what = f"{call.name} reads {len(seen)} tensors, planned were {len(planned.inputs)}"
             self._refuse(what, call.index)
         for found, wanted in zip(seen, planned.inputs, strict=True):
-            if found != wanted and not self._same_input(found, wanted):
+            if found != wanted and not self._same_input(found, wanted) and not self._left_before(found, wanted):
                 what = f"{call.name} reads {describe(found)}, planned was {describe(wanted)}"
                 self._refuse(what, call.index)
         if (options := call.options) != planned.options:
             what = f"{call.name} is called with {options or 'defaults'}, planned was {planned.options or 'defaults'}"
             self._refuse(what, call.index)
+
+    def _left_before(self, found: Producer, wanted: Producer) -> bool:
+        """Whether the micro-step before has left what the second one reads of the first."""
+        several = self._schedule.micro_steps
+        if several is None or self._micro_step < 3 or not isinstance(found, tuple) or not isinstance(wanted, tuple):
+            return False
+        if wanted[0] >= several.second or not several.second <= found[0] < several.update:
+            return False
+        types = [self._schedule.ops[op].outputs[j] for op, j in (found, wanted)]
+        return types[0] == types[1] and self._left.setdefault(wanted, found) == found
+
+    def _between(self) -> bool:
+        """Whether a micro-step has ended, and what follows it has not begun."""
+        several = self._schedule.micro_steps
+        if several is None or self.left_alone or _in_backward():
+            return False
+        return self.next_index in (several.second, several.update)
+
+    def _follows(self, func: Any, inputs: tuple[Producer, ...]) -> bool:
+        """Whether an op may be the first of what follows a micro-step; inputs are not known yet."""
+        planned = self._schedule.ops[self.next_index]
+        if str(func) != planned.name or len(inputs) != len(planned.inputs):
+            return False
+        pairs = zip(inputs, planned.inputs, strict=True)
+        return all(found == wanted or (found is None and wanted in self._schedule.inputs) for found, wanted in pairs)
 
     def _same_input(self, found: Producer, wanted: Producer) -> bool:
         """Whether two inputs may be one tensor (`labels=input_ids`), which is split as the first is."""

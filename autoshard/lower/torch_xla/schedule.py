@@ -9,7 +9,7 @@ from functools import cached_property
 from autoshard.dtypes import FLOATS
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.value import ROLES, Copy, OpSignature, Plan, PlanError, Producer, TensorPlan
-from autoshard.program import ValueRead
+from autoshard.program import MicroSteps, ValueRead
 
 Shared = tuple[Producer, tuple[Spec, ...]]
 """An annotated copy of a value, with the specs of its hops and its own last; all consumers of this copy read the same
@@ -29,6 +29,7 @@ class Schedule:
         reads: k -> {position among the tensors that op k reads -> the copy it reads there instead}.
         values: the values that the step read on the host during capture.
         last_read: copy, or hop -> the last op that reads it; it is made at its first reader and released at its last.
+        micro_steps: of a step of several micro-batches.
     """
 
     mesh: Mesh
@@ -39,6 +40,7 @@ class Schedule:
     reads: Mapping[int, Mapping[int, Shared]]
     last_read: Mapping[Shared, int] = field(default_factory=dict)
     values: tuple[ValueRead, ...] = ()
+    micro_steps: MicroSteps | None = None
 
     @cached_property
     def by_reads(self) -> Mapping[tuple[str, tuple[Producer, ...]], tuple[int, ...]]:
@@ -83,7 +85,9 @@ class Schedule:
             for each in beginnings(shared):
                 last_read[each] = max(copy.consumer, last_read.get(each, -1))
             reads.setdefault(copy.consumer, {}).update(dict.fromkeys(positions, shared))
-        return cls(plan.mesh, ops, arguments, frozenset(plan.inputs), pins, reads, last_read, plan.program.reads)
+        program = plan.program
+        given = plan.mesh, ops, arguments, frozenset(plan.inputs), pins, reads, last_read
+        return cls(*given, program.reads, program.micro_steps)
 
 
 def beginnings(shared: Shared) -> list[Shared]:

@@ -43,6 +43,8 @@ class StepWriter:
         self._roots: dict[int, torch.Tensor] = {}
         self.replaced: dict[str, torch.Tensor] = {}
         """Argument name -> its original value, of those written in the step."""
+        self.comes_again = False
+        """Whether the ops of this micro-step run once more in the step, on the same parameters."""
 
     def restart(self) -> None:
         """Release everything of the last step."""
@@ -50,6 +52,7 @@ class StepWriter:
         self._copied.clear()
         self._roots.clear()
         self.replaced.clear()
+        self.comes_again = False
 
     def before(self, call: Call) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The arguments of an op, with planned copies in place of values."""
@@ -69,8 +72,15 @@ class StepWriter:
                 runtime.pin(tensor, self.schedule.mesh, spec)
         for shared in self.schedule.reads.get(call.index, {}).values():
             for each in beginnings(shared):
-                if self.schedule.last_read[each] == call.index:
+                again = self.comes_again and isinstance(each[0], str)
+                if self.schedule.last_read[each] == call.index and not again:
                     self._copies.pop(each, None)
+
+    def next_micro_step(self) -> None:
+        """Release what the last micro-step made."""
+        for each in [each for each in self._copies if not isinstance(each[0], str)]:
+            del self._copies[each]
+        self._copied.clear()
 
     def write_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a write-back `(old, new)` of an argument; drop that of any other value."""

@@ -71,7 +71,9 @@ class _Summing:
             self.context.unsummed.update(term.whole)
             before = self.runs[term.maker]
             self.runs[term.maker] = replace(before, collectives=before.collectives[: -len(term.reduction)])
-        made = tuple(replace(one, op=op.id) for one in first.reduction)
+        often = self.graph.runs(op.id)
+        once = any(self.graph.runs(term.maker) < often or term.reduction[-1].once for term in terms)
+        made = tuple(replace(one, op=op.id, once=once) for one in first.reduction)
         self.runs[op.id] = replace(self.runs[op.id], collectives=made)
 
     def _term(self, op: Op, place: int) -> _Term | None:
