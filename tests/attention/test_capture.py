@@ -44,6 +44,15 @@ def test_for_a_cpu_or_no_device_it_is_written_out():
         assert bool(graph.program.written_out) == (device == "h100")
 
 
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+def test_what_is_written_out_leaves_no_op_of_the_kernel(frontend):
+    """Such a program is recorded without the device's switch, and captured again without it."""
+    pytest.importorskip(frontend)
+    device, plain = (graph_of(source(), device, frontend).program for device in ("h100", None))
+    assert device.switches == plain.switches
+    assert [op.name for op in device.ops] == [op.name for op in plain.ops]
+
+
 class Forms(nn.Module):
     """Attentions of which a kernel computes the first two."""
 

@@ -20,12 +20,14 @@ import torch.nn.functional as F  # noqa: N812
 from autoshard.attention.form import FORWARD, Form
 from autoshard.attention.kernels import Part, Platform, kernel_name
 from autoshard.cost.machine.device import load_device
+from autoshard.dtypes import torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import dots
 from autoshard.frontends.switches.handlers import replaces
 from autoshard.frontends.switches.transformers_library import masked_as
 from autoshard.frontends.tracing import attention as fused
-from autoshard.frontends.tracing.device import is_xla, tensor_type
+from autoshard.frontends.tracing.device import is_xla
+from autoshard.program import TensorType
 
 _kinds: list[tuple[Platform, str]] = []
 _noted: list[Callable[[str], None]] = []
@@ -119,22 +121,37 @@ def _kept(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _A
     if query.dim() not in (3, 4) or query.dim() != key.dim() or key.shape[:-1] != value.shape[:-1]:
         return ""
     why = _why_written_out(query, key, asked)
-    if not why:
-        heads, kv_heads = (query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1)
-        query, key, value = dots.same_dtype(query, key, value)
-        k, v = (each if each.dim() == 4 else each.unsqueeze(1) for each in (key, value))
-        q = query.reshape(query.shape[0], kv_heads, heads // kv_heads, *query.shape[-2:])
-        bias = None if asked.bias is None else _bias(asked.bias, q, query.dim() == 4)
-        documents = asked.segments and (asked.segments[0].to(torch.int32), asked.segments[1].to(torch.int32))
-        scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
-        form = Form(scale, asked.causal, asked.window, bias is not None, documents is not None)
-        types = [tensor_type(each) for each in (q, k, v, bias, *(documents or ())) if each is not None]
-        platform, kind = _kinds[-1]
-        why = kernel_name(Part(FORWARD, form, tuple(types), q.shape[3], 1, platform, kind))[1]
     if why:
         return why
+    scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
+    form = Form(scale, asked.causal, asked.window, asked.bias is not None, asked.segments is not None)
+    types = _types(query, key, value, asked)
+    platform, kind = _kinds[-1]
+    why = kernel_name(Part(FORWARD, form, types, query.shape[-2], 1, platform, kind))[1]
+    if why:  # nothing is traced before this is known
+        return why
+    query, key, value = dots.same_dtype(query, key, value)
+    q = query.reshape(types[0].shape)
+    k, v = (each if each.dim() == 4 else each.unsqueeze(1) for each in (key, value))
+    bias = None if asked.bias is None else _bias(asked.bias, types[3].shape, q.dtype, query.dim() == 4)
+    documents = asked.segments and (asked.segments[0].to(torch.int32), asked.segments[1].to(torch.int32))
     out = fused.attention(q, k, v, form, bias, documents)
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _types(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> tuple[TensorType, ...]:
+    """Types of the operands of the op: `form.py`."""
+    batch, (heads, kv_heads) = query.shape[0], ((query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1))
+    dtype = torch.get_autocast_dtype("xla") if dots.autocasts() else query.dtype
+    shapes: list[Sequence[int]] = [(batch, kv_heads, heads // kv_heads, *query.shape[-2:])]
+    shapes += [(batch, kv_heads, *each.shape[-2:]) for each in (key, value)]
+    if asked.bias is not None:
+        of = asked.bias.shape
+        own = of[-3] if len(of) > 3 or (len(of) == 3 and query.dim() == 4) else 1
+        rows = of[0] if len(of) > 3 or (len(of) == 3 and query.dim() == 3) else 1
+        shapes.append((rows, *((1, 1) if own == 1 else shapes[0][1:3]), *((1, 1, *of)[-2:])))
+    found = [TensorType(tuple(shape), torch_dtypes().get(dtype, str(dtype))) for shape in shapes]
+    return (*found, *(TensorType(tuple(each.shape), "i32") for each in asked.segments or ()))
 
 
 @contextlib.contextmanager
@@ -226,7 +243,7 @@ def _why_written_out(query: torch.Tensor, key: torch.Tensor, asked: _Asked) -> s
     return ""
 
 
-def _bias(mask: torch.Tensor, q: torch.Tensor, heads: bool) -> torch.Tensor:
+def _bias(mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, heads: bool) -> torch.Tensor:
     """A mask or bias as it is added to scores: `(batch, kv heads, group, queries, keys)`, any dim may be 1.
 
     Args:
@@ -235,8 +252,5 @@ def _bias(mask: torch.Tensor, q: torch.Tensor, heads: bool) -> torch.Tensor:
     if mask.dim() == 3 and not heads:
         mask = mask.unsqueeze(1)
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
-    mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
-    batch, own = mask.shape[:2]
-    kv_heads, group = (1, 1) if own == 1 else q.shape[1:3]
-    return mask.to(q.dtype).reshape(batch, kv_heads, group, *mask.shape[2:])
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
+    return mask.to(dtype).reshape(shape)
