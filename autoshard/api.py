@@ -51,6 +51,7 @@ def plan(
     train: bool | None = None,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     remat: RematOption = "as-is",
+    micro_batches: int = 1,
     hints: Mapping[str, Hint] | None = None,
     keep: Keep = "all",
     fold: bool = True,
@@ -81,6 +82,7 @@ def plan(
         remat: what a training step recomputes in its backward pass: `as-is`, what its checkpoints say; `none`; `full`,
             each of its equal blocks; `products`, these but for products and attentions; `auto`: chosen by block, so
             that the step fits and is fastest (`remat.py`).
+        micro_batches: forward and backward passes of a step, each on inputs like the samples, before one update.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
@@ -110,7 +112,7 @@ def plan(
 
     def captured(remat: Remat | None) -> Program:
         given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend}
-        return capture(model, sample_inputs, **given, device=meshes[0].device, remat=remat)
+        return capture(model, sample_inputs, **given, device=meshes[0].device, remat=remat, micro_batches=micro_batches)
 
     with collector_paused():
         from autoshard.planning.road import plan_model
@@ -130,6 +132,7 @@ def capture(
     frontend: str = "auto",
     device: str | None = None,
     remat: Remat | None = None,
+    micro_batches: int = 1,
 ) -> Program:
     """Capture a program for `plan_program`, `evaluate` and `verify`; arguments as for `plan`.
 
@@ -137,8 +140,10 @@ def capture(
         device: kind of device that the program is for: attentions that it has fused kernels for are kept as one op.
             Without one they are written out.
         remat: path of a module -> `all` or `products`, what is recomputed of it; replaces the model's own checkpoints.
+        micro_batches: forward and backward passes of a step before one update.
     """
-    given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches_for(device, remat)}
+    switches = switches_for(device, remat, micro_batches)
+    given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches}
     return capture_of(frontend)(model, sample_inputs, **given)
 
 

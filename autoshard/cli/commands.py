@@ -199,6 +199,14 @@ def commands() -> None:
     show_default=True,
     help="What the backward pass recomputes of each block; auto: planned with the shardings, so that the step fits.",
 )
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="Forward and backward passes of a step before one update, each on --batch samples.",
+)
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
     "--keep",
@@ -253,6 +261,7 @@ def plan(
     placement: str | None,
     memory: str | None,
     remat: RematOption,
+    micro_batches: int,
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
     frontend: str,
@@ -292,7 +301,7 @@ def plan(
             "dump_problem": dump_problem,
             "progress": stages.begin,
         }
-        found = _planned(asked, stages, frontend, meshes, remat, options)
+        found = _planned(asked, stages, frontend, meshes, (remat, micro_batches), options)
         if output is not None:
             stages.begin("write")
             source = {"source": asked.source, **asked.options.given}
@@ -310,23 +319,30 @@ def plan(
 
 
 def _planned(
-    asked: Asked, stages: Stages, frontend: str, meshes: Sequence[Mesh], remat: RematOption, options: OptionKeywords
+    asked: Asked,
+    stages: Stages,
+    frontend: str,
+    meshes: Sequence[Mesh],
+    step: tuple[RematOption, int],
+    options: OptionKeywords,
 ) -> Plan:
-    """The plan of SOURCE, of which it may be open what is recomputed."""
+    """The plan of SOURCE; `step` says what of it is recomputed, and of how many micro-batches it is."""
     from autoshard.api import plan_program
     from autoshard.frontends.choose import blocks_of, switches_for
     from autoshard.planning.options import PlanningOptions
     from autoshard.planning.road import plan_model
 
+    remat, micro_batches = step
     if is_stablehlo(asked.source):
-        if remat != "as-is":
-            raise click.ClickException(f"{asked.source} is a whole program already: --remat is for models")
+        if step != ("as-is", 1):
+            option = "--remat" if remat != "as-is" else "--micro-batches"
+            raise click.ClickException(f"{asked.source} is a whole program already: {option} is for models")
         return plan_program(module(asked, stages), meshes, **options)
     source = loaded(asked, stages)
     blocks = blocks_of(source.model) if source.train and remat != "as-is" else ()
 
     def capture(remat: Remat | None) -> Program:
-        return traced(source, frontend, switches_for(meshes[0].device, remat))
+        return traced(source, frontend, switches_for(meshes[0].device, remat, micro_batches))
 
     return Plan.of(plan_model(capture, blocks, remat, meshes, PlanningOptions(**options)))  # type: ignore[arg-type]
 

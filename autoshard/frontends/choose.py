@@ -48,7 +48,7 @@ def switches_for(device: str | None, remat: Remat | None = None, micro_batches: 
 
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: a step has one micro-batch or more")
-    own = () if remat is None else (f"{REMAT}:{switch_value(remat)}",)
+    own: tuple[str, ...] = () if remat is None else (f"{REMAT}:{switch_value(remat)}",)
     own += (f"{MICRO_BATCHES}:{micro_batches}",) if micro_batches > 1 else ()
     if device is None or load_device(device).target == "cpu":
         return (*SWITCHES, *own)
