@@ -44,7 +44,8 @@ def plan_report(plan: Plan) -> str:
     """The whole report, several lines, no trailing newline."""
     parts = [
         f"Plan of a {'training step' if plan.program.kind == 'train' else 'forward pass'} "
-        f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}",
+        f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}"
+        + (f", {plan.micro_batches} micro-batches and one update" if plan.micro_batches > 1 else ""),
         *_options(plan),
         "",
         *module_table(plan),

@@ -216,6 +216,8 @@ def verify_plan(
         raise TargetError("a StableHLO file has no PyTorch model to run beside it: leave out --run")
     if run and without_torch_xla:
         raise TargetError("the plan was made without torch_xla, and --run trains through it: leave out --run")
+    if run and plan.micro_batches > 1:
+        raise TargetError("--run trains steps of one batch, and the plan is of several micro-batches: leave out --run")
     if isinstance(source, Program) or without_torch_xla or chosen.family == "gpu":
         graph, module = _written_into(plan, source, chosen.family, say)
     else:

@@ -72,15 +72,19 @@ class StepWriter:
                 runtime.pin(tensor, self.schedule.mesh, spec)
         for shared in self.schedule.reads.get(call.index, {}).values():
             for each in beginnings(shared):
-                again = self.comes_again and isinstance(each[0], str)
+                again = self.comes_again and self._stays(each)
                 if self.schedule.last_read[each] == call.index and not again:
                     self._copies.pop(each, None)
 
     def next_micro_step(self) -> None:
-        """Release what the last micro-step made."""
-        for each in [each for each in self._copies if not isinstance(each[0], str)]:
+        """Release what the last micro-step read and made; parameters stay."""
+        for each in [each for each in self._copies if not self._stays(each)]:
             del self._copies[each]
         self._copied.clear()
+
+    def _stays(self, copied: Shared) -> bool:
+        """Whether what is copied is the same in each micro-step."""
+        return isinstance(copied[0], str) and not self.schedule.is_input(copied[0])
 
     def write_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a write-back `(old, new)` of an argument; drop that of any other value."""

@@ -37,6 +37,8 @@ def seen(tmp_path_factory):
         "gradient_accumulation",
         "layers_scanned",
         "marks_inside",
+        "micro_batches",
+        "two_micro_batches",
         "recomputed_as_planned",
         "values_read",
     ],

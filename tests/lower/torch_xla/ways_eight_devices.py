@@ -69,8 +69,9 @@ def batch(number, dtype=torch.float32):
     return tuple(torch.randn(8, 16, generator=generator).to(dtype) for _ in range(2))
 
 
-def planned(model, dtype=torch.float32, mesh=MESH, remat=None):
-    how = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": sgd, "switches": switches_for(None, remat)}
+def planned(model, dtype=torch.float32, mesh=MESH, remat=None, micro_batches=1):
+    switches = switches_for(None, remat, micro_batches)
+    how = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": sgd, "switches": switches}
     return alternating(capture(model, batch(0, dtype), **how), mesh)
 
 
@@ -143,6 +144,37 @@ def recomputed_as_planned():
     losses, _ = trained(plan, model)
     again = len(plan.program.ops) - len(planned(fresh()).program.ops)
     return {**compared(losses, alone(reference), model, reference, plan), "computed_again": again}
+
+
+def accumulated(model, number, place, count):
+    """The loss of a step of micro-batches, whose gradients are added up."""
+    loss = 0.0
+    for micro in range(count):
+        x, y = (each.to(place) for each in batch(count * number + micro))
+        made = torch.nn.functional.mse_loss(model(x), y)
+        made.backward()
+        loss = loss + made.detach()
+    return loss
+
+
+def micro_batches(count=4):
+    model, reference = fresh(), fresh()
+    plan = planned(model, micro_batches=count)
+    optimizer, alone = sgd(model.parameters()), sgd(reference.parameters())
+    plan.apply(model, optimizer)
+    losses, wanted = [], []
+    for number in range(STEPS):
+        with plan.annotate():
+            optimizer.zero_grad()
+            loss = accumulated(model, number, "xla", count)
+            optimizer.step()
+        look(plan, model, loss)
+        torch_xla.sync()
+        losses.append(loss.item())
+        alone.zero_grad()
+        wanted.append(accumulated(reference, number, "cpu", count).item())
+        alone.step()
+    return compared(losses, wanted, model, reference, plan)
 
 
 def activation_checkpointing_of_torch():
@@ -453,6 +485,8 @@ SCENARIOS = {
     "fsdpv2_beside": fsdpv2_beside,
     "gradient_accumulation": gradient_accumulation,
     "recomputed_as_planned": recomputed_as_planned,
+    "micro_batches": micro_batches,
+    "two_micro_batches": partial(micro_batches, 2),
     "activation_checkpointing": activation_checkpointing,
     "activation_checkpointing_of_torch": activation_checkpointing_of_torch,
     "bf16": bf16,

@@ -1,0 +1,70 @@
+"""Steps of several micro-batches: two are captured, and the second counts for all after the first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.errors import CaptureError, LoweringError
+from autoshard.mesh import Mesh
+from autoshard.plans.value import PlanMismatchError
+
+MESH = Mesh((2, 2), device="h100")
+
+
+def program(count: int = 1, frontend: str = "auto") -> autoshard.Program:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.empty(512, 256, device="meta")
+    how = {"loss_fn": lambda y: y.square().mean(), "optimizer": optimizer, "frontend": frontend}
+    return autoshard.capture(model, x, **how, micro_batches=count)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[int, autoshard.Plan]:
+    return {count: autoshard.plan_program(program(count), MESH) for count in (1, 2, 4, 16)}
+
+
+def test_a_program_does_not_grow_with_its_micro_batches() -> None:
+    two, many = program(2), program(16)
+    assert [op.name for op in two.ops] == [op.name for op in many.ops]
+    assert two.fingerprint != many.fingerprint
+    assert many.micro_steps is not None
+    assert many.micro_steps.count == 16
+    assert sorted(two.inputs) == ["input", "input@2"]
+
+
+def test_each_micro_batch_costs_as_much(plans: dict[int, autoshard.Plan]) -> None:
+    steps = {count: plan.predicted.step_time_s for count, plan in plans.items() if plan.predicted is not None}
+    one_more = (steps[16] - steps[4]) / 12
+    assert steps[4] - steps[2] == pytest.approx(2 * one_more, rel=0.05)  # each count has its own optimum
+    assert 0.3 * steps[1] < one_more < steps[1]
+
+
+def test_inputs_of_all_micro_batches_are_split_alike(plans: dict[int, autoshard.Plan]) -> None:
+    inputs = plans[4].inputs
+    assert inputs["input"].spec == inputs["input@2"].spec
+
+
+def test_a_plan_says_how_many_there_are(plans: dict[int, autoshard.Plan]) -> None:
+    text = plans[4].to_json()
+    assert '"version": 2' in text
+    assert '"version": 1' in plans[1].to_json()
+    again = autoshard.Plan.from_json(text)
+    assert again == plans[4]
+    assert again.micro_batches == 4
+    assert "4 micro-batches and one update" in str(again)
+    with pytest.raises(PlanMismatchError, match="micro"):
+        again.check_program(program(2))
+
+
+def test_what_cannot_be_run_or_captured_is_said() -> None:
+    four = program(4)
+    with pytest.raises(LoweringError, match="of 4 micro-batches, and jax would run two of them"):
+        autoshard.plan_program(four, Mesh((1,))).to_jax().step(four, torch.optim.AdamW([torch.zeros(1)]))
+    with pytest.raises(CaptureError, match="micro_batches=2 is of a training step"):
+        autoshard.capture(torch.nn.Linear(4, 4), torch.zeros(4, 4), micro_batches=2)
+    with pytest.raises(ValueError, match="micro_batches=0: a step has one micro-batch or more"):
+        program(0)
