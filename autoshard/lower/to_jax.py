@@ -213,8 +213,8 @@ class JaxStep:
         check_program(plan, program)
         if plan.micro_batches > 1:
             raise LoweringError(
-                f"the plan is of {plan.micro_batches} micro-batches, and jax would run two of them: plan one, and add up "
-                "the gradients of its function; through torch_xla and DTensor an ordinary loop runs it"
+                f"the plan is of {plan.micro_batches} micro-batches, and jax would run two of them: plan one, and add "
+                "up the gradients of its function; through torch_xla and DTensor an ordinary loop runs it"
             )
         check_steps(program)
         _warn_of_reads(program)

@@ -223,6 +223,7 @@ SCENARIOS = {
     "gpt2": (gpt2, hf_batch, None, sgd),
     "llama": (llama, hf_batch, None, sgd),
     "recomputed": (llama, hf_batch, None, sgd),
+    "accumulated": (llama, hf_batch, None, sgd),
     "convolutional": (Convolutional, batch, loss_of, sgd),
     "attentive": (Attentive, batch, loss_of, sgd),
     "recurrent": (Recurrent, batch, loss_of, sgd),

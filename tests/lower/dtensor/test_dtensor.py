@@ -54,15 +54,24 @@ HINTS = {
 """Programs as small as these are planned whole; this makes their plans worth carrying out."""
 
 
-HINTS["recomputed"] = HINTS["llama"]
+HINTS |= dict.fromkeys(("recomputed", "accumulated"), HINTS["llama"])
 REMAT = {"recomputed": {"model.layers.0": "all", "model.layers.1": "products"}}
+
+MICRO_BATCHES = {"accumulated": 2}
 
 
 def planned(name):
     build, sample, loss_fn, optimizer = SCENARIOS[name]
     with torch.device("meta"):
         model = build()
-    program = autoshard.capture(model, sample(), loss_fn=loss_fn, optimizer=optimizer, remat=REMAT.get(name))
+    program = autoshard.capture(
+        model,
+        sample(),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        remat=REMAT.get(name),
+        micro_batches=MICRO_BATCHES.get(name, 1),
+    )
     if name in MANUAL:
         return autoshard.manual_plan(MANUAL[name], program, MESH)
     return autoshard.plan_program(program, MESH, hints=HINTS[name])
