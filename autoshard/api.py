@@ -79,7 +79,7 @@ def plan(
         optimizer: a torch optimizer over the model's parameters, or a callable from parameters to one. With a loss or
             an optimizer a training step is planned, else the forward pass.
         memory: limit of the step in bytes per device; default what runtimes leave of the kind's; None is no limit.
-        remat: what the backward pass recomputes: `as-is`, what checkpoints say; `none`; `full`, each of the equal blocks;
+        remat: what the backward pass recomputes: `as-is`, what checkpoints say; `none`; `full`, each of equal blocks;
             `products`, these but for products and attentions; `auto`: chosen by block (`remat.py`).
         micro_batches: forward and backward passes of a step, each on inputs like the samples, before one update.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
