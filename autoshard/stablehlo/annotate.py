@@ -68,11 +68,16 @@ def shardy_sharding(spec: Spec, mesh: Mesh) -> str:
 
 
 def check_steps(program: Program) -> None:
-    """Refuse to export a step whose next step is another program.
+    """Refuse to export a step whose next step is another program, or that lacks micro-steps.
 
     Raises:
-        LoweringError: it is one (`Program.once`).
+        LoweringError: it is one (`Program.once`); it has more than two micro-batches.
     """
+    if program.micro_steps is not None and program.micro_steps.count > 2:
+        raise LoweringError(
+            f"a step of {program.micro_steps.count} micro-batches is captured as two micro-steps and the update, and "
+            "runs as a loop of PyTorch alone (plan.annotate(), to_dtensor): export it with micro_batches=2"
+        )
     if program.once:
         raise LoweringError(f"the captured step is right once, the next one is another program: {program.once}")
 

@@ -9,6 +9,7 @@ import autoshard
 from autoshard.errors import CaptureError, LoweringError
 from autoshard.mesh import Mesh
 from autoshard.plans.value import PlanMismatchError
+from autoshard.stablehlo.annotate import check_steps
 
 MESH = Mesh((2, 2), device="h100")
 
@@ -68,3 +69,9 @@ def test_what_cannot_be_run_or_captured_is_said() -> None:
         autoshard.capture(torch.nn.Linear(4, 4), torch.zeros(4, 4), micro_batches=2)
     with pytest.raises(ValueError, match="micro_batches=0: a step has one micro-batch or more"):
         program(0)
+
+
+def test_an_export_that_would_lack_micro_steps_is_refused(plans: dict[int, autoshard.Plan]) -> None:
+    check_steps(program(2))
+    with pytest.raises(LoweringError, match="a step of 4 micro-batches is captured as two micro-steps"):
+        check_steps(program(4))
