@@ -29,8 +29,6 @@ from autoshard.strategies.carry import Carried
 Capture = Callable[[Remat], Program]
 TRIES = 3
 """Most mixtures of one pair of levels that are solved."""
-SHARE = 0.25
-"""Part of the time limit for each solve within the memory limit: several choices are tried, each by several solves."""
 _KEPT = ""
 
 
@@ -209,7 +207,7 @@ class _Search:
         solver = self.shortest.solver if self.found else None
         goal = math.inf if solver is None else solver.objective
         try:
-            found = candidate_on(graph, self.mesh, self.options, SHARE * self.seconds, goal, self.others, free)
+            found = candidate_on(graph, self.mesh, self.options, self.seconds, goal, self.others, free)
         except GoalOutOfReachError:
             self.note(name, "pruned")
         except NoPlanError as error:
