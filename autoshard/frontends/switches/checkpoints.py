@@ -81,6 +81,8 @@ def recomputed() -> Iterator[None]:
     library._infer_device_type = lambda *args: (
         saved["_infer_device_type"](*args) if any(isinstance(leaf, torch.Tensor) for leaf in args) else current().type
     )
+    # A saved tensor is detached when it is unpacked; functionalization makes that a copy.
+    library.SAC_IGNORED_OPS = saved["SAC_IGNORED_OPS"] | {torch.ops.aten.detach_copy.default}
     had = getattr(torch, "xla", None)
     if had is None:
         torch.xla = _Device()
@@ -93,7 +95,7 @@ def recomputed() -> Iterator[None]:
             del torch.xla
 
 
-_REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type")
+_REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type", "SAC_IGNORED_OPS")
 """Replaced attributes of `torch.utils.checkpoint`."""
 
 
