@@ -110,3 +110,37 @@ def test_ops_that_this_torch_does_not_have_are_absent_while_torchax_is_loaded():
     assert repr(found["of_known"]).endswith("add.some_Dimname")
     with pytest.raises(AttributeError):
         exec("aten.op_of_another_torch", found)
+
+
+def recomputed_net(how):
+    """Products in a checkpointed block: torch's own checkpoint, a selective one, or one that the planner places."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+        def forward(self, x):
+            selective = {
+                "context_fn": lambda: create_selective_checkpoint_contexts([torch.ops.autoshard.einsum.default])
+            }
+            for layer in self.layers:
+                if how in ("planned", "plain"):
+                    x = layer(x)
+                else:
+                    x = checkpoint(layer, x, use_reentrant=False, **(selective if how == "selective" else {}))
+            return (x**2).mean()
+
+    return Net()
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "selective", "planned"])
+def test_the_second_pass_of_a_checkpoint_has_the_same_switches(how):
+    def products(how):
+        remat = {"layers.0": "products", "layers.1": "products"} if how == "planned" else None
+        program = autoshard.capture(recomputed_net(how), torch.ones(4, 3, 8), optimizer=torch.optim.SGD, remat=remat)
+        assert not [op.name for op in program.ops if op.name.startswith(("aten.mm", "aten.addmm"))]
+        return sum(op.name.startswith("autoshard.einsum") for op in program.ops)
+
+    assert products(how) - products("plain") == (4 if how == "checkpoint" else 0)

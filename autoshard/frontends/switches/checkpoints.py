@@ -81,8 +81,7 @@ def recomputed() -> Iterator[None]:
     library._infer_device_type = lambda *args: (
         saved["_infer_device_type"](*args) if any(isinstance(leaf, torch.Tensor) for leaf in args) else current().type
     )
-    # A saved tensor is detached when it is unpacked; functionalization makes that a copy.
-    library.SAC_IGNORED_OPS = saved["SAC_IGNORED_OPS"] | {torch.ops.aten.detach_copy.default}
+    library.SAC_IGNORED_OPS = _AndViews(saved["SAC_IGNORED_OPS"])
     had = getattr(torch, "xla", None)
     if had is None:
         torch.xla = _Device()
@@ -97,6 +96,13 @@ def recomputed() -> Iterator[None]:
 
 _REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type", "SAC_IGNORED_OPS")
 """Replaced attributes of `torch.utils.checkpoint`."""
+
+
+class _AndViews(set[Any]):
+    """Ops that selective policies ignore, and views: functionalization repeats these as it likes, in either pass."""
+
+    def __contains__(self, op: object) -> bool:
+        return super().__contains__(op) or torch.Tag.view_copy in getattr(op, "tags", ())
 
 
 def _returned(body: Any) -> Any:

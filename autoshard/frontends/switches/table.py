@@ -112,7 +112,7 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func in _FLATTENS:
             return _remember_flattened(func, args, kwargs)
-        if func is torch.Tensor.backward:  # checkpoints recompute in here
+        if func in (torch.Tensor.backward, torch.autograd.backward):  # checkpoints recompute in here
             with self:
                 return _backward(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -127,10 +127,25 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _backward(
-    loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    """`Tensor.backward` without dispatching to the mode again."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+    tensors: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None,
+    grad_tensors: Any = None,
+) -> None:  # fmt: skip
+    """Either function from gradient edges: with tensors, torch 2.13 dispatches to the mode again, and leaves it."""
+    losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = gradient if grad_tensors is None else grad_tensors
+    gradients = list(given) if isinstance(given, list | tuple) else [given] * len(losses)
+    for i, (loss, own) in enumerate(zip(losses, gradients, strict=True)):
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            ones = own is None and loss.numel() == 1
+            gradients[i] = torch.ones_like(loss, memory_format=torch.preserve_format) if ones else own
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    asked = None if inputs is None else [_edge(each) for each in inputs]
+    torch.autograd.backward([_edge(loss) for loss in losses], gradients, retain_graph, create_graph, inputs=asked)
+
+
+def _edge(tensor: Any) -> Any:
+    differentiated = isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    return torch.autograd.graph.get_gradient_edge(tensor) if differentiated else tensor
 
 
 @contextlib.contextmanager
