@@ -65,6 +65,8 @@ DTYPES = {
     for name, bits, torch, numpy, hlo, number in map(str.split, _DTYPE_TABLE.strip().splitlines())
 }
 
+NO_FP8 = "training in fp8 goes through kernels and scales of its own, which are not captured; plan in bf16"
+
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
 """Element types of annotated values inside a program: bool and integer values need no annotation, and one on a mask
 makes the partitioner gather the floats it is computed from."""

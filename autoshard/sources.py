@@ -15,6 +15,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from autoshard.dtypes import NO_FP8
 from autoshard.errors import SourceError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -132,7 +133,7 @@ def _of_8_bits(dtype: str) -> str:
     """Why there is no plan in floats of 8 bits, if `dtype` is one."""
     if not any(part in dtype.lower() for part in ("fp8", "f8", "float8")):
         return ""
-    return ": training in fp8 goes through kernels and scales of its own, which are not captured; plan in bf16"
+    return f": {NO_FP8}"
 
 
 def _as_run(found: Source, source: str, options: SourceOptions) -> Source:

@@ -96,13 +96,15 @@ def plan_and_run(name: str, folder: Path) -> None:
     prepare_runtime(DEVICES)
     from autoshard.api import plan_program
     from autoshard.errors import AutoshardError
+    from autoshard.frontends.switches.autocast import autocast_as_xla
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.graph.rules.base import GATHERED
     from autoshard.mesh import Mesh
     from autoshard.planning.collector import collector_paused
     from autoshard.verify import run_worker
 
-    source = builders()[name]()
+    with autocast_as_xla():
+        source = builders()[name]()
     said(stage="capture", elements=sum(p.numel() for p in source.model.parameters()))
     began = time.process_time()
     try:
@@ -180,9 +182,11 @@ def split_share(plan: Any) -> float:
 
 def alone(name: str, row: dict[str, Any], folder: Path) -> None:
     """Train the entry through torch_xla alone on one device; write `alone.json`."""
+    from autoshard.frontends.switches.autocast import autocast_as_xla
     from autoshard.verify import run_worker
 
-    source = builders()[name]()
+    with autocast_as_xla():
+        source = builders()[name]()
     (folder / "alone.json").write_text(json.dumps({"error": "crashed"}))
     try:
         ran = run_worker.alone(source, STEPS, folder / "numbers.pt", row.get("tolerance", run_worker.TOLERANCE))

@@ -123,10 +123,12 @@ def loaded(asked: Asked, stages: Stages) -> Source:
     """What SOURCE names: the model and its sample inputs."""
     stages.begin("import")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
+    from autoshard.frontends.switches.autocast import autocast_as_xla
     from autoshard.sources import load_source
 
     stages.begin("source")
-    return load_source(asked.source, **asked.options.given)
+    with autocast_as_xla():  # decorators of the file ask for CUDA before anything is captured
+        return load_source(asked.source, **asked.options.given)
 
 
 def planned_with(found: Plan) -> tuple[int | None, int | None, str | None]:

@@ -108,7 +108,8 @@ def _first_state(
         group["params"] = [p for p in group["params"] if any(p is c for c in copies.values())]
     begun = _PerParameter()
     for p in copies.values():
-        begun[p] = trial.state.get(p, {})
+        if p in trial.state:  # an optimizer may ask whether it is
+            begun[p] = trial.state[p]
         p.grad = torch.zeros_like(p)
     _share_state(trial, trial.state, begun)
     step(trial)

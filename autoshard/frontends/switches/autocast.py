@@ -1,8 +1,7 @@
-"""`torch.autocast` for XLA devices without torch_xla: the same casts, on placeholders.
+"""`torch.autocast` of a captured step: `cuda`'s counts as `xla`'s; without torch_xla a function mode does its casts.
 
 torch has autocast for `xla` without torch_xla, but the casts are kernels of torch_xla
-(`torch_xla/csrc/autocast_mode.cpp` lists the ops). Here a function mode does them, also above autograd. Inside a
-captured step, autocast of the placeholders' device type and of `cuda` count as autocast of `xla`.
+(`torch_xla/csrc/autocast_mode.cpp` lists the ops). The mode does the same, also above autograd.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from autoshard.frontends.tracing.device import is_xla
 
 DEVICE = "xla"
-_UNCHANGED_DEVICES = frozenset({"meta", "cuda"})
+_AS_XLA = frozenset({"meta", "cuda"})
 
 LOWER = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bmm", "mm",
@@ -104,35 +105,82 @@ def _eligible(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def autocast_of_placeholders() -> Iterator[None]:
-    """Treat autocast of the placeholders' device types as autocast of XLA."""
-    autocast: Any = torch.amp.autocast_mode.autocast
-    original = autocast.__init__
+def autocast_as_xla() -> Iterator[None]:
+    """Have autocast of `cuda` (f16 where no dtype is given) and of placeholders count as autocast of XLA.
 
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, DEVICE if device_type in _UNCHANGED_DEVICES else device_type, *args, **kwargs)
+    Of CUDA that is not here too; contexts and decorators made before as well. torch_xla's own acts as on a TPU.
+    """
+    autocast: Any = torch.amp.autocast_mode.autocast
+    own_init, own_enter = autocast.__init__, autocast.__enter__
+    moved: list[tuple[Any, str]] = []
+
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and dtype is None:
+            dtype = torch.get_autocast_dtype("cuda")
+        own_init(self, DEVICE if device_type in _AS_XLA else device_type, dtype, *args, **kwargs)
+
+    def enter(self: Any) -> Any:
+        if not hasattr(self, "device"):  # torch_xla's, made where there is no TPU
+            own_init(self, DEVICE, enabled=self._enabled)
+        if self.device in _AS_XLA:
+            if self.device == "cuda" and not self._enabled and torch.cuda.amp.common.amp_definitely_not_available():
+                warnings.warn(_OFF, stacklevel=3)
+            moved.append((self, self.device))
+            self.device = DEVICE
+        return own_enter(self)
+
+    def restore() -> None:
+        for each, device in moved:
+            each.device = device
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore)
+        stack.enter_context(_replaced(autocast, __init__=init, __enter__=enter))
+        stack.enter_context(_of_transformers(autocast))
+        if "torch_xla" in sys.modules:
+            library = import_module("torch_xla.amp.autocast_mode")
+            runtime = types.SimpleNamespace(xla_device_hw=lambda _: "TPU")
+            stack.enter_context(_replaced(library, xm=runtime))
+            own = library.autocast.__init__
+            stack.enter_context(
+                _replaced(library.autocast, __init__=lambda self, device, *a, **k: own(self, DEVICE, *a, **k))
+            )
+        outside = torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(DEVICE)
+        if outside:
+            stack.enter_context(autocast(DEVICE, torch.get_autocast_dtype("cuda")))
+        yield
+
+
+_OFF = (
+    'a torch.autocast("cuda") that was made before the capture, such as a decorator, is off, as PyTorch turns it off '
+    "where it finds no CUDA: nothing is cast under it. Make it in the forward pass, or run the command line on the file"
+)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a class or module."""
+    own = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _of_transformers(autocast: Any) -> Iterator[None]:
+    """Replace transformers' own, which takes `meta` for a device where nothing is computed."""
 
     def maybe(device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
-        """transformers' own, which takes `meta` for a device where nothing is computed."""
-        device_type = DEVICE if device_type in _UNCHANGED_DEVICES else device_type
-        if not enabled and not torch.is_autocast_enabled(device_type):
+        if not enabled and not torch.is_autocast_enabled(DEVICE if device_type in _AS_XLA else device_type):
             return contextlib.nullcontext()
         return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
-    users: list[Any] = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("transformers.") and "maybe_autocast" in getattr(module, "__dict__", {})
-    ]
-    saved = [(module, module.maybe_autocast) for module in users]
-    autocast.__init__ = init
-    for module, _ in saved:
-        module.maybe_autocast = maybe
-    try:
-        outside = torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(DEVICE)
-        with autocast(DEVICE, torch.get_autocast_dtype("cuda")) if outside else contextlib.nullcontext():
-            yield
-    finally:
-        autocast.__init__ = original
-        for module, function in saved:
-            module.maybe_autocast = function
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers.") and "maybe_autocast" in getattr(module, "__dict__", {}):
+                stack.enter_context(_replaced(module, maybe_autocast=maybe))
+        yield

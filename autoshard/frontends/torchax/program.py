@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.dtypes import numpy_dtype, torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import table as switches
-from autoshard.frontends.switches.autocast import Autocast, autocast_of_placeholders
+from autoshard.frontends.switches.autocast import Autocast
 from autoshard.frontends.torchax.library import check_versions, jax_function_of
 from autoshard.frontends.torchax.placeholders import (
     META,
@@ -105,7 +105,6 @@ class _Tracing(Tracing):
 
     def begin_step(self) -> None:
         self.stack.enter_context(_KeepsData())
-        self.stack.enter_context(autocast_of_placeholders())
         self.stack.enter_context(Autocast(switches.body_of_functional))
 
     def make_labels(self, paths: ModulePaths) -> Labels:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ def make_optimizer(optimizer: Any, tensors: Mapping[int, torch.Tensor]) -> torch
         CaptureError: it is neither, or optimizes tensors that are not the model's; or the callable fails.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        _refuse_foreign(optimizer, set(tensors), "Build it from model.parameters().")
+        _refuse_foreign(optimizer, set(tensors), tensors.values(), "Build it from model.parameters().")
         return twin_of(optimizer, tensors)
     if not callable(optimizer):
         raise CaptureError(
@@ -57,17 +57,30 @@ def make_optimizer(optimizer: Any, tensors: Mapping[int, torch.Tensor]) -> torch
     if not isinstance(made, torch.optim.Optimizer):
         raise CaptureError(f"optimizer(parameters) returned {type(made).__name__}, not a torch.optim.Optimizer")
     ours = {id(tensor) for tensor in tensors.values()}
-    _refuse_foreign(made, ours, "Build it from the parameters that the callable is given.")
+    _refuse_foreign(made, ours, tensors.values(), "Build it from the parameters that the callable is given.")
     return made
 
 
-def _refuse_foreign(optimizer: torch.optim.Optimizer, ours: set[int], instead: str) -> None:
+def _refuse_foreign(
+    optimizer: torch.optim.Optimizer, ours: set[int], parameters: Iterable[torch.Tensor], instead: str
+) -> None:
+    """Refuse tensors beside `ours` (ids) in parameter groups, and of parameters' shapes in attributes."""
+    shapes = {p.shape for p in parameters if p.numel() > 1}
+    copies = 'Keep copies of parameters, such as f32 masters, in its state: state[p]["master"].'
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ours]
     if foreign:
         raise CaptureError(
             f"the optimizer updates a tensor of shape {tuple(foreign[0].shape)} that is no parameter of the model "
             f"(nor of a loss_fn that is a module); {len(foreign)} such in all. {instead}"
+            + (f" {copies}" if foreign[0].shape in shapes else "")
         )
+    for name, value in vars(optimizer).items():
+        held = () if name in ("state", "param_groups") else tree_leaves(value)
+        if any(isinstance(t, torch.Tensor) and t.shape in shapes and id(t) not in ours for t in held):
+            raise CaptureError(
+                f"{type(optimizer).__name__} keeps tensors as large as parameters in its attribute {name}, which is no "
+                f"state of a step. {copies}"
+            )
 
 
 def seed_state(
@@ -239,10 +252,10 @@ def _after_a_step(
                 kinds[kind] = torch.nn.Parameter(placeholder(p))
                 kinds[kind].grad = placeholder(p)
             stand_ins[id(p)] = kinds.get(kind, p)
-    trial = twin_of(optimizer, stand_ins)
-    for group in trial.param_groups:
-        group["params"] = list({id(p): p for p in group["params"] if any(p is s for s in kinds.values())}.values())
-    with guard:
+    with guard:  # also while its class makes the state that it begins with
+        trial = twin_of(optimizer, stand_ins)
+        for group in trial.param_groups:
+            group["params"] = list({id(p): p for p in group["params"] if any(p is s for s in kinds.values())}.values())
         step(trial)
     return {kind: dict(trial.state[p]) for kind, p in kinds.items()}, trial.param_groups
 

@@ -6,8 +6,9 @@ computes on the CPU, would crash the process by reading a placeholder's data.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard.dtypes import NO_FP8
 from autoshard.errors import CaptureError
 from autoshard.frontends.tracing.by_values import SHAPED_BY_VALUES
 from autoshard.frontends.tracing.device import current, is_xla, names_it
@@ -69,8 +71,15 @@ def on_host(name: str, where: str, of: str, indexed: str) -> CaptureError:
     return no_lowering(name, where)
 
 
+def is_fp8(tensor: torch.Tensor) -> bool:
+    """Whether elements are floats of 8 bits."""
+    return bool(tensor.dtype.itemsize == 1 and tensor.is_floating_point())
+
+
 def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Callable[[], str]) -> None:
     """Raise CaptureError if an op has a data-dependent shape or no lowering."""
+    for tensor in filter(is_fp8, tensors):
+        raise CaptureError(f"{where()} computes in {tensor.dtype}{source()}: {NO_FP8}")
     if current().falls_back(func.name()):
         raise no_lowering(name, where())
     if name in _ONE_DTYPE and len({t.dtype for t in tensors}) > 1:
@@ -84,6 +93,33 @@ def refuse(name: str, func: Any, tensors: tuple[torch.Tensor, ...], where: Calla
             f"{where()} takes classes as whole numbers ({_short(name)}), and was given {tensors[1].dtype}{source()}; "
             "pass the targets as torch.long"
         )
+
+
+@contextlib.contextmanager
+def refuse_scalers(where: Callable[[], str]) -> Iterator[None]:
+    """Refuse `GradScaler` while it is enabled; `where` names what is running."""
+    kind = torch.amp.GradScaler
+    own = {name: getattr(kind, name) for name in ("scale", "unscale_", "step")}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_enabled():
+                return own[name](self, *args, **kwargs)
+            raise CaptureError(
+                f"{where()} calls GradScaler.{name}{source()}. A GradScaler reads on the host whether gradients are "
+                "finite, and skips steps. Leave it out: bf16 needs no scaling. In f16 let loss_fn multiply the loss by "
+                "a number, and the optimizer's step divide gradients by it, with torch.where for those not finite."
+            )
+
+        return refuse
+
+    for name in own:
+        setattr(kind, name, refusing(name))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(kind, name, method)
 
 
 class RefuseMasks(TorchFunctionMode):  # type: ignore[misc]

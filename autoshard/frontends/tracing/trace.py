@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from autoshard.attention.form import FUSED
-from autoshard.dtypes import torch_dtypes
+from autoshard.dtypes import NO_FP8, torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import attention
 from autoshard.frontends.switches import table as switches
@@ -123,6 +123,8 @@ def trace_step(
 
 def check_placeable(like: torch.Tensor) -> None:
     """Refuse a tensor without a possible placeholder."""
+    if refusals.is_fp8(like):
+        raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured: {NO_FP8}")
     if like.dtype not in torch_dtypes():
         raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
     if like.layout is not torch.strided:
@@ -246,6 +248,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.stack.enter_context(torch.random.fork_rng(devices=[]))
             self.stack.enter_context(attention.noting(lambda why: self.written_out.append((self.paths.current(), why))))
             self.stack.enter_context(switches.active(self.switches, self.model))
+            self.stack.enter_context(refusals.refuse_scalers(self.paths.describe))
             self.stack.enter_context(refusals.RefuseMasks(self.paths.describe, self.labels.unknown))
         except BaseException:
             self.stack.close()
