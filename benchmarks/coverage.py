@@ -95,7 +95,9 @@ def plan_and_run(name: str, folder: Path) -> None:
 
     prepare_runtime(DEVICES)
     from autoshard.api import plan_program
+    from autoshard.attention.form import FUSED
     from autoshard.errors import AutoshardError
+    from autoshard.frontends.choose import switches_for
     from autoshard.frontends.switches.autocast import autocast_as_xla
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.graph.rules.base import GATHERED
@@ -109,8 +111,10 @@ def plan_and_run(name: str, folder: Path) -> None:
     began = time.process_time()
     try:
         with collector_paused():
-            program = capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
-            said(stage="plan", ops=len(program.ops))
+            asked = {"loss_fn": source.loss_fn, "optimizer": source.optimizer, "switches": switches_for(DEVICE)}
+            program = capture(source.model, source.inputs, **asked)
+            fused = sum(op.name == FUSED for op in program.ops)
+            said(stage="plan", ops=len(program.ops), fused=fused, written_out=len(program.written_out))
             plan = plan_program(program, Mesh.parse(MESH, device=DEVICE), time_limit=120, rivals=False)
     except AutoshardError as error:
         said(cause=str(error), kind=type(error).__name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.device import builtin_kinds, load_device
 from autoshard.errors import CaptureError
 from autoshard.plans.remat import Blocks, Remat, switch_value
 from autoshard.program import Program
@@ -50,9 +50,11 @@ def switches_for(device: str | None, remat: Remat | None = None, micro_batches: 
         raise ValueError(f"micro_batches={micro_batches!r}: a step has one micro-batch or more")
     own: tuple[str, ...] = () if remat is None else (f"{REMAT}:{switch_value(remat)}",)
     own += (f"{MICRO_BATCHES}:{micro_batches}",) if micro_batches > 1 else ()
-    if device is None or load_device(device).target == "cpu":
+    found = None if device is None else load_device(device)
+    if found is None or found.target == "cpu":
         return (*SWITCHES, *own)
-    return (*SWITCHES, f"{ATTENTION}:{load_device(device).kind}", *own)
+    kind = found.kind if found.kind in builtin_kinds() else found.target  # a plan runs where a device's file is not
+    return (*SWITCHES, f"{ATTENTION}:{kind}", *own)
 
 
 def blocks_of(model: Any) -> tuple[Blocks, ...]:

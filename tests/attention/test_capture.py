@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ def test_for_a_cpu_or_no_device_it_is_written_out():
         graph = graph_of(source(), device, "torchax")
         assert not any(op.kind == FORWARD for op in graph.ops)
         assert bool(graph.program.written_out) == (device == "h100")
+
+
+def test_a_device_of_a_file_has_the_kernels_of_its_target():
+    """It was looked up by its name, among the kinds that are built in."""
+    device = str(Path(__file__).parents[2] / "benchmarks" / "zoo_device.toml")
+    assert switches_for(device)[-1] == "attention:tpu"
+    assert any(op.kind == FORWARD for op in graph_of(source(), device, "torchax").ops)
 
 
 @pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])

@@ -153,7 +153,7 @@ def test_a_decorator_of_a_file_asks_for_cuda_that_is_not_here(tmp_path: Any, fro
 def test_a_decorator_made_where_cuda_is(frontend: str) -> None:
     """Its device is `cuda` again after the capture."""
     made = torch.autocast("cuda", enabled=False)
-    made._enabled, made.fast_dtype = True, bf16
+    made.__dict__.update(_enabled=True, fast_dtype=bf16)
     model = Net()
     model.body = made(model.body)
     with pytest.MonkeyPatch.context() as patch:

@@ -35,8 +35,9 @@ _noted: list[Callable[[str], None]] = []
 
 @contextlib.contextmanager
 def kernels_of(kind: str) -> Iterator[None]:
-    """Keep those attentions as one op that this kind of device, `tpu-v5e`, has a fused kernel for."""
-    _kinds.append((load_device(kind).target, kind))
+    """Keep those attentions as one op that this kind of device, `tpu-v5e`, or platform, has a fused kernel for."""
+    platforms: dict[str, Platform] = {"gpu": "gpu", "tpu": "tpu"}
+    _kinds.append((platforms.get(kind) or load_device(kind).target, kind))
     try:
         yield
     finally:

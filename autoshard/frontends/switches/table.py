@@ -7,7 +7,7 @@ calls with tensors on an XLA device, and never edits the model.
 |---|---|---|
 | `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention`, torch_xla's `flash_attention` and `splash_attention` | torch merges batch and heads for `bmm`; torch_xla's kernels cannot be traced without a TPU |
-| `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
+| `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device, or platform (`tpu`, `gpu`), has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
