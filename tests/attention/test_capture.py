@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoshard
 from autoshard.attention.form import FORWARD, GRADIENT, Form
@@ -59,6 +61,32 @@ def test_what_is_written_out_leaves_no_op_of_the_kernel(frontend):
     device, plain = (graph_of(source(), device, frontend).program for device in ("h100", None))
     assert device.switches == plain.switches
     assert [op.name for op in device.ops] == [op.name for op in plain.ops]
+
+
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize(("saved", "count"), [("flash", 1), ("efficient", 1), (None, 2)])
+def test_a_selective_checkpoint_saves_it_by_the_names_of_pytorch(saved, count, frontend):
+    pytest.importorskip(frontend)
+    wanted = [torch.ops.aten.mm.default if saved is None else named(saved)]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def attend(self, x):
+            return functional.scaled_dot_product_attention(x.sin(), x, x).cos()
+
+        def forward(self, x):
+            contexts = partial(create_selective_checkpoint_contexts, wanted)
+            return checkpoint(self.attend, self.layer(x), use_reentrant=False, context_fn=contexts).sum()
+
+    program = capture_of(frontend)(Net(), torch.zeros(2, 2, 128, 16), train=True, switches=switches_for("tpu-v5e"))
+    assert sum(op.kind == FORWARD for op in build_graph(program).ops) == count
+
+
+def named(kind):
+    return getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
 
 
 class Forms(nn.Module):

@@ -99,9 +99,28 @@ def whole(blocks: Any, x: torch.Tensor) -> torch.Tensor:
         return each(blocks, x)
 
 
-def saving_products(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    products = [torch.ops.autoshard.einsum.default, torch.ops.aten.addmm.default]
+def saving_products(blocks: Any, x: torch.Tensor, named: Any = None) -> torch.Tensor:
+    products = named or [torch.ops.autoshard.einsum.default, torch.ops.aten.addmm.default]
     return each(blocks, x, context_fn=functools.partial(create_selective_checkpoint_contexts, products))
+
+
+def every_second_product(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    """As torchtitan's policy counts them, by aten's name; a linear layer with a bias is an `addmm`."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def contexts() -> Any:
+        seen = Counter()
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            assert op is not torch.ops.aten.mm.default
+            if op is torch.ops.aten.addmm.default:
+                seen[context.is_recompute] += 1
+            save = op is torch.ops.aten.addmm.default and seen[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return each(blocks, x, context_fn=contexts)
 
 
 def autocast(blocks: Any, x: torch.Tensor, run: Run = each) -> torch.Tensor:
@@ -121,6 +140,9 @@ KINDS: dict[str, tuple[Run, int]] = {
     "in place": (in_place, 2),
     "whole": (whole, 2),
     "products saved": (saving_products, 0),
+    "products saved by aten's name": (functools.partial(saving_products, named=[torch.ops.aten.addmm.default]), 0),
+    "other products saved": (functools.partial(saving_products, named=[torch.ops.aten.mm.default]), 2),
+    "every second product saved": (every_second_product, 0),
     "autocast": (autocast, 2),
     "autocast, without arguments": (functools.partial(autocast, run=without_arguments), 2),
 }

@@ -82,6 +82,8 @@ def recomputed() -> Iterator[None]:
         saved["_infer_device_type"](*args) if any(isinstance(leaf, torch.Tensor) for leaf in args) else current().type
     )
     library.SAC_IGNORED_OPS = _AndViews(saved["SAC_IGNORED_OPS"])
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"):
+        setattr(library, name, _asking_for_aten(saved[name]))
     had = getattr(torch, "xla", None)
     if had is None:
         torch.xla = _Device()
@@ -94,8 +96,33 @@ def recomputed() -> Iterator[None]:
             del torch.xla
 
 
-_REPLACED = ("CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type", "SAC_IGNORED_OPS")
+_REPLACED = (
+    "CheckpointFunction", "_checkpoint_hook", "_recomputation_hook", "_infer_device_type", "SAC_IGNORED_OPS",
+    "_CachingTorchDispatchMode", "_CachedTorchDispatchMode",
+)  # fmt: skip
 """Replaced attributes of `torch.utils.checkpoint`."""
+
+
+def _asking_for_aten(mode: Any) -> Any:
+    """A mode of selective checkpoints whose policy is asked for aten's products and attentions where ours run."""
+
+    class Asking(mode):  # type: ignore[misc]
+        def __init__(self, policy: Any, *args: Any, **kwargs: Any) -> None:
+            def asked(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+                found = policy(context, op, *args, **kwargs)
+                others, tensors = ops.instead_of(op, args)
+                for other in others:
+                    if not _saves(found):
+                        found = policy(context, other, *tensors)
+                return found
+
+            super().__init__(asked, *args, **kwargs)
+
+    return Asking
+
+
+def _saves(found: Any) -> bool:
+    return found is True or getattr(found, "name", "") in ("MUST_SAVE", "PREFER_SAVE")
 
 
 class _AndViews(set[Any]):

@@ -46,7 +46,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _project(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_dims: str) -> torch.Tensor:
     free = _LETTERS[15 : 15 + input.dim() - 1]
     input, weight = same_dtype(input, weight)
-    out = ops.einsum(f"{free}i,{weight_dims}->{free}o", input, weight)
+    out = ops.einsum(f"{free}i,{weight_dims}->{free}o", input, weight, bias is not None)
     return out if bias is None else out + bias.to(out.dtype)
 
 

@@ -12,6 +12,7 @@ They are registered with `torch.library.Library` and an autograd kernel, which c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -158,9 +159,31 @@ _library.impl("barrier", _barrier_any, "CompositeExplicitAutograd")
 _library.impl("barrier", _barrier_xla, "XLA")
 
 
-def einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`torch.einsum` of two operands whose every index is in two of the three tensors, as one dot."""
+_biased = False
+
+
+def einsum(equation: str, a: torch.Tensor, b: torch.Tensor, biased: bool = False) -> torch.Tensor:
+    """`torch.einsum` of two operands whose every index is in two of the three tensors, as one dot.
+
+    `biased`: a bias is added to the result next.
+    """
+    global _biased
+    _biased = biased
     return _product(equation, a, b)
+
+
+def instead_of(op: Any, args: tuple[Any, ...]) -> tuple[Sequence[Any], tuple[Any, ...]]:
+    """The overloads of aten of which eager PyTorch runs one where an op of ours runs, and their tensors."""
+    if op is torch.ops.autoshard.einsum.default:
+        together = bool(dot_dims(args[0])[0][1][0])
+        found = torch.ops.aten.bmm if together else torch.ops.aten.addmm if _biased else torch.ops.aten.mm
+        return (found.default,), args[1:]
+    if op is torch.ops.autoshard.attention.default:
+        kinds = ("flash", "efficient", "cudnn", "fused")
+        names = (f"_scaled_dot_product_{kind}_attention" for kind in kinds)
+        packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+        return [packet.default for packet in packets], args[:3]
+    return (), ()
 
 
 def embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
