@@ -98,14 +98,14 @@ def plan_and_run(name: str, folder: Path) -> None:
     from autoshard.attention.form import FUSED
     from autoshard.errors import AutoshardError
     from autoshard.frontends.choose import switches_for
-    from autoshard.frontends.switches.autocast import autocast_as_xla
+    from autoshard.frontends.switches.autocast import autocast_on
     from autoshard.frontends.torch_xla.program import capture
     from autoshard.graph.rules.base import GATHERED
     from autoshard.mesh import Mesh
     from autoshard.planning.collector import collector_paused
     from autoshard.verify import run_worker
 
-    with autocast_as_xla():
+    with autocast_on():
         source = builders()[name]()
     said(stage="capture", elements=sum(p.numel() for p in source.model.parameters()))
     began = time.process_time()
@@ -186,10 +186,10 @@ def split_share(plan: Any) -> float:
 
 def alone(name: str, row: dict[str, Any], folder: Path) -> None:
     """Train the entry through torch_xla alone on one device; write `alone.json`."""
-    from autoshard.frontends.switches.autocast import autocast_as_xla
+    from autoshard.frontends.switches.autocast import autocast_on
     from autoshard.verify import run_worker
 
-    with autocast_as_xla():
+    with autocast_on():
         source = builders()[name]()
     (folder / "alone.json").write_text(json.dumps({"error": "crashed"}))
     try:

@@ -214,6 +214,38 @@ def scaled_loss() -> Any:
 
 
 @entry
+def autocast_of_cuda_to_f16_under_a_scaled_loss() -> Any:
+    class Mixed(Language):
+        def forward(self, text: Tensor, labels: Tensor) -> Tensor:
+            with torch.amp.autocast("cuda"):
+                return super().forward(text, labels) * 128.0
+
+    return Mixed(), text(), None, lambda parameters: Guarded(parameters, lr=0.01)
+
+
+class Masters(torch.optim.Optimizer):
+    """SGD with momentum of f32 copies, which parameters in bf16 are rounded from."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            self.state[p] = {"master": p.detach().float(), "momentum": torch.zeros_like(p, dtype=torch.float32)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["momentum"].mul_(0.9).add_(p.grad)
+                p.copy_(state["master"].sub_(state["momentum"], alpha=group["lr"]))
+
+
+@entry
+def f32_masters_of_bf16_weights() -> Any:
+    return Language().to(torch.bfloat16), text(), None, Masters
+
+
+@entry
 def scheduled() -> Any:
     def make(parameters: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

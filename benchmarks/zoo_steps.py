@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.nets import mlp
 from benchmarks.zoo_entry import BATCH, SEQ, WIDTH, classes, entry, floats, tokens
-from benchmarks.zoo_hf import LEARNING_RATE
+from benchmarks.zoo_hf import LEARNING_RATE, build
 
 
 class Block(nn.Module):
@@ -206,23 +208,79 @@ def bf16_autocast() -> Any:
 
 
 @entry
+def autocast_of_cuda_by_decorator() -> Any:
+    class Mixed(Language):
+        @torch.autocast("cuda", dtype=torch.bfloat16)
+        def forward(self, text: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(text, labels)
+
+    return Mixed(), text(), None
+
+
+@entry
 def bf16_weights() -> Any:
     return Language().to(torch.bfloat16), text(), None
 
 
+class Checkpointed(Language):
+    """Blocks that are computed again, as `how` calls torch's checkpoint."""
+
+    def __init__(self, drop: float = 0.0, **how: Any) -> None:
+        super().__init__(drop=drop)
+        self.how = {"use_reentrant": False, **how}
+
+    def inner(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.how)
+        return x
+
+
 @entry
 def activation_checkpointing() -> Any:
-    class Checkpointed(Language):
+    class OfTorchXla(Language):
         def inner(self, x: Tensor) -> Tensor:
-            if x.device.type == "xla":
-                from torch_xla.utils.checkpoint import checkpoint
-            else:
-                from torch.utils.checkpoint import checkpoint
+            if x.device.type != "xla":
+                return super().inner(x)
+            from torch_xla.utils.checkpoint import checkpoint
+
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=True)
             return x
 
-    return Checkpointed(), text(), None
+    return OfTorchXla(), text(), None
+
+
+@entry
+def selective_checkpointing() -> Any:
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    return Checkpointed(context_fn=contexts), text(), None
+
+
+@entry
+def checkpointing_with_dropout() -> Any:
+    return Checkpointed(drop=0.1), text(), None
+
+
+@entry
+def reentrant_checkpointing_with_dropout() -> Any:
+    return Checkpointed(drop=0.1, use_reentrant=True), text(), None
+
+
+def checkpoints_of_transformers(**how: Any) -> Any:
+    source = build("llama", "AutoModelForCausalLM", lambda config: {})
+    source.model.gradient_checkpointing_enable(how)
+    return source.model, {"input_ids": text()[0], "labels": text()[1]}, None
+
+
+@entry
+def gradient_checkpointing_of_transformers() -> Any:
+    return checkpoints_of_transformers(use_reentrant=False)
+
+
+@entry
+def reentrant_gradient_checkpointing_of_transformers() -> Any:
+    return checkpoints_of_transformers(use_reentrant=True)
 
 
 @entry

@@ -123,11 +123,11 @@ def loaded(asked: Asked, stages: Stages) -> Source:
     """What SOURCE names: the model and its sample inputs."""
     stages.begin("import")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are about training scripts
-    from autoshard.frontends.switches.autocast import autocast_as_xla
+    from autoshard.frontends.switches.autocast import autocast_on
     from autoshard.sources import load_source
 
     stages.begin("source")
-    with autocast_as_xla():  # decorators of the file ask for CUDA before anything is captured
+    with autocast_on():  # decorators of the file ask for CUDA before anything is captured
         return load_source(asked.source, **asked.options.given)
 
 

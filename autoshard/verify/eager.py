@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.frontends.tracing.inputs import input_names, key_name, split_inputs
 from autoshard.frontends.tracing.optimizer import make_optimizer
 from autoshard.lower.arrays import to_torch
@@ -263,7 +264,16 @@ def eager_step(
     loss_fn: Callable[..., Any] | None,
     train: bool = True,
 ) -> Any:
-    """An ordinary training step, returning the loss; or a forward pass, returning its output."""
+    """An ordinary training step, returning the loss; or a forward pass, returning its output.
+
+    Autocast, of whichever device, is that of the batch's.
+    """
+    on_xla = any(isinstance(leaf, Tensor) and leaf.is_xla for leaf in tree_leaves(batch))
+    with autocast_on("xla" if on_xla else "cpu"):
+        return _step(model, optimizer, batch, loss_fn, train)
+
+
+def _step(model: Any, optimizer: Any, batch: Any, loss_fn: Any, train: bool) -> Any:
     inputs = split_inputs(model, batch, loss_fn)
     if optimizer is not None:
         optimizer.zero_grad()

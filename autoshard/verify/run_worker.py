@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.errors import AutoshardError
 from autoshard.frontends.switches import table as switches
-from autoshard.frontends.switches.autocast import autocast_as_xla
+from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing.optimizer import make_optimizer
 from autoshard.lower.torch_xla.mark_sharding import annotate, apply
@@ -45,7 +45,7 @@ def main() -> None:
     sys.path += [each for each in request["path"] if each not in sys.path]  # appended: no file there shadows a library
     try:
         if request["origin"] is not None:
-            with autocast_as_xla():
+            with autocast_on():
                 source = load_source(**request["origin"])
         else:
             model, inputs, loss_fn, optimizer, train = torch.load(folder / "source.pt", weights_only=False)
@@ -65,7 +65,6 @@ def captured(source: Source, under: Sequence[str] = switches.DEFAULT) -> Program
     return capture(source.model, source.inputs, **given)
 
 
-@autocast_as_xla()
 def compare(
     plan: Plan, source: Source, steps: int, program: Program | None = None, keep: Path | None = None
 ) -> dict[str, Any]:
@@ -177,7 +176,6 @@ def _exact(model: torch.nn.Module, source: Source, batches: list[Any]) -> _Run |
         torch.set_default_dtype(torch.float32)
 
 
-@autocast_as_xla()
 def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """The same steps through torch_xla on one device without a plan: whether it can train the model.
 

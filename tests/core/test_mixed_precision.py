@@ -17,7 +17,7 @@ import autoshard
 from autoshard.cli.progress import Stages
 from autoshard.cli.source import Asked, loaded
 from autoshard.errors import CaptureError
-from autoshard.frontends.switches.autocast import autocast_as_xla
+from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.mesh import Mesh
 from autoshard.sources import SourceOptions
 
@@ -174,7 +174,7 @@ def test_a_decorator_that_pytorch_has_turned_off_is_warned_of(monkeypatch: pytes
 def test_nothing_of_torch_stays_replaced() -> None:
     kind = torch.amp.autocast_mode.autocast
     before = kind.__init__, kind.__enter__, torch.amp.GradScaler.scale
-    with autocast_as_xla():
+    with autocast_on():
         pass
     captured(Net(), FRONTENDS[-1])
     assert before == (kind.__init__, kind.__enter__, torch.amp.GradScaler.scale)

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from autoshard.frontends.tracing.device import is_xla
 
 DEVICE = "xla"
-_AS_XLA = frozenset({"meta", "cuda"})
 
 LOWER = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bmm", "mm",
@@ -105,49 +104,51 @@ def _eligible(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def autocast_as_xla() -> Iterator[None]:
-    """Have autocast of `cuda` (f16 where no dtype is given) and of placeholders count as autocast of XLA.
+def autocast_on(device: str = DEVICE) -> Iterator[None]:
+    """Have autocast of CUDA (f16 where no dtype is given), XLA and placeholders be autocast of `device`, xla or cpu.
 
     Of CUDA that is not here too; contexts and decorators made before as well. torch_xla's own acts as on a TPU.
     """
     autocast: Any = torch.amp.autocast_mode.autocast
     own_init, own_enter = autocast.__init__, autocast.__enter__
     moved: list[tuple[Any, str]] = []
+    others = {"meta", "cuda", DEVICE} - {device}
 
     def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda" and dtype is None:
-            dtype = torch.get_autocast_dtype("cuda")
-        own_init(self, DEVICE if device_type in _AS_XLA else device_type, dtype, *args, **kwargs)
+        asked = DEVICE if device_type == "meta" else device_type
+        dtype = torch.get_autocast_dtype(asked) if dtype is None else dtype
+        own_init(self, device if device_type in others else device_type, dtype, *args, **kwargs)
+        self.__dict__.update(device=asked, autoshard_made=True)
 
     def enter(self: Any) -> Any:
         if not hasattr(self, "device"):  # torch_xla's, made where there is no TPU
-            own_init(self, DEVICE, enabled=self._enabled)
-        if self.device in _AS_XLA:
-            if self.device == "cuda" and not self._enabled and torch.cuda.amp.common.amp_definitely_not_available():
+            init(self, DEVICE, enabled=self._enabled)
+        if self.device in others:
+            made_here = self._enabled or hasattr(self, "autoshard_made")
+            if not made_here and torch.cuda.amp.common.amp_definitely_not_available():
                 warnings.warn(_OFF, stacklevel=3)
             moved.append((self, self.device))
-            self.device = DEVICE
+            self.device = device
         return own_enter(self)
 
     def restore() -> None:
-        for each, device in moved:
-            each.device = device
+        for each, own in moved:
+            each.device = own
 
     with contextlib.ExitStack() as stack:
         stack.callback(restore)
         stack.enter_context(_replaced(autocast, __init__=init, __enter__=enter))
-        stack.enter_context(_of_transformers(autocast))
+        stack.enter_context(_of_transformers(autocast, lambda asked: device if asked in others else asked))
         if "torch_xla" in sys.modules:
             library = import_module("torch_xla.amp.autocast_mode")
             runtime = types.SimpleNamespace(xla_device_hw=lambda _: "TPU")
             stack.enter_context(_replaced(library, xm=runtime))
             own = library.autocast.__init__
             stack.enter_context(
-                _replaced(library.autocast, __init__=lambda self, device, *a, **k: own(self, DEVICE, *a, **k))
+                _replaced(library.autocast, __init__=lambda self, _, *a, **k: own(self, DEVICE, *a, **k))
             )
-        outside = torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(DEVICE)
-        if outside:
-            stack.enter_context(autocast(DEVICE, torch.get_autocast_dtype("cuda")))
+        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(device):
+            stack.enter_context(autocast(device, torch.get_autocast_dtype("cuda")))
         yield
 
 
@@ -171,11 +172,11 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _of_transformers(autocast: Any) -> Iterator[None]:
+def _of_transformers(autocast: Any, counts_as: Callable[[str], str]) -> Iterator[None]:
     """Replace transformers' own, which takes `meta` for a device where nothing is computed."""
 
     def maybe(device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
-        if not enabled and not torch.is_autocast_enabled(DEVICE if device_type in _AS_XLA else device_type):
+        if not enabled and not torch.is_autocast_enabled(counts_as(device_type)):
             return contextlib.nullcontext()
         return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 

@@ -41,7 +41,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from autoshard.frontends.switches import attention, images, losses, pools  # noqa: F401  (they register their handlers)
-from autoshard.frontends.switches.autocast import autocast_as_xla
+from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.frontends.switches.checkpoints import recomputed
 from autoshard.frontends.switches.dots import conv1d
 from autoshard.frontends.switches.handlers import (
@@ -84,7 +84,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
         # Of ready nodes, autograd runs the one created last, and each thread counts for itself: if gradients of
         # gradients were created on a device thread, their order would depend on what ran there before.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(autocast_as_xla())
+        stack.enter_context(autocast_on())
         if "transformers" in names:
             stack.enter_context(transformers_traced(model))
         if "checkpoint" in names:
