@@ -20,6 +20,7 @@ from autoshard.errors import CaptureError
 from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.mesh import Mesh
 from autoshard.sources import SourceOptions
+from autoshard.verify.eager import eager_step
 
 FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
 HALF = 2e-2
@@ -109,6 +110,18 @@ def test_numbers_are_those_of_autocast_on_the_cpu(frontend: str, dtype: torch.dt
     eager.how = lambda x: torch.autocast("cpu", dtype=dtype)
     optimizer, theirs = sgd(model.parameters()), sgd(eager.parameters())
     compare_steps(captured(model, frontend, optimizer=optimizer), model, optimizer, eager, theirs, x)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xla"])
+def test_pytorch_itself_runs_the_step_in_the_same_dtype(device: str) -> None:
+    """What a plan's numbers are held against: on a CPU such autocast cast nothing, or raised an error."""
+    torch.manual_seed(0)
+    model, x = Net(lambda x: torch.autocast(device, dtype=bf16)), torch.randn(4, 8)
+    loss = eager_step(model, None, x, mean_square)
+    model.how = lambda x: torch.autocast("cpu", dtype=bf16)
+    assert loss.item() == mean_square(model(x)).item()
+    model.how = None
+    assert loss.item() != mean_square(model(x)).item()
 
 
 def compare_steps(program: Any, model: Any, optimizer: Any, eager: Any, theirs: Any, x: torch.Tensor) -> None:
