@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import autoshard
+from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.mesh import Mesh
 from tests.lower.optimizers import counting, masters
 from tests.lower.torch_xla import scenarios
@@ -39,6 +40,14 @@ class Net(torch.nn.Module):
         return self.down(torch.nn.functional.gelu(self.up(hidden)))
 
 
+class Cast(Net):
+    """Under autocast as users of CUDA write it."""
+
+    def forward(self, tokens):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return super().forward(tokens)
+
+
 def batches(steps=STEPS):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -52,10 +61,10 @@ def difference(a, b):
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
-def trained(optimizer_of, *, partitioner, hints=None, dtype=torch.float32, gamma=None):
+def trained(optimizer_of, *, partitioner, hints=None, dtype=torch.float32, gamma=None, net=Net):
     """Differences between `STEPS` steps under a plan in jax and the same in eager PyTorch."""
     torch.manual_seed(0)
-    model = Net().to(dtype)
+    model = net().to(dtype)
     reference = copy.deepcopy(model)
     optimizer, theirs = optimizer_of(model.parameters()), optimizer_of(reference.parameters())
     loss_fn = torch.nn.functional.cross_entropy
@@ -68,7 +77,8 @@ def trained(optimizer_of, *, partitioner, hints=None, dtype=torch.float32, gamma
     losses = []
     for batch in batches():
         state, outputs = step(state, batch)
-        loss = loss_fn(reference(batch["tokens"]), batch["target"])
+        with autocast_on("cpu"):
+            loss = loss_fn(reference(batch["tokens"]), batch["target"])
         theirs.zero_grad()
         loss.backward()
         theirs.step()
@@ -108,6 +118,10 @@ def adamw():
 
 def bf16():
     return trained(lambda ps: torch.optim.SGD(ps, **SGD), partitioner="shardy", dtype=torch.bfloat16)
+
+
+def autocast():
+    return trained(lambda ps: torch.optim.SGD(ps, **SGD), partitioner="shardy", hints=UNEVEN, net=Cast)
 
 
 def collectives(partitioner):
@@ -207,6 +221,7 @@ SCENARIOS = {
     "masters": lambda: trained(masters, partitioner="shardy", hints=UNEVEN),
     "counting": lambda: trained(counting, partitioner="shardy"),
     "bf16": bf16,
+    "autocast": autocast,
     "shardy_collectives": lambda: collectives("shardy"),
     "gspmd_collectives": lambda: collectives("gspmd"),
     "dropout": dropout,

@@ -55,6 +55,12 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
+class Cast(Net):
+    def forward(self, tokens):
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            return super().forward(tokens)
+
+
 class Convolutional(torch.nn.Module):
     """Tokens to logits by convolutions over time, with and without bias and groups, and a batch norm."""
 
@@ -231,6 +237,7 @@ SCENARIOS = {
     "packed_whole": (Packed, batch, loss_of, sgd),
     "masked": (Masked, batch, loss_of_some, sgd),
     "fsdp_tp": (Net, batch, loss_of, sgd),
+    "autocast": (Cast, batch, loss_of, sgd),
     "written": (Written, batch, loss_of, sgd),
 }
 REFUSED = ("written",)

@@ -19,9 +19,9 @@ from tests.lower.dtensor.dtensor_processes import REFUSED, SCENARIOS
 from tests.plans import made as plans
 
 ROOT = Path(__file__).resolve().parents[3]
-EQUAL = 1e-5
+EQUAL, HALF = 1e-5, 2e-2
 MESH = Mesh((2, 2), device="h100")
-MANUAL = {"megatron": "megatron", "fsdp": "fsdp", "masked": "fsdp-tp", "fsdp_tp": "fsdp-tp", "written": "fsdp-tp"}
+MANUAL = {"megatron": "megatron", "fsdp": "fsdp", "masked": "fsdp-tp", "fsdp_tp": "fsdp-tp", "written": "fsdp-tp", "autocast": "fsdp-tp"}
 HINTS = {
     "automatic": {"tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]"},
     "masters": {
@@ -100,10 +100,11 @@ def test_numbers_are_those_of_one_process(seen, name):
     assert name in seen, f"not reached: {next(each['failed'] for each in seen.values() if 'failed' in each)}"
     found = seen[name]
     assert "failed" not in found, found.get("failed")
-    assert found["losses"] < EQUAL
-    assert found["gradients"] < EQUAL
+    equal = HALF if name == "autocast" else EQUAL
+    assert found["losses"] < equal
+    assert found["gradients"] < equal
     if SCENARIOS[name][3].__name__ in ("sgd", "masters"):
-        assert found["parameters"] < EQUAL
+        assert found["parameters"] < equal
     assert found["buffers"] < EQUAL
     assert found["as_planned"]
     assert found["states_as_planned"]
