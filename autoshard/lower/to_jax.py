@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from autoshard.attention.kernels import Platform
-from autoshard.dtypes import is_float, is_whole, numpy_dtype
+from autoshard.dtypes import is_float, numpy_dtype
 from autoshard.errors import LoweringError
 from autoshard.graph.ops import Graph
 from autoshard.lower.arrays import to_numpy, to_torch
 from autoshard.lower.devices import device_ids
+from autoshard.lower.seeds import Seeds
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_program
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 Partitioner = Literal["shardy", "gspmd"]
 Precision = Literal["default", "highest"]
 _PRODUCTS = frozenset({"stablehlo.dot", "stablehlo.dot_general", "stablehlo.convolution"})
-_RANDOM = frozenset({"rng_bit_generator", "rng"})
 
 
 @dataclass(frozen=True)
@@ -240,8 +240,7 @@ class JaxStep:
         self._state = [name for name in self._types if name not in program.values and name not in self._inputs]
         none = jax.sharding.NamedSharding(shardings.mesh, jax.sharding.PartitionSpec())
         self._shardings = dict.fromkeys((*self._state, *self._inputs), none) | shardings.arguments()
-        self._seeds = random_seeds(graph) if program.values else {}
-        self._random = np.random.default_rng(seed)
+        self._seeds = Seeds(graph, seed)
         self._followed = self._host_scalars(graph, optimizer)
         self.jitted = self._jitted()
 
@@ -334,10 +333,7 @@ class JaxStep:
             yield
 
     def _next_scalars(self) -> dict[str, Any]:
-        found = {name: to_numpy(value) for name, value in self._followed.next_step().items()}
-        for name, dtype in self._seeds.items():
-            found[name] = self._random.integers(0, 2**31, dtype=np.int64).astype(dtype)
-        return found
+        return {name: to_numpy(value) for name, value in self._followed.next_step().items()} | self._seeds.next_step()
 
     # Between PyTorch and jax.
 
@@ -459,16 +455,6 @@ def optimizer_scalars(graph: Graph) -> list[str]:
         for op, argument in zip(graph.arguments, program.arguments, strict=True)
         if argument.role == "scalar" and op in read and not argument.type.shape and is_float(argument.type.dtype)
     ]
-
-
-def random_seeds(graph: Graph) -> dict[str, Any]:
-    """Names of the integer scalars that seed random numbers -> numpy dtype."""
-    before = graph.leading_to([op.id for op in graph.ops if op.kind in _RANDOM])
-    return {
-        argument.name: numpy_dtype(argument.type.dtype)
-        for op, argument in zip(graph.arguments, graph.program.arguments, strict=True)
-        if argument.role == "scalar" and op in before and is_whole(argument.type.dtype)
-    }
 
 
 def _exported_call(module: bytes, program: Program, devices: int, precision: Precision) -> Callable[..., Sequence[Any]]:

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import dropout
 from torch.utils import checkpoint as library
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoshard
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.frontends.switches.checkpoints import recomputed
+from autoshard.frontends.switches.table import active
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.stablehlo.reader import build_graph
@@ -206,6 +208,90 @@ def test_dropout_is_drawn_again_as_it_was(reentrant: bool) -> None:
     *_, graph = captured(run, "torchax", drop=0.5)
     seeds = Counter(expression(graph, op.operands[0]) for op in graph.ops if op.kind == "rng_bit_generator")
     assert sorted(seeds.values()) == [2, 2]
+
+
+class Dropped(torch.nn.Module):
+    """Its value is the sum, over the weights of any block, of weight times gradient, if both passes drop the same."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.head, self.run = torch.nn.Linear(64, 64, bias=False), run
+        self.weights = torch.nn.ParameterList(torch.rand(64) + 0.5 for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = dropout(self.head(x), 0.2)
+        for weight in self.weights:
+            x = self.run(lambda x, weight=weight: dropout(dropout(x * weight, 0.5).abs(), 0.3), x)
+        return x.abs().sum()
+
+
+def of_torch_xla(block: Any, x: torch.Tensor) -> torch.Tensor:
+    library = pytest.importorskip("torch_xla.utils.checkpoint")
+    made: torch.Tensor = library.checkpoint(block, x) if x.device.type == "xla" else checkpoint(block, x)
+    return made
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mul.Tensor])
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        functools.partial(checkpoint, use_reentrant=False),
+        functools.partial(checkpoint, use_reentrant=True),
+        functools.partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE),
+        of_torch_xla,
+    ],
+    ids=["not reentrant", "reentrant", "selective", "torch_xla's"],
+)
+@pytest.mark.filterwarnings("ignore:.*use_reentrant")
+def test_both_passes_drop_the_same(run: Any, frontend: str) -> None:
+    """In jax, programs of torch_xla drew the second pass from a seed of its own."""
+    torch.manual_seed(0)
+    model, x = Dropped(run), torch.randn(8, 64)
+    program = autoshard.capture(model, x, train=True, frontend=frontend)
+    draws = [op for op in program.ops if "bernoulli" in op.name or "native_dropout" in op.name]
+    assert len(draws) == 9  # one, and two of each block in both passes
+    step = autoshard.plan_program(program, Mesh((1,))).to_jax().step(program)
+    losses = []
+    for _ in range(2):
+        _, out = step(step.place(model), (x,))
+        losses.append(float(out["loss"]))
+        for i, weight in enumerate(model.weights):
+            found = (np.asarray(out[f"weights.{i}.grad"]) * weight.detach().numpy()).sum()
+            np.testing.assert_allclose(found, losses[-1], rtol=1e-5)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.skipif("torch_xla" not in FRONTENDS, reason="needs torch_xla")
+def test_both_passes_drop_the_same_as_the_step_runs() -> None:
+    import torch_xla
+
+    torch.manual_seed(0)
+    model = Dropped(functools.partial(checkpoint, use_reentrant=False)).to("xla")
+    with active():
+        loss = model(torch.randn(8, 64).to("xla"))
+        loss.backward()
+    torch_xla.sync()
+    for weight in model.weights:
+        torch.testing.assert_close((weight * weight.grad).sum(), loss, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_transformers_compute_each_layer_again(reentrant: bool, frontend: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    program = autoshard.capture(model, {"input_ids": tokens, "labels": tokens}, train=True, frontend=frontend)
+    graph = build_graph(program)
+    # queries, keys, values, scores, weighted values, output, gate and up; the last, down, is not needed again
+    assert len(recomputed_ops(graph).intersection(products(graph))) == 2 * 8
 
 
 def expression(graph: Graph, value: Value) -> str:

@@ -21,7 +21,14 @@ from tests.plans import made as plans
 ROOT = Path(__file__).resolve().parents[3]
 EQUAL, HALF = 1e-5, 2e-2
 MESH = Mesh((2, 2), device="h100")
-MANUAL = {"megatron": "megatron", "fsdp": "fsdp", "masked": "fsdp-tp", "fsdp_tp": "fsdp-tp", "written": "fsdp-tp", "autocast": "fsdp-tp"}
+MANUAL = {
+    "megatron": "megatron",
+    "fsdp": "fsdp",
+    "masked": "fsdp-tp",
+    "fsdp_tp": "fsdp-tp",
+    "written": "fsdp-tp",
+    "autocast": "fsdp-tp",
+}
 HINTS = {
     "automatic": {"tokens": "[data],[]", "blocks.0.up.weight": "[data],[model]", "blocks.1.down.weight": "[model],[]"},
     "masters": {
