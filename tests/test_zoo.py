@@ -17,6 +17,8 @@ ENTRIES = [
     "gcn-scatter",
     "windowed-attention",
     "checkpoints-of-both-kinds",
+    "selective-checkpointing",
+    "attention-of-grouped-queries",
 ]
 
 

@@ -29,6 +29,7 @@ import torch
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.switches import table as switches
+from autoshard.frontends.tracing.refusals import refuse_scalers
 from autoshard.lower.torch_xla import place, runtime
 from autoshard.lower.torch_xla.annotator import Annotator
 from autoshard.lower.torch_xla.attention import warn_of_versions
@@ -151,8 +152,9 @@ def annotate(plan: Plan, differs: Callable[[str], None] | None = None) -> Iterat
 
     watched = nullcontext() if first_steps is None else first_steps.watched(optimizer, annotator, made)
     _INSIDE.append(plan)
+    scalers = refuse_scalers(lambda: "a step under annotate()") if differs is None else nullcontext()
     try:
-        with switches.active(plan.program.switches, model), annotator, watched:
+        with scalers, switches.active(plan.program.switches, model), annotator, watched:
             yield annotator
     finally:
         _INSIDE.clear()

@@ -30,6 +30,7 @@ def seen(tmp_path_factory):
     [
         "activation_checkpointing",
         "activation_checkpointing_of_torch",
+        "autocast",
         "bf16",
         "dynamo",
         "eager_and_compile",
@@ -45,13 +46,17 @@ def seen(tmp_path_factory):
 )
 def test_numbers_are_those_of_one_device(seen, name):
     assert "failed" not in seen[name], seen[name]["failed"]
-    equal = HALF_EQUAL if name == "bf16" else EQUAL
+    equal = HALF_EQUAL if name in ("autocast", "bf16") else EQUAL
     assert seen[name]["losses"] < equal
     assert seen[name]["parameters"] < equal
     assert seen[name]["split"] > 4
     assert seen[name]["otherwise"] == [], "parameters lie otherwise than planned after training"
     if name != "values_read":  # it runs in pieces, of which none has all
         assert seen[name]["lacking"] == 0, "the step ran, but without annotations of the plan"
+
+
+def test_a_gradient_scaler_in_the_loop_is_refused_by_name(seen):
+    assert seen["scaled"]["refused"].startswith("a step under annotate() calls GradScaler.scale at ")
 
 
 def test_fsdpv2_shards_its_own_beside(seen):

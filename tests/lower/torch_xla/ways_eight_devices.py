@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.utils.checkpoint
 
+from autoshard.errors import CaptureError
 from autoshard.frontends.choose import switches_for
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.mesh import Mesh, spec_axes
@@ -187,6 +188,33 @@ def activation_checkpointing(checkpoint=torch_xla.utils.checkpoint.checkpoint):
     losses, _ = trained(plan, model)
     again = len(plan.program.ops) - len(planned(fresh()).program.ops)
     return {**compared(losses, alone(reference), model, reference, plan), "computed_again": again}
+
+
+class Cast(Net):
+    def forward(self, x):
+        with torch.autocast("cuda" if x.device.type == "xla" else "cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def autocast():
+    torch.manual_seed(0)
+    model = Cast()
+    reference, plan = copy.deepcopy(model), planned(model)
+    losses, _ = trained(plan, model)
+    return compared(losses, alone(reference), model, reference, plan)
+
+
+def scaled():
+    """A gradient scaler in the loop."""
+    model, scaler = fresh(), torch.amp.GradScaler("xla")
+    plan, optimizer = planned(model), sgd(model.parameters())
+    plan.apply(model, optimizer)
+    x, y = (t.to("xla") for t in batch(0))
+    try:
+        with plan.annotate():
+            scaler.scale(torch.nn.functional.mse_loss(model(x), y)).backward()
+    except CaptureError as error:
+        return {"refused": str(error)}
 
 
 def bf16():
@@ -490,6 +518,8 @@ SCENARIOS = {
     "activation_checkpointing": activation_checkpointing,
     "activation_checkpointing_of_torch": activation_checkpointing_of_torch,
     "bf16": bf16,
+    "autocast": autocast,
+    "scaled": scaled,
     "eager_and_compile": eager_and_compile,
     "dynamo": dynamo,
     "sharded_tensors": sharded_tensors,
