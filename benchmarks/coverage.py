@@ -403,19 +403,25 @@ def summary(rows: Iterable[dict[str, Any]]) -> str:
     )
 
 
+def attentions(row: dict[str, Any]) -> str:
+    """How many attentions are one op, and how many written out for want of a kernel."""
+    counts = ((row.get("fused"), "fused"), (row.get("written_out"), "written out"))
+    return ", ".join(f"{count} {what}" for count, what in counts if count)
+
+
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The table of docs/coverage.md."""
     rows = list(rows)
     lines = [
-        "| entry | planned | lowered | equal | split | whole on every device | largest difference | plan, CPU s "
-        "| all, CPU s | cause |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| entry | planned | lowered | equal | split | attentions | whole on every device | largest difference "
+        "| plan, CPU s | all, CPU s | cause |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         worst = max((float(row[key]) for key in ("loss", "gradients", "parameters") if key in row), default=math.nan)
         yes = ["yes" if row.get(key) else "no" for key in ("planned", "lowered", "equal")]
         cells = [
-            row["entry"], *yes, f"{row['split']:.0%}" if "split" in row else "", shares(row),
+            row["entry"], *yes, f"{row['split']:.0%}" if "split" in row else "", attentions(row), shares(row),
             f"{worst:.0e}" if "loss" in row else "", f"{row.get('plan_seconds', 0):.1f}",
             f"{row.get('cpu_seconds', 0):.0f}", "" if row.get("equal") else str(row.get("cause", "")).replace("|", "/"),
         ]  # fmt: skip
