@@ -88,6 +88,35 @@ def test_forms_of_autocast_are_that_of_xla(form: str, frontend: str) -> None:
     assert kinds == {"f32"} | ({"f16"} if dtype is f16 else {"bf16"} if dtype is bf16 else set())
 
 
+class Whole(torch.autograd.Function):
+    """A product in f32 under autocast."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return gradient @ b.mT, a.mT @ gradient
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_functions_that_cast_for_cuda(frontend: str) -> None:
+    class Custom(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            assert torch.is_autocast_enabled()
+            assert torch.get_autocast_dtype("cuda") is bf16
+            return Whole.apply(self.up(x), self.down.weight.t())
+
+    program = captured(Custom(lambda x: torch.autocast("cuda", dtype=bf16)), frontend)
+    kinds = [op.outputs[0].dtype for op in program.ops if op.name.startswith(("aten.mm", "autoshard.einsum"))]
+    assert kinds == ["bf16", *["f32"] * 3, "bf16"]
+
+
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_autocast_of_cuda_around_the_capture_is_that_of_xla(frontend: str) -> None:
     wanted = captured(Net(lambda x: torch.autocast("xla", dtype=f16)), frontend, loss_fn=torch.sum)

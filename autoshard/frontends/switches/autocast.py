@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autoshard.frontends.tracing.device import is_xla
+from autoshard.frontends.tracing.device import current, is_xla
 
 DEVICE = "xla"
 
@@ -110,13 +110,14 @@ def autocast_on(device: str = DEVICE) -> Iterator[None]:
     Of CUDA that is not here too; contexts and decorators made before as well. torch_xla's own acts as on a TPU.
     """
     autocast: Any = torch.amp.autocast_mode.autocast
-    own_init, own_enter = autocast.__init__, autocast.__enter__
+    own_init, own_enter, own_cast = autocast.__init__, autocast.__enter__, torch.amp.autocast_mode._cast
+    own_enabled, own_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     moved: list[tuple[Any, str]] = []
     others = {"meta", "cuda", DEVICE} - {device}
 
     def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         asked = DEVICE if device_type == "meta" else device_type
-        dtype = torch.get_autocast_dtype(asked) if dtype is None else dtype
+        dtype = own_dtype(asked) if dtype is None else dtype
         own_init(self, device if device_type in others else device_type, dtype, *args, **kwargs)
         self.__dict__.update(device=asked, autoshard_made=True)
 
@@ -131,6 +132,17 @@ def autocast_on(device: str = DEVICE) -> Iterator[None]:
             self.device = device
         return own_enter(self)
 
+    def enabled(asked: str = "cuda") -> bool:
+        return bool(own_enabled(device if asked in others else asked))
+
+    def dtype_of(asked: str) -> Any:
+        return own_dtype(device if asked in others and own_enabled(device) else asked)
+
+    def cast(value: Any, asked: str, dtype: torch.dtype) -> Any:
+        """What `custom_fwd(cast_inputs=…)` casts."""
+        tensors = current().type if device == DEVICE else device
+        return own_cast(value, tensors if asked in others else asked, dtype)
+
     def restore() -> None:
         for each, own in moved:
             each.device = own
@@ -138,6 +150,8 @@ def autocast_on(device: str = DEVICE) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(restore)
         stack.enter_context(_replaced(autocast, __init__=init, __enter__=enter))
+        stack.enter_context(_replaced(torch, is_autocast_enabled=enabled, get_autocast_dtype=dtype_of))
+        stack.enter_context(_replaced(torch.amp.autocast_mode, _cast=cast))
         stack.enter_context(_of_transformers(autocast, lambda asked: device if asked in others else asked))
         if "torch_xla" in sys.modules:
             library = import_module("torch_xla.amp.autocast_mode")
@@ -147,8 +161,8 @@ def autocast_on(device: str = DEVICE) -> Iterator[None]:
             stack.enter_context(
                 _replaced(library.autocast, __init__=lambda self, _, *a, **k: own(self, DEVICE, *a, **k))
             )
-        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(device):
-            stack.enter_context(autocast(device, torch.get_autocast_dtype("cuda")))
+        if own_enabled("cuda") and not own_enabled(device):
+            stack.enter_context(autocast(device, own_dtype("cuda")))
         yield
 
 
