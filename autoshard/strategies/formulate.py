@@ -415,7 +415,11 @@ class _Builder:
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
-        """The node of the one copy of `value` that its users share."""
+        """The node of the one copy of `value` that its users share.
+
+        An `optimization_barrier` reads it, or a slice of it: what is gathered before a barrier for those behind it is
+        written as one copy with what other users gather, and kept until the last of them.
+        """
         others = tuple(dict.fromkeys(spec for _, wanted in uses for spec in wanted.choices))
         same = np.array([True] * len(specs.choices) + [False] * len(others))
         held = Specs(specs.choices + others, np.arange(len(same), dtype=np.int32))
@@ -439,14 +443,15 @@ class _Builder:
         self._edge(node, copy, self._expand(key, self._matrices[key], specs, held), self._runs(uses[0][0]))
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
-            first = self._needs_nothing(value)
-            out_key = ("out", *kind, item, sliced, first, specs.choices, others, wanted.choices)
+            first, barrier = self._needs_nothing(value), self.groups.groups[reader - self.first_group].operand_number
+            own = len(specs.choices) if barrier is None else 0  # that a reshard may start from
+            out_key = ("out", *kind, item, sliced, first, own, specs.choices, others, wanted.choices)
             if out_key not in self._matrices:
                 out = self._choice_matrix(value, held.choices, wanted.choices, item, sliced).copy()
-                kept = len(specs.choices)
-                for row, spec in enumerate(others):
+                for row, spec in enumerate(held.choices[own:], own):
                     for column, other in enumerate(wanted.choices):
-                        out[kept + row, column] = 0.0 if _is_slice(spec, other) else np.inf
+                        if not isinstance(spec, Partial):
+                            out[row, column] = 0.0 if _is_slice(spec, other) else np.inf
                 self._matrices[out_key] = out
             costs = self._expand(out_key, self._matrices[out_key], held, wanted)
             self._edge(copy, reader, costs, self._runs(reader))
@@ -646,13 +651,15 @@ class _Builder:
             node = len(self.node_costs) - len(copies) + index
             start = 0 if self._gathered_first(copy.value) else min(uses)
             self.node_usages.append(Usage(node, start, max(uses) + 1, amount))
-        shared = {copy.value for copy in copies}
         position = {edge: index for index, edge in enumerate(self.edges)}
+        read = self.made | {
+            copy.value: (node, copy.specs) for node, copy in enumerate(copies, len(self.node_costs) - len(copies))
+        }
         for group in groups.groups:
             for value, wanted in zip(group.inputs, ways[group.id].inputs, strict=True):
-                if value in shared or value not in self.made:
+                if value not in read:
                     continue
-                node, specs = self.made[value]
+                node, specs = read[value]
                 edge = position[node, first_group + group.id]
                 key = ("held", graph.type_of(value), specs.choices, wanted.choices)
                 if key not in self._matrices:
@@ -664,15 +671,15 @@ class _Builder:
                 self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
 
     def _times(self) -> list[int]:
-        """Time of every group: its position, or, if no contraction depends on it, as soon as its inputs are ready.
+        """Time of every group: its position, or, of parameter gradients, as soon as their inputs are ready.
 
-        Parameter gradients are late in the program, next to the optimizer, and would keep activations live until then.
+        These, and what is made for them alone, are late in the program, next to the optimizer, and would keep
+        activations live until then.
         """
         found: list[int] = []
-        for group in self.groups.groups:
+        for group, early in zip(self.groups.groups, self.prices.for_last, strict=True):
             makers = [made for value in group.inputs if (made := self.groups.maker(value)) is not None]
-            early = self.prices.last[group.id] and makers
-            found.append(max(found[made] for made in makers) if early else group.id)
+            found.append(max(found[made] for made in makers) if early and makers else group.id)
         return found
 
     def _gathered_first(self, value: Value) -> bool:
