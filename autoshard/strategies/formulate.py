@@ -651,15 +651,13 @@ class _Builder:
             node = len(self.node_costs) - len(copies) + index
             start = 0 if self._gathered_first(copy.value) else min(uses)
             self.node_usages.append(Usage(node, start, max(uses) + 1, amount))
+        shared = {copy.value for copy in copies}
         position = {edge: index for index, edge in enumerate(self.edges)}
-        read = self.made | {
-            copy.value: (node, copy.specs) for node, copy in enumerate(copies, len(self.node_costs) - len(copies))
-        }
         for group in groups.groups:
             for value, wanted in zip(group.inputs, ways[group.id].inputs, strict=True):
-                if value not in read:
+                if value in shared or value not in self.made:
                     continue
-                node, specs = read[value]
+                node, specs = self.made[value]
                 edge = position[node, first_group + group.id]
                 key = ("held", graph.type_of(value), specs.choices, wanted.choices)
                 if key not in self._matrices:
@@ -671,15 +669,15 @@ class _Builder:
                 self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
 
     def _times(self) -> list[int]:
-        """Time of every group: its position, or, of parameter gradients, as soon as their inputs are ready.
+        """Time of every group: its position, or, if no contraction depends on it, as soon as its inputs are ready.
 
-        These, and what is made for them alone, are late in the program, next to the optimizer, and would keep
-        activations live until then.
+        Parameter gradients are late in the program, next to the optimizer, and would keep activations live until then.
         """
         found: list[int] = []
-        for group, early in zip(self.groups.groups, self.prices.for_last, strict=True):
+        for group in self.groups.groups:
             makers = [made for value in group.inputs if (made := self.groups.maker(value)) is not None]
-            found.append(max(found[made] for made in makers) if early and makers else group.id)
+            early = self.prices.last[group.id] and makers
+            found.append(max(found[made] for made in makers) if early else group.id)
         return found
 
     def _gathered_first(self, value: Value) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from autoshard.attention.form import KINDS
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.compiler.work import GroupWork, Weights, Works, for_last_products, group_works, last_products
+from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, attention_share, body_work, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device
@@ -43,7 +43,6 @@ class Prices:
         self.backend = backend_of(device)
         self.works = _WORKS.of(graph, (mesh.size, device), lambda: group_works(graph, groups, mesh, device))
         self.last = last_products(graph, groups)
-        self.for_last = for_last_products(graph, groups, self.last)
         self.sums = sum(self.last) or 1
         self.weights = sum(argument.role == "parameter" for argument in graph.program.arguments)
         outputs = zip(graph.program.outputs, graph.outputs, strict=True)

@@ -247,30 +247,6 @@ def test_what_is_gathered_before_a_barrier_is_kept_from_its_first_use():
     for copy, costs in read.values():
         own = costs[copy.same]
         assert np.isinf(own[:, 0]).sum() == len(own) - 1  # whole is read of what is whole alone
-    counted = {usage.index for usage in problem.edge_usages}
-    assert counted.issuperset(edge for edge, (tail, _) in enumerate(problem.edges) if tail in copies)
-
-
-def test_what_is_made_for_a_gradient_alone_is_made_when_it_is_ready():
-    """It counted as made next to the optimizer, and what it is made of as kept until then."""
-
-    def step(x, w, v):
-        made = x @ w
-        again = jax.lax.optimization_barrier(made)
-        far = again
-        for _ in range(4):
-            far = jnp.tanh(far @ v)
-        for_one = jnp.exp(made) * jnp.sin(made)
-        return far, w - x.T @ for_one
-
-    shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
-    mesh = Mesh((8,), ("x",), device="h100")
-    formulation = formulate(graph_of(step, *shapes), mesh, load_device("h100"), memory=1e12)
-    groups, first = formulation.groups, len(formulation.argument_values)
-    kinds = [formulation.graph.ops[group.ops[0]].kind for group in groups.groups]
-    product = kinds.index("dot_general")
-    ends = [usage.end for usage in formulation.problem.node_usages if usage.index == first + product]
-    assert max(ends) < len(groups.groups) // 2
 
 
 def test_what_a_barrier_passes_on_may_be_returned():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -112,20 +112,6 @@ def last_products(graph: Graph, groups: Groups) -> list[bool]:
             for value in group.inputs:
                 if (maker := groups.maker(value)) is not None:
                     found[maker] = False
-    return found
-
-
-def for_last_products(graph: Graph, groups: Groups, last: Sequence[bool]) -> list[bool]:
-    """Per group whether it is one of the `last_products`, or is made for these alone: no product, no barrier."""
-    found = [*last]
-    needed = [False] * len(groups.groups)  # by what is not
-    for group in reversed(groups.groups):
-        other = any(graph.ops[op].kind in MATRIX_WORK for op in group.ops) or group.operand_number is not None
-        found[group.id] |= not needed[group.id] and not other
-        if not found[group.id]:
-            for value in group.inputs:
-                if (maker := groups.maker(value)) is not None:
-                    needed[maker] = True
     return found
 
 
