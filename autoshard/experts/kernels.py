@@ -6,25 +6,62 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from autoshard.attention.kernels import Platform
+from autoshard.experts import grouped
 from autoshard.experts.form import Form
 
 
-def _activations() -> dict[str, Callable[[Any], Any]]:
+def _activation(name: str) -> Callable[[Any], Any]:
     import jax
 
-    return {
+    found: dict[str, Callable[[Any], Any]] = {
         "silu": jax.nn.silu,
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu": jax.nn.relu,
     }
+    return found[name]
 
 
-def experts(form: Form, x: Any, ids: Any, weights: Any, up: Any, down: Any, first: Any = 0) -> Any:
+class _Sorted:
+    """A device's rows, one per token and choice, those of its first expert first, and those of other devices last.
+
+    Args:
+        ids: `(t, k)`, of all experts.
+        count: of this device's experts.
+        first: the number of its first.
+    """
+
+    def __init__(self, ids: Any, count: int, first: Any) -> None:
+        import jax.numpy as jnp
+
+        here = ids.reshape(-1) - first
+        here = jnp.where((here >= 0) & (here < count), here, count)
+        self.shape = ids.shape
+        self.order = jnp.argsort(here, stable=True)
+        self.back = jnp.argsort(self.order)
+        self.sizes = (here[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+        self.own = (here < count)[:, None]
+
+    def rows(self, tokens: Any) -> Any:
+        """`(t, d)` -> `(t * k, d)`."""
+        return tokens[self.order // self.shape[1]]
+
+    def returned(self, rows: Any) -> Any:
+        """`(t * k, n)` in the order of tokens, `(t, k, n)`; zeros for rows of other devices."""
+        import jax.numpy as jnp
+
+        return jnp.where(self.own, rows[self.back], 0).reshape(*self.shape, -1)
+
+
+def experts(
+    form: Form, platform: Platform, x: Any, ids: Any, weights: Any, up: Any, down: Any, first: Any = 0
+) -> Any:  # fmt: skip
     """The sum `(t, d)` over the experts `first` to `first + e - 1`, which this device has, for its own tokens.
 
     Args:
         form: what each expert computes.
+        platform: whose kernels compute the products.
         x: `(t, d)`.
         ids: `(t, k)`, of all experts.
         weights: `(t, k)`.
@@ -33,33 +70,44 @@ def experts(form: Form, x: Any, ids: Any, weights: Any, up: Any, down: Any, firs
         first: number of this device's first expert.
     """
     import jax.numpy as jnp
-    from jax import lax
 
     count, gates, hidden, features = up.shape
-    here = ids.reshape(-1) - first
-    here = jnp.where((here >= 0) & (here < count), here, count)
-    order = jnp.argsort(here, stable=True)
-    sizes = (here[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-    token = order // ids.shape[1]
-    valid = (jnp.arange(order.size) < sizes.sum())[:, None]
-    rows = jnp.where(valid, x[token], 0)
-    wide = lax.ragged_dot(rows, up.reshape(count, gates * hidden, features).swapaxes(1, 2), sizes)
-    wide = jnp.where(valid, wide, 0).reshape(-1, gates, hidden)
-    inner = _activations()[form.activation](wide[:, 0])
-    inner = inner if gates == 1 else inner * wide[:, 1]
-    made = jnp.where(valid, lax.ragged_dot(inner, down.swapaxes(1, 2), sizes), 0)
-    made = made * weights.reshape(-1)[order][:, None]
-    return jnp.zeros_like(x).at[token].add(made.astype(x.dtype))
+    by_expert = _Sorted(ids, count, first)
+    wide = grouped.product(by_expert.rows(x), up.reshape(count, -1, features), by_expert.sizes, platform)
+    inner = _gated(form, wide.reshape(-1, gates, hidden))
+    made = by_expert.returned(grouped.product(inner, down, by_expert.sizes, platform))
+    return jnp.einsum("tkd,tk->td", made, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def gradient(
-    form: Form, x: Any, ids: Any, weights: Any, up: Any, down: Any, grad: Any, first: Any = 0
+    form: Form, platform: Platform, x: Any, ids: Any, weights: Any, up: Any, down: Any, grad: Any, first: Any = 0
 ) -> tuple[Any, Any, Any, Any]:
-    """The gradients of `x`, `weights`, `up` and `down` by that of the sum, `grad` `(t, d)`."""
+    """The gradients of `x`, `weights`, `up` and `down` by that of the sum, `grad` `(t, d)`.
+
+    Hidden features are computed again. The gradient of a row's weight is a product of hidden features too.
+    """
     import jax
+    import jax.numpy as jnp
 
-    def run(x: Any, weights: Any, up: Any, down: Any) -> Any:
-        return experts(form, x, ids, weights, up, down, first)
+    count, gates, hidden, features = up.shape
+    flat = up.reshape(count, -1, features)
+    by_expert = _Sorted(ids, count, first)
+    rows, back = by_expert.rows(x), by_expert.rows(grad)
+    wide = grouped.product(rows, flat, by_expert.sizes, platform)
+    inner, gated_back = jax.vjp(partial(_gated, form), wide.reshape(-1, gates, hidden))
+    slope = grouped.product(back, down, by_expert.sizes, platform, across=True)
+    of_weights = (inner.astype(jnp.float32) * slope).sum(1, keepdims=True)
+    weight = weights.reshape(-1)[by_expert.order][:, None]
+    (of_wide,) = gated_back((slope * weight).astype(inner.dtype))
+    of_wide = of_wide.reshape(wide.shape)
+    of_rows = grouped.product(of_wide, flat, by_expert.sizes, platform, across=True)
+    of_up = grouped.outer(of_wide, rows, by_expert.sizes, platform).reshape(up.shape)
+    of_down = grouped.outer(back, (inner * weight).astype(inner.dtype), by_expert.sizes, platform)
+    of_x = by_expert.returned(of_rows).sum(1, dtype=jnp.float32).astype(x.dtype)
+    of_weights = by_expert.returned(of_weights)[..., 0].astype(weights.dtype)
+    return of_x, of_weights, of_up, of_down
 
-    found: tuple[Any, Any, Any, Any] = jax.vjp(run, x, weights, up, down)[1](grad)
-    return found
+
+def _gated(form: Form, wide: Any) -> Any:
+    inner = _activation(form.activation)(wide[:, 0])
+    return inner if wide.shape[1] == 1 else inner * wide[:, 1]
