@@ -170,7 +170,8 @@ class Program:
         reads: the values that the step read on the host, in order, except those equal in every step. Other values may
             mean another program: lowering checks them.
         inputs: names of the arguments that are inputs, in the order in which the model and then the loss take them.
-        written_out: (module, reason) of each attention that could have been kept as one op, and why it was not.
+        written_out: (switch, module, reason) of each attention, or mixture's experts, that could have been kept as one
+            op, and why it was not.
         once: why the next step is another program (forward reads an attribute that it set, say); empty where it is the
             same. A running step (`plan.annotate()`) is traced each time, so is right anyway.
         micro_steps: of a step of several micro-batches.
@@ -189,7 +190,7 @@ class Program:
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     reads: tuple[ValueRead, ...] = field(default=(), repr=False, compare=False)
     inputs: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    written_out: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+    written_out: tuple[tuple[str, str, str], ...] = field(default=(), repr=False, compare=False)
     once: str = field(default="", repr=False, compare=False)
     micro_steps: MicroSteps | None = None
 

@@ -13,12 +13,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from autoshard.program import TensorType
+from autoshard.regions.form import BaseForm
 
 FORWARD, GRADIENT = "attention", "attention_grad"
 """The two ops, as kinds of `graph.ops.Op`."""
@@ -30,7 +27,7 @@ TARGETS = {f"autoshard.{kind}": kind for kind in (FORWARD, GRADIENT)}
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(BaseForm):
     """What an attention masks and scales.
 
     Attributes:
@@ -65,36 +62,3 @@ class Form:
     def unbalanced(self, ways: float) -> float:
         """Where queries are split, the work of the last device, which has the most keys, over the mean."""
         return 2 - 1 / ways if self.causal and self.window is None else 1.0
-
-    def text(self) -> str:
-        """As the custom call's `backend_config`."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def parse(cls, config: str) -> Form:
-        """Read a `backend_config`.
-
-        Raises:
-            ValueError: it is not one of an attention.
-        """
-        try:
-            return cls(**json.loads(config))
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{config!r} is no backend_config of an attention: see autoshard/attention/form.py"
-            ) from None
-
-    @classmethod
-    def of(cls, attrs: Mapping[str, Any]) -> Form:
-        """Of the attributes of a graph op."""
-        return cls(**{name: attrs[name] for name in cls.__dataclass_fields__})
-
-
-@dataclass(frozen=True)
-class Signature:
-    """An attention or its gradient, with the types of its operands and results."""
-
-    kind: str
-    form: Form
-    operands: tuple[TensorType, ...]
-    results: tuple[TensorType, ...]

@@ -15,20 +15,18 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from autoshard.attention.form import FORWARD, Form
-from autoshard.dtypes import numpy_dtype
 from autoshard.program import TensorType
+from autoshard.regions.kernel import Extras, Kernel, Platform, stablehlo_of
 
-Platform = Literal["cpu", "gpu", "tpu"]
 _BLOCKS = (512, 256, 128)
 """Rows of a block of queries and of keys in a TPU's kernel, the first that divides them."""
-_LOWERED_FOR = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 @dataclass(frozen=True)
@@ -55,24 +53,6 @@ class Part:
     def keys(self) -> int:
         """Number of keys, of which every device has all."""
         return self.operands[1].shape[2]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A lowered kernel.
-
-    Attributes:
-        name: `splash attention`, `cuDNN`, or empty where it is written out.
-        why: then, why.
-        text: StableHLO functions; the one to call is `@{entry}`.
-        extras: constants that it takes after the operands, each with the dim that is split as queries are, or None.
-    """
-
-    name: str
-    why: str
-    entry: str
-    text: str = field(repr=False)
-    extras: tuple[tuple[np.ndarray[Any, Any], int | None], ...] = field(repr=False)
 
 
 def kernel_name(part: Part) -> tuple[str, str]:
@@ -105,21 +85,14 @@ def kernel_name(part: Part) -> tuple[str, str]:
 @cache
 def lowered(part: Part) -> Kernel:
     """The kernel of a part as StableHLO."""
-    import jax
-
     name, why = kernel_name(part)
     make = {"splash attention": _splash, "cuDNN": _cudnn}.get(name, _written_out)
     function, extras = make(part)
-    given = [jax.ShapeDtypeStruct(kind.shape, numpy_dtype(kind.dtype)) for kind in part.operands]
-    for array, dim in extras:
-        shape = [n // part.shards if i == dim else n for i, n in enumerate(array.shape)]
-        given.append(jax.ShapeDtypeStruct(tuple(shape), array.dtype))
-    traced = jax.jit(function, keep_unused=True).trace(*given)
-    text = traced.lower(lowering_platforms=(_LOWERED_FOR[part.platform],)).as_text()
     entry = f"{part.kind}_{hashlib.sha256(repr(part).encode()).hexdigest()[:12]}"
+    text = stablehlo_of(function, part.operands, extras, part.shards, part.platform, entry)
     if name == "splash attention":
         text = _costed(text, part)
-    return Kernel(name, why, entry, _renamed(text, entry), extras)
+    return Kernel(name, why, entry, text, extras)
 
 
 _PRODUCTS = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
@@ -149,16 +122,6 @@ def _costed(text: str, part: Part) -> str:
     return "".join(lines)
 
 
-def _renamed(text: str, entry: str) -> str:
-    """A module's functions, private, with names that begin with `entry`."""
-    body = text[text.index("\n") + 1 : text.rindex("}")]
-    for own in re.findall(r"func\.func (?:public|private) @([\w.]+|\"[^\"]+\")\(", body):
-        plain = re.sub(r"\W", "_", own)
-        body = re.sub(rf"@{re.escape(own)}(?=\()", f"@{entry}" if own == "main" else f"@{entry}_{plain}", body)
-    return body.replace("func.func public", "func.func private")
-
-
-Extras = tuple[tuple[np.ndarray[Any, Any], int | None], ...]
 Function = Callable[..., Sequence[Any]]
 
 

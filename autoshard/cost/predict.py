@@ -116,7 +116,7 @@ def predict(
     if equal:
         graph, annotations = merged(graph, annotations, equal)
         shardings, partitioned = _partitioned(graph, annotations, mesh, target)
-    lowered = lower(graph, shardings, partitioned, barriers=device.compiler.keeps_barriers)
+    lowered = lower(graph, shardings, partitioned, device.compiler)
     compiled = backend_of(device).compile(lowered)
     kernels = _per_op(compiled, graph, device)
     compute = _per_group(kernels, groups)

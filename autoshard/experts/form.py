@@ -1,23 +1,29 @@
-"""The form of a mixture's experts as one op, `autoshard::experts`.
+"""The form of a mixture's experts in StableHLO: `custom_call @autoshard.experts`, and its gradient.
 
 `experts(x, ids, weights, up, down) -> y`, with t tokens, k experts a token, e experts, d features and f hidden ones:
 
 - `x` and `y` are `(t, d)`, `ids` is int32 `(t, k)`, `weights` (of the router) is `(t, k)`;
 - `up` is `(e, g, f, d)`, with g = 2 (gate, then up) or 1 where there is no gate; `down` is `(e, d, f)`.
 
-Devices may share t, e and f. `y` and the gradient of `x` and of `weights` are partial sums over e and f, those of
-`up` and `down` over t.
+`experts_grad(x, ids, weights, up, down, grad) -> (dx, dweights, dup, ddown)`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+from autoshard.regions.form import BaseForm
+
+FORWARD, GRADIENT = "experts", "experts_grad"
+"""The two ops, as kinds of `graph.ops.Op`."""
+KINDS = frozenset({FORWARD, GRADIENT})
+ONE_OP = f"autoshard.{FORWARD}.default"
+"""Name of its torch op in `Program.ops`."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(BaseForm):
     """What each expert computes between its products.
 
     Attributes:

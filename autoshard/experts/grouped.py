@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from autoshard.attention.kernels import Platform
+from autoshard.regions.kernel import Platform
 
 _WARPS, _STAGES = 8, 3
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 64
@@ -115,7 +115,7 @@ def _grouped_product(groups: Any, firsts: Any, ends: Any, rows: Any, matrices: A
         right = triton.load(matrices.at[(group, *place)], mask=allowed, other=0.0)
         return total + pl.dot(left, right if across else right.T)
 
-    @pl.when(first < end)
+    @pl.when(first < end)  # type: ignore[untyped-decorator]
     def _() -> None:
         total = lax.fori_loop(0, pl.cdiv(depth, _DEPTH), add, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
         triton.store(out.at[pl.ds(first, _ROWS), columns], total.astype(out.dtype), mask=own & inside[None])

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
-from autoshard.attention.kernels import Platform
+import numpy as np
+
 from autoshard.experts import grouped
-from autoshard.experts.form import Form
+from autoshard.experts.form import FORWARD, Form
+from autoshard.program import TensorType
+from autoshard.regions.kernel import Kernel, Platform, stablehlo_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One device's part of a mixture's experts or of their gradient.
+
+    Attributes:
+        kind, form: of the op.
+        operands: local types, in its order.
+        shards: over how many devices experts are split, contiguously.
+    """
+
+    kind: str
+    form: Form
+    operands: tuple[TensorType, ...]
+    shards: int
+    platform: Platform
+
+
+@cache
+def lowered(part: Part) -> Kernel:
+    """The kernel of a part as StableHLO; its one constant is each device's first expert."""
+    count = part.operands[3].shape[0]
+    extras = ((np.arange(part.shards, dtype=np.int32) * count, 0),)
+
+    def run(*given: Any) -> Any:
+        x, ids, weights, up, down, *grad, first = given
+        if part.kind == FORWARD:
+            return (experts(part.form, part.platform, x, ids, weights, up, down, first[0]),)
+        return gradient(part.form, part.platform, (x, ids, weights, up, down), grad[0], first[0])
+
+    entry = f"{part.kind}_{hashlib.sha256(repr(part).encode()).hexdigest()[:12]}"
+    text = stablehlo_of(run, part.operands, extras, part.shards, part.platform, entry)
+    return Kernel("grouped products", "", entry, text, extras)
 
 
 def _activation(name: str) -> Callable[[Any], Any]:
@@ -19,6 +58,7 @@ def _activation(name: str) -> Callable[[Any], Any]:
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu": jax.nn.relu,
+        "relu2": lambda x: jax.nn.relu(x) ** 2,
     }
     return found[name]
 
@@ -71,35 +111,35 @@ def experts(
     """
     import jax.numpy as jnp
 
-    count, gates, hidden, features = up.shape
+    count, gates, _, features = up.shape
     by_expert = _Sorted(ids, count, first)
     wide = grouped.product(by_expert.rows(x), up.reshape(count, -1, features), by_expert.sizes, platform)
-    inner = _gated(form, wide.reshape(-1, gates, hidden))
+    inner = _gated(form, *jnp.split(wide, gates, 1))
     made = by_expert.returned(grouped.product(inner, down, by_expert.sizes, platform))
     return jnp.einsum("tkd,tk->td", made, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def gradient(
-    form: Form, platform: Platform, x: Any, ids: Any, weights: Any, up: Any, down: Any, grad: Any, first: Any = 0
+    form: Form, platform: Platform, operands: Sequence[Any], grad: Any, first: Any = 0
 ) -> tuple[Any, Any, Any, Any]:
-    """The gradients of `x`, `weights`, `up` and `down` by that of the sum, `grad` `(t, d)`.
+    """The gradients of `x`, `weights`, `up` and `down`, of the operands of `experts`, by that of its sum, `(t, d)`.
 
     Hidden features are computed again. The gradient of a row's weight is a product of hidden features too.
     """
     import jax
     import jax.numpy as jnp
 
-    count, gates, hidden, features = up.shape
+    x, ids, weights, up, down = operands
+    count, gates, _, features = up.shape
     flat = up.reshape(count, -1, features)
     by_expert = _Sorted(ids, count, first)
     rows, back = by_expert.rows(x), by_expert.rows(grad)
     wide = grouped.product(rows, flat, by_expert.sizes, platform)
-    inner, gated_back = jax.vjp(partial(_gated, form), wide.reshape(-1, gates, hidden))
+    inner, gated_back = jax.vjp(partial(_gated, form), *jnp.split(wide, gates, 1))
     slope = grouped.product(back, down, by_expert.sizes, platform, across=True)
     of_weights = (inner.astype(jnp.float32) * slope).sum(1, keepdims=True)
     weight = weights.reshape(-1)[by_expert.order][:, None]
-    (of_wide,) = gated_back((slope * weight).astype(inner.dtype))
-    of_wide = of_wide.reshape(wide.shape)
+    of_wide = jnp.concatenate(gated_back((slope * weight).astype(inner.dtype)), 1)
     of_rows = grouped.product(of_wide, flat, by_expert.sizes, platform, across=True)
     of_up = grouped.outer(of_wide, rows, by_expert.sizes, platform).reshape(up.shape)
     of_down = grouped.outer(back, (inner * weight).astype(inner.dtype), by_expert.sizes, platform)
@@ -108,6 +148,6 @@ def gradient(
     return of_x, of_weights, of_up, of_down
 
 
-def _gated(form: Form, wide: Any) -> Any:
-    inner = _activation(form.activation)(wide[:, 0])
-    return inner if wide.shape[1] == 1 else inner * wide[:, 1]
+def _gated(form: Form, gate: Any, *linear: Any) -> Any:
+    inner = _activation(form.activation)(gate)
+    return inner * linear[0] if linear else inner

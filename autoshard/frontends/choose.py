@@ -44,7 +44,7 @@ def switches_for(device: str | None, remat: Remat | None = None, micro_batches: 
     Raises:
         ValueError: fewer than one micro-batch.
     """
-    from autoshard.frontends.switches.handlers import ATTENTION, MICRO_BATCHES, REMAT, SWITCHES
+    from autoshard.frontends.switches.handlers import ATTENTION, EXPERTS, MICRO_BATCHES, REMAT, SWITCHES
 
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: a step has one micro-batch or more")
@@ -54,7 +54,7 @@ def switches_for(device: str | None, remat: Remat | None = None, micro_batches: 
     if found is None or found.target == "cpu":
         return (*SWITCHES, *own)
     kind = found.kind if found.kind in builtin_kinds() else found.target  # a plan runs where a device's file is not
-    return (*SWITCHES, f"{ATTENTION}:{kind}", *own)
+    return (*SWITCHES, f"{ATTENTION}:{kind}", EXPERTS, *own)
 
 
 def blocks_of(model: Any) -> tuple[Blocks, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoshard.attention.form import KINDS
-from autoshard.graph.ops import Graph, Value
+from autoshard.fused import KINDS, dims_of_attrs
+from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Spec
 
 
@@ -34,13 +34,30 @@ class Annotations:
         """The annotations on the way to a copy of `value`, one after the other; `spec` last."""
         return (*self.hops.get((value, spec), ()), spec)
 
+    def read(self, value: Value, op: Op) -> Spec | None:
+        """The annotation of `value` that an op reads, if there is one."""
+        copy = None if op.aten is None else self.copies.get((value, op.aten))
+        return self.pins.get(value) if copy is None else copy
 
-def with_attentions(graph: Graph, annotations: Annotations, specs: Mapping[Value, Spec]) -> Annotations:
-    """`annotations` with pins on all results of attentions kept as one op, which lowering splits by them.
+
+def with_regions(graph: Graph, annotations: Annotations, specs: Mapping[Value, Spec]) -> Annotations:
+    """`annotations` with all that lowering splits manual regions by: their results', and operands' that say how.
 
     Args:
         specs: of the values as propagated.
     """
-    results = (Value(op.id, number) for op in graph.ops if op.kind in KINDS for number in range(len(op.results)))
+    regions = [op for op in graph.ops if op.kind in KINDS]
+    results = (Value(op.id, number) for op in regions for number in range(len(op.results)))
     missing = {value: specs[value] for value in results if value not in annotations.pins and graph.is_read(value)}
-    return replace(annotations, pins={**annotations.pins, **missing}) if missing else annotations
+    annotations = replace(annotations, pins={**annotations.pins, **missing}) if missing else annotations
+    reads = {
+        (value, op.aten): specs[value] for op in regions for value in saying(graph, op)
+        if op.aten is not None and annotations.read(value, op) is None
+    }  # fmt: skip
+    return replace(annotations, copies={**annotations.copies, **reads}) if reads else annotations
+
+
+def saying(graph: Graph, op: Op) -> tuple[Value, ...]:
+    """The operands whose shardings say how a manual region is split."""
+    dims = dims_of_attrs(op.kind, op.attrs, [graph.type_of(value).shape for value in op.operands])
+    return tuple(op.operands[place] for place in dims.operands_say)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from autoshard.attention.kernels import Platform
 from autoshard.dtypes import is_float, numpy_dtype
 from autoshard.errors import LoweringError
 from autoshard.graph.ops import Graph
@@ -36,6 +35,7 @@ from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_program
 from autoshard.plans.value import ROLES, ActivationKey, Plan
 from autoshard.program import Argument, Program
+from autoshard.regions.kernel import Platform
 from autoshard.stablehlo.annotate import annotate, check_steps
 from autoshard.stablehlo.context import mlir_context, ops_inside
 from autoshard.stablehlo.reader import build_graph, parse_module

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autoshard.graph.annotations import with_attentions
+from autoshard.graph.annotations import with_regions
 from autoshard.planning.candidate import Chosen
 from autoshard.planning.memory import TIGHTER
 from autoshard.planning.meshes import confirming_target
@@ -100,7 +100,7 @@ class _Confirming:
         try:
             candidate, left, graph = found.candidate, SECONDS - self.seconds, found.graph
             self.target = confirming_target(candidate.mesh, self.options.refine)
-            annotations = with_attentions(graph, candidate.annotations, candidate.prediction.specs)
+            annotations = with_regions(graph, candidate.annotations, candidate.prediction.specs)
             module = annotate(graph.program, graph, annotations, candidate.mesh, platform=self.target.family)
             compiled = compile_annotated(graph, candidate.mesh, self.target, module, timeout=left)
             return compiled.memory.peak, self.limit or math.inf

@@ -15,7 +15,7 @@ from math import prod
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
-from autoshard.graph.annotations import with_attentions
+from autoshard.graph.annotations import with_regions
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.planning.candidate import Candidate, collective_totals
@@ -141,13 +141,13 @@ def _rivals(
             gap = max(0.0, objective - optimum.solver.bound) / objective if objective else 0.0
             info = SolverInfo("feasible", objective, optimum.solver.bound, gap, decision.solution.backend)
         prediction = predict(graph, annotations, mesh)
-        annotations = with_attentions(graph, annotations, prediction.specs)
+        annotations = with_regions(graph, annotations, prediction.specs)
         found = Candidate(mesh, annotations, prediction, name, kind, optimum.memory, info, graph=graph)
         yield found.written(graph, options)
     say("plans by hand")
     for name, made in by_hand(graph, mesh, hints):
         prediction = predict(graph, made, mesh)
-        made = with_attentions(graph, made, prediction.specs)
+        made = with_regions(graph, made, prediction.specs)
         yield Candidate(mesh, made, prediction, name, "by hand", optimum.memory, graph=graph)
 
 

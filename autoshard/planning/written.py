@@ -6,7 +6,7 @@ from typing import Unpack
 
 from autoshard.cost.breakdown import by_module
 from autoshard.cost.predict import Prediction, predict
-from autoshard.graph.annotations import Annotations, with_attentions
+from autoshard.graph.annotations import Annotations, with_regions
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import collective_totals
@@ -37,7 +37,7 @@ def written_plan(
         recorded["wrong_sums"] = wrong_sums(graph, annotations, mesh)
         warn_of(recorded["wrong_sums"])
     prediction = prediction or predict(graph, annotations, mesh)
-    annotations = with_attentions(graph, annotations, prediction.specs)
+    annotations = with_regions(graph, annotations, prediction.specs)
     recorded["predicted"] = totals(prediction, graph)
     recorded["replicated_ops"] = tuple(
         ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops

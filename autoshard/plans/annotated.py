@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from autoshard.attention.form import FUSED
+from autoshard.experts.form import ONE_OP as EXPERTS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
@@ -102,16 +103,19 @@ def program_info(program: Program) -> ProgramInfo:
     )
 
 
-def _attention(program: Program, mesh: Mesh) -> dict[str, Any]:
-    """`Plan.info` of attentions: how many are one op, by which packages' kernels, and why others are not."""
-    kept = sum(op.name == FUSED for op in program.ops)
-    if not kept and not program.written_out:
-        return {}
-    found: dict[str, Any] = {"fused": kept, "written_out": [list(each) for each in program.written_out]}
-    if kept:
-        packages = ("jax", "libtpu" if mesh.device.startswith("tpu") else "jax_cuda12_plugin")
-        found["versions"] = {name: at for name in packages if (at := version_of(name)) is not None}
-    return {"attention": found}
+def _regions(program: Program, mesh: Mesh) -> dict[str, Any]:
+    """`Plan.info` of attentions and experts: how many are one op, by whose kernels, and why others are not."""
+    found: dict[str, Any] = {}
+    for said, name in (("attention", FUSED), ("experts", EXPERTS)):
+        kept = sum(op.name == name for op in program.ops)
+        others = [[module, why] for switch, module, why in program.written_out if switch == said]
+        if kept or others:
+            found[said] = {"fused": kept, "written_out": others}
+        if kept:
+            packages = ("jax", "libtpu" if mesh.device.startswith("tpu") else "jax_cuda12_plugin")
+            versions = {package: at for package in packages if (at := version_of(package)) is not None}
+            found[said]["versions"] = versions
+    return found
 
 
 def plan_of(
@@ -157,7 +161,7 @@ def plan_of(
         if each.updates is None
     }
     recorded["options"] = recorded.get("options") or Options()
-    recorded["info"] = {**_attention(program, mesh), **recorded.get("info", {})}
+    recorded["info"] = {**_regions(program, mesh), **recorded.get("info", {})}
     return Plan(
         program=program_info(program),
         mesh=mesh,

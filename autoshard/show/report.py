@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from autoshard.cost.machine.device import DeviceError, default_placement
 from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
@@ -60,7 +60,7 @@ def plan_report(plan: Plan) -> str:
         parts += ["", *refined_lines(plan.refined)]
     if plan.search:
         parts += ["", *search_lines(plan.search, plan.mesh.shape)]
-    parts += ["", *remat_lines(plan), *attention_lines(plan), *replicated_lines(plan.replicated_ops)]
+    parts += ["", *remat_lines(plan), *region_lines(plan), *replicated_lines(plan.replicated_ops)]
     return printable("\n".join(parts))
 
 
@@ -378,20 +378,24 @@ def remat_lines(plan: Plan) -> list[str]:
     return [*lines, *("  " + line for line in columns(rows)), ""]
 
 
-def attention_lines(plan: Plan) -> list[str]:
-    """How many attentions are one op, and why others are written out; nothing where there are none."""
-    said = plan.info.get("attention", {})
+def region_lines(plan: Plan) -> list[str]:
+    """How many attentions and experts are one op, and why others are written out; nothing where there are none."""
+    lines = [line for what in ("attention", "experts") for line in _region_lines(what, plan.info.get(what, {}))]
+    return [*lines, ""] if lines else []
+
+
+def _region_lines(what: str, said: Mapping[str, Any]) -> list[str]:
     if not said:
         return []
     reasons: dict[str, list[str]] = {}
     for module, why in said["written_out"]:
         reasons.setdefault(why, []).append(module)
     count = sum(map(len, reasons.values()))
-    lines = [f"Attention: {said['fused']} as one op, {count} written out"]
+    lines = [f"{what.capitalize()}: {said['fused']} as one op, {count} written out"]
     for why, modules in reasons.items():
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         lines.append(f"  {modules[0] or 'the model'}{more}: {why}")
-    return [*lines, ""]
+    return lines
 
 
 def replicated_lines(ops: Sequence[ReplicatedOp]) -> list[str]:

@@ -9,17 +9,17 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from autoshard.attention.form import KINDS
-from autoshard.attention.kernels import Platform
 from autoshard.errors import AutoshardError, LoweringError
-from autoshard.graph.annotations import Annotations
+from autoshard.fused import KINDS
+from autoshard.graph.annotations import Annotations, saying, with_regions
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
 from autoshard.program import Program
-from autoshard.stablehlo.attention import Regions, is_attention
+from autoshard.regions.kernel import Platform
 from autoshard.stablehlo.context import bytecode, entries_of, entry_block, functions_of, mlir_context, set_entries
 from autoshard.stablehlo.inline import inline_calls
 from autoshard.stablehlo.reader import SHARDING_ATTRIBUTES, aten_of, parse_module
+from autoshard.stablehlo.regions import Regions, is_region
 
 
 class AnnotationError(AutoshardError, ValueError):
@@ -105,7 +105,7 @@ def annotate(
         form: of the annotations.
         text: the module's text, with locations, instead of its bytecode.
         partitions: set the module's number of partitions to the number of devices.
-        platform: whose kernels attentions kept as one op are lowered to; None leaves them as custom calls.
+        platform: whose kernels attentions and experts are lowered to; None leaves them as custom calls.
 
     Raises:
         AnnotationError: a spec does not fit its value or the mesh; a pinned value is neither an argument nor an aten
@@ -117,7 +117,7 @@ def annotate(
         writer = _Writer(program, graph, mesh, module, form)
         writer.write(annotations)
         if platform is not None:
-            writer.lower_attentions(annotations, platform)
+            writer.lower_regions(annotations, platform)
         if partitions:
             writer.count_partitions()
         if not module.operation.verify():
@@ -328,24 +328,28 @@ class _Writer:
                 ip=ir.InsertionPoint.at_block_begin(self.module.body),
             )
 
-    def lower_attentions(self, annotations: Annotations, platform: Platform) -> None:
-        """Replace attentions by regions that are split as their results are annotated."""
-        attentions = {op.aten: op for op in self.graph.ops if op.kind in KINDS}
-        if not attentions:
+    def lower_regions(self, annotations: Annotations, platform: Platform) -> None:
+        """Replace attentions and experts by regions that are split as their results and operands are annotated."""
+        ops = {op.aten: op for op in self.graph.ops if op.kind in KINDS}
+        if not ops:
             return
         regions = Regions(self.module, self.mesh, platform, self.attribute, self.form == "shardy")
-        calls = [view.operation for view in self.block.operations if is_attention(view.operation)]
+        calls = [view.operation for view in self.block.operations if is_region(view.operation)]
         for call in calls:  # replacing one erases the ops that take it apart
-            op = attentions[self.aten_of(call)]
+            op = ops[self.aten_of(call)]
             results = [Value(op.id, number) for number in range(len(op.results))]
-            if any(value not in annotations.pins and self.graph.is_read(value) for value in results):
+            missing = [value for value in results if value not in annotations.pins and self.graph.is_read(value)]
+            missing += [value for value in saying(self.graph, op) if annotations.read(value, op) is None]
+            if missing:
                 raise AnnotationError(
-                    f"{describe(self.graph, results[0])} is not annotated: complete the annotations first"
+                    f"{describe(self.graph, missing[0])} is not annotated: complete the annotations first"
                 )
-            replicate = (replicated(len(kind.shape)) for kind in op.results)
-            regions.replace(
-                call, [annotations.pins.get(value, none) for value, none in zip(results, replicate, strict=True)]
-            )
+            replicate = [replicated(len(kind.shape)) for kind in op.results]
+            reads = [
+                annotations.read(value, op) or replicated(len(self.graph.type_of(value).shape)) for value in op.operands
+            ]
+            wanted = [annotations.pins.get(value, none) for value, none in zip(results, replicate, strict=True)]
+            regions.replace(call, reads, wanted)
 
     def attribute(self, spec: Spec) -> Any:
         """A spec as an attribute, in this module's form."""
@@ -413,7 +417,10 @@ def _write_attributes(function: Any, where: str, name: str, attributes: Mapping[
 
 
 def whole(program: Program, graph: Graph) -> bytes:
-    """The program's module for one CPU, with attentions kept as one op written out."""
-    values = (Value(op.id, number) for op in graph.ops if op.kind in KINDS for number in range(len(op.results)))
-    pins = {value: replicated(len(graph.type_of(value).shape)) for value in values}
-    return annotate(program, graph, Annotations(pins), Mesh((1,)), platform="cpu") if pins else program.stablehlo
+    """The program's module for one CPU, with attentions and experts kept as one op written out."""
+    specs = {
+        value: replicated(len(graph.type_of(value).shape)) for op in graph.ops if op.kind in KINDS
+        for value in (*op.operands, *(Value(op.id, number) for number in range(len(op.results))))
+    }  # fmt: skip
+    annotations = with_regions(graph, Annotations(), specs)
+    return annotate(program, graph, annotations, Mesh((1,)), platform="cpu") if specs else program.stablehlo

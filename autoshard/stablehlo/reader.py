@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
-from autoshard.attention.form import TARGETS, Form
 from autoshard.errors import CaptureError
+from autoshard.fused import TARGETS, form_class
 from autoshard.graph.body import Body
 from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.ops import Graph, Op, Value
@@ -276,7 +276,8 @@ class _Importer:
             reads += outer
         kinds = [self.types_of(result.type, name) for result in op.results]
         if kind == "custom_call" and attrs["target"] in TARGETS:
-            kind, attrs = TARGETS[attrs["target"]], asdict(Form.parse(attrs["config"]))
+            kind = TARGETS[attrs["target"]]
+            attrs = asdict(form_class(kind).parse(attrs["config"]))
         if kind == "dot":
             kind, attrs = "dot_general", plain_dot(len(self.type_of(reads[0]).shape))
         flat = tuple(one for several in kinds for one in several)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.attention.form import KINDS
 from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
-from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, attention_share, body_work, op_flops, roofline_seconds
+from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_flops, region_share, roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.reshard.price import fit_of, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
+from autoshard.fused import KINDS
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import DimFactors, Graph, Op, Value
@@ -117,17 +117,17 @@ class Prices:
             elif op.kind in MATRIX_WORK:
                 dtype = self.graph.type_of(op.operands[0]).dtype
                 rate = self.device.reachable_flops(dtype)
-                share = self._attention_shares(op, group, ways) / ways.flop_ways[:, place]
+                share = self._region_shares(op, group, ways) / ways.flop_ways[:, place]
                 seconds += op_flops(op, self.graph) * share / rate
         return seconds
 
-    def _attention_shares(self, op: Op, group: Group, ways: Strategies) -> Matrix:
-        """`attention_share` under each strategy; 1 for other ops."""
+    def _region_shares(self, op: Op, group: Group, ways: Strategies) -> Matrix:
+        """`region_share` under each strategy; 1 for other ops."""
         if op.kind not in KINDS:
             return np.ones(len(ways))
         queries = ways.shape.value_dims[len(group.inputs)][3]
         split = [self.mesh.ways(axis for factor in queries for axis in each[factor]) for each in ways.assignments]
-        return np.array([attention_share(op, count, self.device.target) for count in split])
+        return np.array([region_share(op, count, self.device.target) for count in split])
 
     def _bodies(self, op: Op) -> float:
         """Seconds of one device's run of a loop's or branch's bodies."""

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.attention.form import GRADIENT
 from autoshard.cost.machine.collectives import Collective, CollectiveKind
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.collective_rules import CollectiveRules
 from autoshard.cost.partitioner.targets import COLLECTIVE_RULES
 from autoshard.dtypes import dtype_bytes
+from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
 from autoshard.mesh import AxisGroup, Mesh, Spec, replicated, spec_axes
@@ -404,13 +404,16 @@ def strategies(
         pinned = [specs[index] for index in outputs]
         row = _Row(assignment, [*specs[: len(group.inputs)]], pinned, [*pinned], tuple(collectives))
         rows.append(row)
-        if priced is not None and alone is not None and alone.kind == GRADIENT and collectives:
-            made = _scattered_gradients(specs[len(group.inputs) :], shape, assignment, mesh)
-            found = None if made is None else priced(alone, reads, made)
-            if made is not None and found is not None:
-                gradients = [made[index - len(group.inputs)] for index in outputs]
-                own = tuple(replace(each, op=0) for each in found)
-                rows.append(row._replace(pinned=gradients, outputs=[*gradients], collectives=own))
+        if alone is not None and alone.kind in KINDS:  # sums are made inside
+            results = specs[len(group.inputs) :]
+            other = _scattered_results(alone, graph, reads, results, mesh) if collectives and priced is not None else ()
+            for made in other:
+                found = None if priced is None else priced(alone, reads, made)
+                if found is not None:
+                    kept = [made[index - len(group.inputs)] for index in outputs]
+                    own = tuple(replace(each, op=0) for each in found)
+                    rows.append(row._replace(pinned=kept, outputs=[*kept], collectives=own))
+            continue
         if len(outputs) == 1 and partial and len(collectives) == 1:
             rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, mesh, variants)
         if variants.sums is not None:
@@ -431,19 +434,14 @@ def strategies(
     )
 
 
-def _scattered_gradients(
-    made: Sequence[Spec], shape: GroupShape, assignment: Assignment, mesh: Mesh
-) -> list[Spec] | None:
-    """Results of an attention's gradient whose sums of keys' and values' are reduce-scattered along keys.
-
-    None where the devices do not divide the keys. (`cost/partitioner/ops/fused_attention.py`)
-    """
-    of_queries = shape.value_dims[-3]
-    axes = tuple(axis for dim in of_queries[2:4] for factor in dim for axis in assignment[factor])
-    keys = shape.value_shapes[-1][2]
-    if keys % mesh.ways(axes):
-        return None
-    return [made[0], *((*spec[:2], axes, *spec[3:]) for spec in made[1:])]
+def _scattered_results(
+    op: Op, graph: Graph, reads: Sequence[Spec | None], results: Sequence[Spec], mesh: Mesh
+) -> list[list[Spec]]:
+    """Each way in which a manual region may reduce-scatter its partial results (`cost/partitioner/ops/regions.py`)."""
+    dims = dims_of_attrs(op.kind, op.attrs, [graph.type_of(value).shape for value in op.operands])
+    split = dims.split([spec or () for spec in reads], results, mesh.ways)
+    ways = (dims.scattered(way, split, mesh.ways) for way in dims.scatters)
+    return [way for way in ways if way is not None]
 
 
 def _unsummed(row: _Row, shape: Sequence[int], partial: tuple[str, ...], mesh: Mesh, variants: Variants) -> list[_Row]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard.attention.kernels import Platform
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import device_order
 from autoshard.cost.predict import Prediction, predict
@@ -19,6 +18,7 @@ from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_program
 from autoshard.plans.value import Plan
 from autoshard.program import Program
+from autoshard.regions.kernel import Platform
 from autoshard.sources import Source
 from autoshard.stablehlo.annotate import annotate, donated
 from autoshard.stablehlo.reader import build_graph

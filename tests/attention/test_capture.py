@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from autoshard.lower.torch_xla.attention import warn_of_versions
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -19,7 +20,6 @@ from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.frontends.switches import transformers_library
 from autoshard.graph.rules.base import rule_for
-from autoshard.lower.torch_xla.attention import warn_of_versions
 from autoshard.plans import json_format
 from autoshard.plans.value import PlanError
 from autoshard.show.report import plan_report

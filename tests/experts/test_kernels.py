@@ -42,7 +42,7 @@ def test_parts_add_up_to_transformers(reference, t, e, f):
         hidden = slice(h * F // f, (h + 1) * F // f)
         part = (x[rows], ids[rows], weights[rows], up[own, :, hidden], down[own, :, hidden])
         found[0][rows] += experts(Form(), "cpu", *part, own.start)
-        made = gradient(Form(), "cpu", *part, grad[rows], own.start)
+        made = gradient(Form(), "cpu", part, grad[rows], own.start)
         places = (rows, rows, (own, slice(None), hidden), (own, slice(None), hidden))
         for whole, place, each in zip(found[1:], places, made, strict=True):
             whole[place] += each

@@ -10,14 +10,17 @@ import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from autoshard.attention.form import KINDS
+from autoshard.cost.compiler.experts import stages
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
+from autoshard.cost.machine.targets import CAPABILITIES, Capabilities
 from autoshard.cost.partitioner.partitioned import Attention, Move, OpRun, Partitioned
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
+from autoshard.experts.form import KINDS as EXPERTS
+from autoshard.fused import KINDS
 from autoshard.graph.contraction import Matrices, matrices
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims
@@ -161,20 +164,22 @@ def matrices_of(program: Lowered, step: Step) -> Matrices:
     return matrices(lhs, rhs, program.graph.ops[step.op].attrs)
 
 
-def lower(graph: Graph, shardings: Shardings, partitioned: Partitioned, *, barriers: bool = True) -> Lowered:
+def lower(
+    graph: Graph, shardings: Shardings, partitioned: Partitioned, compiler: Capabilities = CAPABILITIES["gpu"]
+) -> Lowered:
     """The steps of one device for a partitioned program.
 
     Args:
-        barriers: whether an `optimization_barrier` is a step, which keeps equal ops on both sides apart and which the
-            ops after it wait for. XLA's CPU compiler removes barriers before its last CSE and scheduling, which
-            undoes rematerialisation.
+        compiler: where it keeps barriers, an `optimization_barrier` is a step, which keeps equal ops on both sides
+            apart and which the ops after it wait for. XLA's CPU compiler removes barriers before its last CSE and
+            scheduling, which undoes rematerialisation.
     """
-    return _Lowering(graph, shardings, partitioned, barriers).run()
+    return _Lowering(graph, shardings, partitioned, compiler).run()
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, barriers: bool) -> None:
-        self.graph, self.shardings, self.partitioned, self.barriers = graph, shardings, partitioned, barriers
+    def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, compiler: Capabilities) -> None:
+        self.graph, self.shardings, self.partitioned, self.compiler = graph, shardings, partitioned, compiler
         self.updates: dict[int, int] = {}  # result -> the argument that it aliases
         self.last_barrier: dict[Value, int] = {}  # value -> the last barrier before it
         self.numbers: dict[Hashable, tuple[int, ...]] = {}  # key of a step -> its results
@@ -252,11 +257,11 @@ class _Lowering:
             self._attention(op, attention, reads)
             return
         if op.kind in KINDS:
-            self._fused_attention(op, reads, results, own, run.of_result)
+            self._region(op, reads, results, own, run)
             return
         if op.kind in MASKED:
             self._mask(op, reads, {move.place: move.tiling for move in run.moves}, run.reads)
-        if op.kind == BARRIER and self.barriers:
+        if op.kind == BARRIER and self.compiler.keeps_barriers:
             self._barrier(number, results, reads)
             return
         same = self.folded.same.get(results[0])
@@ -310,28 +315,43 @@ class _Lowering:
             self.numbers[key] = (made,)
         self.of[result] = self.numbers[key][0]
 
-    def _fused_attention(
-        self,
-        op: Op,
-        reads: Sequence[int | None],
-        results: Sequence[Value],
-        own: Sequence[Collective],
-        of_result: Sequence[int],
+    def _region(
+        self, op: Op, reads: Sequence[int | None], results: Sequence[Value], own: Sequence[Collective], run: OpRun
     ) -> None:
-        """Emit an attention kept as one op: its kernel, and the sums of its gradients of keys and values."""
+        """Emit a manual region: its kernels, and the sums of its partial results."""
         after = [
-            [each for each, of in zip(own, of_result, strict=True) if of == result] for result in range(len(results))
+            [each for each, of in zip(own, run.of_result, strict=True) if of == result]
+            for result in range(len(results))
         ]
         made = [self._array(value, -1) for value in results]
         for array, value, collectives in zip(made, results, after, strict=True):
             if collectives:
                 self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, collectives)
-        arrays = [array for array in reads if array is not None]
-        flops = op_flops(op, self.graph) * self.partitioned.runs[op.id].share
-        self._step(op.kind, op.id, arrays, made, flops, values=op.operands)
+        flops = op_flops(op, self.graph) * run.share
+        if op.kind in EXPERTS:
+            self._experts(op, reads, made, run, flops)
+        else:
+            arrays = [array for array in reads if array is not None]
+            self._step(op.kind, op.id, arrays, made, flops, values=op.operands)
         for array, value, collectives in zip(made, results, after, strict=True):
             tiling = self.shardings.made[value]
             self.of[value] = self._chain(value, array, collectives, tiling, op.id) if collectives else array
+
+    def _experts(
+        self, op: Op, reads: Sequence[int | None], made: Sequence[int], run: OpRun, flops: float
+    ) -> None:  # fmt: skip
+        """The kernels of a mixture's experts."""
+        _, ids, _, up, *_ = self._read(op)
+        kernels = stages(op.kind, ids, up, apart=self.compiler.fuses_no_gathers)
+        named = dict(zip((*kernels.operands, *kernels.results), (*reads, *made), strict=True))
+        dtype = op.results[0].dtype
+        for name, shape in kernels.between.items():
+            self.arrays.append(Array(shape, dtype, math.prod(shape) * dtype_bytes(dtype), -1))
+            named[name] = len(self.arrays) - 1
+        for stage in kernels.stages:
+            arrays = [array for name in stage.reads if (array := named[name]) is not None]
+            writes = [array for name in stage.writes if (array := named[name]) is not None]
+            self._step(op.kind, op.id, arrays, writes, flops * kernels.share * stage.products)
 
     def _concatenation_collective(self, source: int | None, collective: Collective, op: int) -> int:
         """The result of a collective around the concatenation of two scatters' operands."""

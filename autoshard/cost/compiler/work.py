@@ -141,7 +141,7 @@ def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
         runs.append(run)
     shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
     partitioned = Partitioned(tuple(runs), (), {})
-    return lower(graph, shardings, partitioned, barriers=device.compiler.keeps_barriers)
+    return lower(graph, shardings, partitioned, device.compiler)
 
 
 class _Attribution:

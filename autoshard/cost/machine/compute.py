@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.attention.form import FORWARD, GRADIENT, KINDS, Form
+from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.attention.kernels import BACKWARD_PRODUCTS
 from autoshard.cost.machine.device import Device
 from autoshard.dtypes import dtype_bytes
+from autoshard.experts.dims import products
+from autoshard.experts.form import KINDS as EXPERTS
+from autoshard.fused import KINDS
 from autoshard.graph.body import Body
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, fusion_groups
 from autoshard.graph.ops import Graph, Op
@@ -26,7 +29,7 @@ CONTRACTIONS = frozenset({"dot_general", "convolution", "triangular_solve", "cho
 """Kinds whose FLOPs run on the matrix units that `Device.flops` describes."""
 
 MATRIX_WORK = CONTRACTIONS | KINDS
-"""These, and attention kept as one op."""
+"""These, and attention and experts kept as one op."""
 
 BODIES = frozenset({"while", "case"})
 """Kinds with subgraphs (`graph/body.py`)."""
@@ -55,7 +58,7 @@ def op_flops(op: Op, graph: Graph) -> float:
     if op.kind == "dot_general":
         return 2.0 * elements * _count(shapes[0][dim] for dim in attrs["lhs_contract"])
     if op.kind in KINDS:
-        return _attention_flops(op, shapes)
+        return _experts_flops(op, shapes) if op.kind in EXPERTS else _attention_flops(op, shapes)
     if op.kind == "convolution":
         return _convolution_flops(op, shapes[0], shapes[1])
     if op.kind in ("reduce", "sort"):
@@ -94,17 +97,26 @@ def _attention_flops(op: Op, shapes: Sequence[Sequence[int]]) -> float:
     return 2 * scores * (3 * features + 2 * value_features)
 
 
-def attention_share(op: Op, queries: float, target: str) -> float:
-    """By how much one device's FLOP of an attention exceed its part of `op_flops`.
+def _experts_flops(op: Op, shapes: Sequence[Sequence[int]]) -> float:
+    """Products of the rows of all tokens' choices, each with one expert's weights."""
+    (tokens, choices), (_, gates, hidden, features) = shapes[1], shapes[3]
+    of_up, of_down = products(op.kind)
+    return 2.0 * tokens * choices * hidden * features * (of_up * gates + of_down)
+
+
+def region_share(op: Op, shards: float, target: str) -> float:
+    """By how much one device's FLOP of an op that is a manual region exceed its part of `op_flops`.
 
     Args:
-        queries: over how many devices these are split.
+        shards: over how many devices the queries of an attention are split.
         target: whose kernel computes it.
     """
-    products = 1.0
+    if op.kind in EXPERTS:
+        return 1.0
+    share = 1.0
     if op.kind == GRADIENT and target in BACKWARD_PRODUCTS:
-        products = sum(BACKWARD_PRODUCTS[target]) / 5
-    return products * Form.of(op.attrs).unbalanced(queries)
+        share = sum(BACKWARD_PRODUCTS[target]) / 5
+    return share * Form.of(op.attrs).unbalanced(shards)
 
 
 def op_bytes(op: Op, graph: Graph) -> float:

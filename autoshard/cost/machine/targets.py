@@ -50,6 +50,7 @@ class Capabilities:
     regathers: bool = False  # for every user, except for nearby users (`ScheduleAwareCollectiveOpsCSE`)
     gathers_arguments_first: bool = False  # at the start of the step
     fuses_slices: bool = False  # into products that read them
+    fuses_no_gathers: bool = False  # of rows into sums that read them
     copies_inputs_on_chip: bool = False  # whole, even if a device reads only a slice
     aborts_on_padded_scatters: bool = False  # where it cannot pad unevenly split indices
 
@@ -95,6 +96,7 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
         gathers_dims_at_once=True,
         regathers=True,
         fuses_slices=True,
+        fuses_no_gathers=True,
         copies_inputs_on_chip=True,
         aborts_on_padded_scatters=True,
     ),

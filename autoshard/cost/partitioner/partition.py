@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.attention.form import KINDS
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.context import Context
@@ -22,10 +21,10 @@ from autoshard.cost.partitioner.ops.aligned import aligned, reduce, rng
 from autoshard.cost.partitioner.ops.attention import attentions, unread
 from autoshard.cost.partitioner.ops.chained import chained_scatters
 from autoshard.cost.partitioner.ops.contraction import contraction, is_transposed
-from autoshard.cost.partitioner.ops.fused_attention import fused_attention
 from autoshard.cost.partitioner.ops.gather import KeptGathers, in_whole_mesh
 from autoshard.cost.partitioner.ops.index import indexed
 from autoshard.cost.partitioner.ops.kernel import Gathering, source_of, unfolded
+from autoshard.cost.partitioner.ops.regions import region
 from autoshard.cost.partitioner.ops.scatter import is_summed, scatter_later
 from autoshard.cost.partitioner.ops.summed import sum_once
 from autoshard.cost.partitioner.partitioned import Emission, Move, OpRun, Partitioned, Ring, Tilings
@@ -33,6 +32,7 @@ from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.passes import Passes
+from autoshard.fused import KINDS
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.mesh import Spec
 
@@ -57,7 +57,7 @@ EMITTED_BY: Mapping[str, Emit] = {
     "while": body.loop,
     "case": body.branches,
     "custom_call": expanded.custom_call,
-    **dict.fromkeys(KINDS, fused_attention),
+    **dict.fromkeys(KINDS, region),
 }
 """Handlers by kind of op; all other kinds run on aligned shards."""
 

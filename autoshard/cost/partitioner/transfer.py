@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoshard.attention.dims import SPLIT, AttentionDims
-from autoshard.attention.form import KINDS, Form
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling, carried
 from autoshard.dtypes import dtype_bytes
+from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.contraction import Dims, convolution_dims, dot_dims, kernel_is_small
 from autoshard.graph.groups import ELEMENTWISE
 from autoshard.graph.indexing import IndexDims, index_dims
 from autoshard.graph.ops import Graph, Op
+from autoshard.regions.dims import RegionDims
 
 PASS_THROUGH = frozenset(
     {
@@ -99,8 +99,8 @@ class Transfers:
     def forward(self, op: Op, place: int, tiling: Tiling, result: int = 0) -> Tiling | None:
         """The sharding of a result that follows from operand `place`; None without information."""
         if op.kind in KINDS:
-            named = self._attention_dims(op)
-            return self._named(named.operands[place], tiling, named.results[result])
+            named = self._region_dims(op)
+            return self._named(named, named.operands[place], tiling, named.results[result])
         if op.kind == "reshape":
             source = self.graph.type_of(op.operands[0]).shape
             return self.subaxes.reshape(source, op.results[0].shape, tiling)
@@ -122,8 +122,8 @@ class Transfers:
         """
         kind = op.kind
         if kind in KINDS:
-            named = self._attention_dims(op)
-            return self._named(named.results[result], tiling, named.operands[place])
+            named = self._region_dims(op)
+            return self._named(named, named.results[result], tiling, named.operands[place])
         shape = self.graph.type_of(op.operands[place]).shape
         if kind == "reshape":
             return self.subaxes.reshape(op.results[0].shape, shape, tiling)
@@ -143,14 +143,13 @@ class Transfers:
             return self._with_other(op, place, found, operands, level)
         return found
 
-    def _attention_dims(self, op: Op) -> AttentionDims:
-        shapes = [self.graph.type_of(value).shape for value in op.operands]
-        return AttentionDims.of(op.kind, Form.of(op.attrs), shapes)
+    def _region_dims(self, op: Op) -> RegionDims:
+        return dims_of_attrs(op.kind, op.attrs, [self.graph.type_of(value).shape for value in op.operands])
 
     @staticmethod
-    def _named(read: str, tiling: Tiling, made: str) -> Tiling | None:
+    def _named(dims: RegionDims, read: str, tiling: Tiling, made: str) -> Tiling | None:
         """The tiling of a tensor with dims `made` that one with dims `read` implies, by letters."""
-        found = {letter: axes for letter, axes in zip(read, tiling, strict=True) if letter in SPLIT}
+        found = {letter: axes for letter, axes in zip(read, tiling, strict=True) if letter in dims.shared}
         return tuple(found.get(letter, ()) for letter in made) if found else None
 
     def _with_other(

@@ -18,19 +18,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from autoshard.attention.form import FORWARD, Form
-from autoshard.attention.kernels import Part, Platform, kernel_name
+from autoshard.attention.kernels import Part, kernel_name
 from autoshard.cost.machine.device import load_device
 from autoshard.dtypes import torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import dots
-from autoshard.frontends.switches.handlers import replaces
+from autoshard.frontends.switches.handlers import ATTENTION, note, replaces
 from autoshard.frontends.switches.transformers_library import masked_as
 from autoshard.frontends.tracing import attention as fused
 from autoshard.frontends.tracing.device import is_xla
 from autoshard.program import TensorType
+from autoshard.regions.kernel import Platform
 
 _kinds: list[tuple[Platform, str]] = []
-_noted: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
@@ -42,16 +42,6 @@ def kernels_of(kind: str) -> Iterator[None]:
         yield
     finally:
         _kinds.pop()
-
-
-@contextlib.contextmanager
-def noting(note: Callable[[str], None]) -> Iterator[None]:
-    """Have `note` told why an attention is written out."""
-    _noted.append(note)
-    try:
-        yield
-    finally:
-        _noted.remove(note)
 
 
 @replaces("attention", F.scaled_dot_product_attention)
@@ -112,8 +102,7 @@ def _as_one_op(
             return made
         reasons.append(made)
     if reasons[0]:
-        for note in _noted:
-            note(reasons[0])
+        note(ATTENTION, reasons[0])
     return None
 
 

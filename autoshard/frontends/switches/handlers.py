@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ SWITCHES: tuple[str, ...] = (
 """All switches that are on for every device, as described in `table.py`."""
 ATTENTION = "attention"
 """The switch that is on for a kind of device: `attention:h100`."""
+EXPERTS = "experts"
+"""The switch that keeps a mixture's experts as one op; on for TPUs and GPUs."""
 REMAT = "remat"
 """The switch that says which blocks are recomputed: `remat:all=model.layers.0-31`."""
 MICRO_BATCHES = "micro_batches"
 """The switch that says of how many micro-batches a step is: `micro_batches:4`. Capture traces two of them."""
-HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION, REMAT, MICRO_BATCHES)}
+HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION, EXPERTS, REMAT, MICRO_BATCHES)}
 """Switch -> torch function -> handler."""
 
 UNTOUCHED = NotImplemented
@@ -55,3 +58,22 @@ def replaces(switch: str, *functions: Any) -> Callable[[Handler], Handler]:
 def on_xla(value: Any) -> bool:
     """Whether this is a tensor on an XLA device."""
     return isinstance(value, torch.Tensor) and is_xla(value)
+
+
+_told: list[Callable[[str, str], None]] = []
+
+
+@contextlib.contextmanager
+def noting(tell: Callable[[str, str], None]) -> Iterator[None]:
+    """Have `tell` told, by switch, why what could be one op is written out."""
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
+
+
+def note(switch: str, why: str) -> None:
+    """Say why an op is written out."""
+    for tell in _told:
+        tell(switch, why)

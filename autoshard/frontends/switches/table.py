@@ -8,6 +8,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention`, torch_xla's `flash_attention` and `splash_attention` | torch merges batch and heads for `bmm`; torch_xla's kernels cannot be traced without a TPU |
 | `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device, or platform (`tpu`, `gpu`), has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
+| `experts` | transformers' mixtures of experts, kept as one op (`experts/form.py`) where they have its form; on where a program is captured for a TPU or GPU | written out, `batched_mm` gathers each token's weights; its other implementations loop over what they find |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
@@ -23,7 +24,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
 | `micro_batches:K` | nothing: capture traces two micro-steps and the update | a step of K micro-batches |
 | `checks` | distributions' look at their arguments is off by default | it reads values |
-| `transformers` | mask code believes it is traced; `use_cache` is off | masks would be read; a cache adds ops to a training step |
+| `transformers` | mask code believes it is traced; `use_cache` is off; experts are `batched_mm` | masks would be read; a cache adds ops to a training step; other experts read which tokens they have |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from autoshard.frontends.switches import attention, images, losses, pools  # noq
 from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.frontends.switches.checkpoints import recomputed
 from autoshard.frontends.switches.dots import conv1d
+from autoshard.frontends.switches.experts import experts_traced
 from autoshard.frontends.switches.handlers import (
     ATTENTION,
+    EXPERTS,
     HANDLERS,
     REMAT,
     SWITCHES,
@@ -87,6 +90,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
         stack.enter_context(autocast_on())
         if "transformers" in names:
             stack.enter_context(transformers_traced(model))
+            stack.enter_context(experts_traced(as_one_op=EXPERTS in named))
         if "checkpoint" in names:
             stack.enter_context(recomputed())
         if REMAT in named:

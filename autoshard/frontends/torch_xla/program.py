@@ -24,9 +24,9 @@ from autoshard.frontends.torch_xla import probe
 from autoshard.frontends.torch_xla.inplace_shapes import quick_inplace_shapes
 from autoshard.frontends.torch_xla.python_frames import no_python_frames
 from autoshard.frontends.tracing import refusals
-from autoshard.frontends.tracing.attention import as_custom_call, executed_by
 from autoshard.frontends.tracing.device import is_xla, tensor_type
 from autoshard.frontends.tracing.modules import ModulePaths
+from autoshard.frontends.tracing.regions import as_custom_call, executed_by
 from autoshard.frontends.tracing.sequence import Call, draws
 from autoshard.frontends.tracing.trace import (
     Labels,

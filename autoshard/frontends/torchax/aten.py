@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from autoshard.attention.form import FORWARD, GRADIENT, Form
+from autoshard.experts.form import Form as Experts
 from autoshard.frontends.tracing.ops import dot_dims
 
 Types = tuple[jax.ShapeDtypeStruct, ...]
@@ -587,7 +588,20 @@ def _attention_call(kind: str, out: Types, first: Sequence[Any], last: Sequence[
     """The custom call of an attention (`attention/form.py`)."""
     *masks, causal, window, scale = masked
     form = Form(scale, causal, window, masks[0] is not None, masks[1] is not None)
-    operands = (*first, *(each for each in masks if each is not None), *last)
+    return _call(kind, out, form.text(), (*first, *(each for each in masks if each is not None), *last))
+
+
+def _call(kind: str, out: Types, config: str, operands: Sequence[Any]) -> Any:
     return jax.ffi.ffi_call(
-        f"autoshard.{kind}", out, custom_call_api_version=2, legacy_backend_config=form.text()
+        f"autoshard.{kind}", out, custom_call_api_version=2, legacy_backend_config=config
     )(*operands)  # fmt: skip
+
+
+@lowers("autoshard::experts")
+def _experts(out: Types, *given: Any) -> Any:
+    return _call("experts", out, Experts(given[-1]).text(), given[:-1])
+
+
+@lowers("autoshard::experts_grad")
+def _experts_grad(out: Types, *given: Any) -> Any:
+    return _call("experts_grad", out, Experts(given[-1]).text(), given[:-1])

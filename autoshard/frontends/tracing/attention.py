@@ -6,36 +6,19 @@ running plan. Elsewhere they are computed as written out here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.attention.form import FORWARD, GRADIENT, Form
-
-Tensors = Sequence[torch.Tensor]
-Executor = Callable[[str, Form, Tensors, Tensors], Tensors]
-"""(kind, form, operands, meta tensors like the results) -> results."""
+from autoshard.frontends.tracing.regions import executed, library, meta
 
 _MASKED = "Tensor? bias, Tensor? q_segments, Tensor? kv_segments, bool causal, int? window, float scale"
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
-_library.define(
+library.define(f"attention(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
+library.define(
     f"attention_grad(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad, {_MASKED})"
     " -> (Tensor, Tensor, Tensor)"
 )
-_executors: list[Executor] = []
-
-
-@contextlib.contextmanager
-def executed_by(executor: Executor) -> Iterator[None]:
-    """Have attentions on XLA devices computed by `executor`, instead of as written out."""
-    _executors.append(executor)
-    try:
-        yield
-    finally:
-        _executors.remove(executor)
 
 
 def attention(
@@ -137,37 +120,21 @@ def _form(bias: Any, q_segments: Any, kv_segments: Any, causal: bool, window: in
     return Form(scale, causal, window, bias is not None, q_segments is not None)
 
 
-def as_custom_call(kind: str, form: Form, operands: Tensors, results: Tensors) -> Tensors:
-    """The executor of a capture."""
-    from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
-
-    shapes, dtypes = [list(each.shape) for each in results], [each.dtype for each in results]
-    made: Tensors = stablehlo_custom_call(list(operands), f"autoshard.{kind}", shapes, dtypes, False, form.text(), 1)
-    return made
-
-
 def _attention_xla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masked: Any) -> Any:
-    if not _executors:
-        return _attention(q, k, v, *masked)
-    like = (_meta(q, v.shape[-1]), _meta(q).new_empty(q.shape[:-1], dtype=torch.float32))
+    like = (meta(q, v.shape[-1]), meta(q).new_empty(q.shape[:-1], dtype=torch.float32))
     operands = [each for each in (q, k, v, *masked[:3]) if each is not None]
-    return tuple(_executors[-1](FORWARD, _form(*masked), operands, like))
+    made = executed(FORWARD, _form(*masked), operands, like)
+    return _attention(q, k, v, *masked) if made is None else made
 
 
 def _attention_grad_xla(q: Any, k: Any, v: Any, out: Any, lse: Any, grad: Any, *masked: Any) -> Any:
-    if not _executors:
-        return _attention_grad(q, k, v, out, lse, grad, *masked)
     operands = [each for each in (q, k, v, *masked[:3], out, lse, grad) if each is not None]
-    return tuple(_executors[-1](GRADIENT, _form(*masked), operands, (_meta(q), _meta(k), _meta(v))))
+    made = executed(GRADIENT, _form(*masked), operands, (meta(q), meta(k), meta(v)))
+    return _attention_grad(q, k, v, out, lse, grad, *masked) if made is None else made
 
 
-def _meta(like: torch.Tensor, features: int | None = None) -> torch.Tensor:
-    shape = (*like.shape[:-1], like.shape[-1] if features is None else features)
-    return torch.empty(shape, dtype=like.dtype, device="meta")
-
-
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-_library.impl("attention", _attention_xla, "XLA")
-_library.impl("attention", _differentiable, "Autograd")
-_library.impl("attention_grad", _attention_grad, "CompositeExplicitAutograd")
-_library.impl("attention_grad", _attention_grad_xla, "XLA")
+library.impl("attention", _attention, "CompositeExplicitAutograd")
+library.impl("attention", _attention_xla, "XLA")
+library.impl("attention", _differentiable, "Autograd")
+library.impl("attention_grad", _attention_grad, "CompositeExplicitAutograd")
+library.impl("attention_grad", _attention_grad_xla, "XLA")

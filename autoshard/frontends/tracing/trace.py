@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from autoshard.attention.form import FUSED
 from autoshard.dtypes import NO_FP8, torch_dtypes
 from autoshard.errors import CaptureError
-from autoshard.frontends.switches import attention
+from autoshard.experts.form import ONE_OP
 from autoshard.frontends.switches import table as switches
-from autoshard.frontends.switches.handlers import ATTENTION, MICRO_BATCHES
+from autoshard.frontends.switches.handlers import ATTENTION, EXPERTS, MICRO_BATCHES, noting
 from autoshard.frontends.tracing import refusals
 from autoshard.frontends.tracing.attributes import Attributes
 from autoshard.frontends.tracing.copies import Copies
@@ -192,7 +192,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.attributes = Attributes()
         self.stack = contextlib.ExitStack()
         self.data = KnownValues(self.data_of)
-        self.written_out: list[tuple[str, str]] = []
+        self.written_out: list[tuple[str, str, str]] = []
         self.micro_steps: MicroSteps | None = None
 
     # Implemented by a front end.
@@ -246,7 +246,9 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
             self.labels.values = self.data
             self.begin_step()
             self.stack.enter_context(torch.random.fork_rng(devices=[]))
-            self.stack.enter_context(attention.noting(lambda why: self.written_out.append((self.paths.current(), why))))
+            self.stack.enter_context(
+                noting(lambda switch, why: self.written_out.append((switch, self.paths.current(), why)))
+            )
             self.stack.enter_context(switches.active(self.switches, self.model))
             self.stack.enter_context(refusals.refuse_scalers(self.paths.describe))
             self.stack.enter_context(refusals.RefuseMasks(self.paths.describe, self.labels.unknown))
@@ -538,9 +540,10 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         )
 
     def _switches_used(self) -> tuple[str, ...]:
-        """The switches, without that of a device's attentions where none is kept as one op."""
-        fused = any(op.name == FUSED for op in self.labels.ops)
-        return tuple(name for name in self.switches if fused or not name.startswith(f"{ATTENTION}:"))
+        """The switches, without those of a device's attentions and experts where none is kept as one op."""
+        made = {op.name for op in self.labels.ops}
+        unused = {switch for switch, name in ((ATTENTION, FUSED), (EXPERTS, ONE_OP)) if name not in made}
+        return tuple(name for name in self.switches if name.partition(":")[0] not in unused)
 
     def unread(self, results: Sequence[Result], read: Sequence[Argument]) -> list[Argument]:
         """Arguments that are updated and never read."""

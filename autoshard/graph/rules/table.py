@@ -8,7 +8,7 @@ A rule says what the op computes when its operands are split; whether the partit
 - `index.py`: gather, scatter, sort;
 - `window.py`: convolution and other sliding windows;
 - `body.py`: loops and branches, from the ops inside;
-- `attention.py`: attention kept as one op;
+- `regions.py`: attention, and a mixture's experts, kept as one op;
 - `custom.py`: custom calls, by target; users add theirs with `autoshard.register_rule`.
 
 The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) if it can run the op on shards.
@@ -17,10 +17,10 @@ The kinds follow GSPMD (Xu et al. 2021, arXiv:2105.04663, section 4) if it can r
 from __future__ import annotations
 
 from autoshard.graph.ops import Rule
-from autoshard.graph.rules import attention as rules_attention
 from autoshard.graph.rules import body as rules_body
 from autoshard.graph.rules import custom as rules_custom
 from autoshard.graph.rules import index as rules_index
+from autoshard.graph.rules import regions as rules_regions
 from autoshard.graph.rules import shape as rules_shape
 from autoshard.graph.rules import window as rules_window
 from autoshard.graph.rules.base import (
@@ -37,10 +37,10 @@ __all__ = [
     "has_rule",
     "rule",
     "rule_for",
-    "rules_attention",
     "rules_body",
     "rules_custom",
     "rules_index",
+    "rules_regions",
     "rules_shape",
     "rules_window",
 ]

@@ -28,7 +28,7 @@ from autoshard.frontends.tracing.known import described
 from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer
 from autoshard.frontends.tracing.trace import takes_values
 from autoshard.lower.torch_xla import runtime
-from autoshard.lower.torch_xla.attention import executing, platform_here
+from autoshard.lower.torch_xla.regions import executing, platform_here
 from autoshard.lower.torch_xla.schedule import Schedule, describe
 from autoshard.lower.torch_xla.step import StepWriter
 from autoshard.plans.value import PlanMismatchError, format_type

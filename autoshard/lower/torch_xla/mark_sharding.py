@@ -32,9 +32,9 @@ from autoshard.frontends.switches import table as switches
 from autoshard.frontends.tracing.refusals import refuse_scalers
 from autoshard.lower.torch_xla import place, runtime
 from autoshard.lower.torch_xla.annotator import Annotator
-from autoshard.lower.torch_xla.attention import warn_of_versions
 from autoshard.lower.torch_xla.first_steps import FirstSteps
 from autoshard.lower.torch_xla.follower import Follower
+from autoshard.lower.torch_xla.regions import warn_of_versions
 from autoshard.lower.torch_xla.retrace import annotated_program
 from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.plans.annotated import annotations_of

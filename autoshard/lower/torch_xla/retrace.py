@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from autoshard.attention.kernels import Platform
 from autoshard.frontends.torch_xla.program import XlaLabels, trace
 from autoshard.frontends.tracing.device import is_xla
 from autoshard.frontends.tracing.modules import ModulePaths
 from autoshard.frontends.tracing.sequence import WRITES_BACK, Call
 from autoshard.lower.torch_xla import runtime
-from autoshard.lower.torch_xla.attention import executing
+from autoshard.lower.torch_xla.regions import executing
 from autoshard.lower.torch_xla.schedule import Schedule
 from autoshard.lower.torch_xla.step import StepWriter
 from autoshard.plans.check import check_program
 from autoshard.plans.value import Plan
 from autoshard.program import Program
+from autoshard.regions.kernel import Platform
 from autoshard.stablehlo.annotate import set_boundary
 
 

@@ -51,6 +51,21 @@ class Schedule:
             found.setdefault((op.name, reads), []).append(index)
         return {key: tuple(indices) for key, indices in found.items()}
 
+    def read(self, index: int, place: int) -> Spec:
+        """The spec in which op `index` reads its tensor number `place`: of its copy, or of the value."""
+        shared = self.reads.get(index, {}).get(place)
+        if shared is not None:
+            return shared[1][-1]
+        producer = self.ops[index].inputs[place]
+        while isinstance(producer, tuple) and producer not in self.pins:
+            made = self.ops[producer[0]]
+            if made.name.split(".")[1] not in UNCHANGED:
+                raise PlanError(f"op {index} reads {describe(producer)}, which the plan does not annotate")
+            producer = made.inputs[-1]
+        if isinstance(producer, tuple):
+            return self.pins[producer]
+        return () if producer is None else self.arguments[producer].spec
+
     def is_input(self, producer: Producer) -> bool:
         """Whether a value is an input of the step, or a host value's stand-in for one."""
         return isinstance(producer, str) and (producer in self.inputs or producer not in self.arguments)

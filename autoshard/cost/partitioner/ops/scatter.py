@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autoshard.attention.form import GRADIENT
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.partitioned import OpRun, Ring
 from autoshard.cost.partitioner.reshard.steps import Cut
 from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.groups import ELEMENTWISE, unscaled
 from autoshard.graph.ops import Op, Value
 from autoshard.mesh import AxisGroup
@@ -125,8 +125,8 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
 
     summed = {one.axes for run in runs for one in run.collectives if one.kind in ("all-reduce", "reduce-scatter")}
     for op in context.graph.ops:
-        if op.kind == GRADIENT:
-            runs[op.id] = _scattered_gradients(context, op, runs[op.id], cuts)
+        if op.kind in KINDS:
+            runs[op.id] = _scattered_results(context, op, runs[op.id], cuts)
         if not sums[op.id] or len(op.results) != 1:
             continue
         *first, last = runs[op.id].collectives
@@ -148,13 +148,15 @@ def scatter_later(runs: list[OpRun], context: Context) -> list[OpRun]:
     return runs
 
 
-def _scattered_gradients(context: Context, op: Op, run: OpRun, cuts: Callable[[Value], list[Cut | None]]) -> OpRun:
-    """The same for the sums of an attention's gradients of keys and values, over the devices that split queries."""
-    made = context.shardings.made[Value(op.id)]
-    axes = (*made[2], *made[3])
+def _scattered_results(context: Context, op: Op, run: OpRun, cuts: Callable[[Value], list[Cut | None]]) -> OpRun:
+    """The same for the sums in a manual region, such as of an attention's gradients of keys and values."""
+    dims = dims_of_attrs(op.kind, op.attrs, [context.graph.type_of(value).shape for value in op.operands])
+    made = [context.shardings.made[Value(op.id, result)] for result in range(len(op.results))]
+    split = dims.split(run.reads, made, context.subaxes.ways)
     first = len(run.collectives) - len(run.of_result)
     found = list(run.collectives)
     for place, result in enumerate(run.of_result, first):
+        axes = dims.made(result, split, ())[1]
         taken = cuts(Value(op.id, result)) if found[place].kind == "all-reduce" else []
         if not taken or not all(cut == taken[0] and context.cuts.scatters(axes, cut, True) for cut in taken):
             continue

@@ -1,8 +1,8 @@
-"""Replaces attentions kept as one op by manual regions, in which each device runs a kernel on its part.
+"""Replaces attentions and experts kept as one op by manual regions, in which each device runs a kernel on its part.
 
-A region takes its operands as its results are split (`attention/dims.py`), in GSPMD's form between
-`SPMDFullToShardShape` and `SPMDShardToFullShape`, in Shardy's as an `sdy.manual_computation`. Partial gradients of keys
-and values are all-reduced in it, or reduce-scattered where they are annotated as split along keys by those axes.
+How a region is split follows from annotations (`RegionDims.split`), and how it takes its operands from that, in GSPMD's
+form between `SPMDFullToShardShape` and `SPMDShardToFullShape`, in Shardy's as an `sdy.manual_computation`. Partial
+results are all-reduced in it, or reduce-scattered where they are annotated as split by those axes too.
 """
 
 from __future__ import annotations
@@ -14,66 +14,50 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.attention.dims import SPLIT, AttentionDims
-from autoshard.attention.form import TARGETS, Form, Signature
-from autoshard.attention.kernels import Kernel, Part, Platform, lowered
+from autoshard.fused import TARGETS, Signature, dims_of, form_class, kernel_of
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
+from autoshard.regions.kernel import Kernel, Platform
 from autoshard.stablehlo.context import bytecode, entry_block, functions_of, mlir_context
 
 
 @dataclass(frozen=True)
 class Region:
-    """How an attention is split over a mesh.
+    """How an op is split over a mesh.
 
     Attributes:
         operands: the spec of each operand.
         results: the spec of each result.
         sums: per result the axes over which it is a partial sum.
-        scattered: per result whether that sum is reduce-scattered along keys.
-        shards: over how many devices queries are split.
+        scattered: per result the dim along which that sum is reduce-scattered, or None.
+        extras: the axes that split the kernel's own constants.
     """
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     sums: tuple[tuple[str, ...], ...]
-    scattered: tuple[bool, ...]
-    shards: int
+    scattered: tuple[int | None, ...]
+    extras: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: Signature, wanted: Sequence[Spec], mesh: Mesh) -> Region:
-        """The region of an op whose results are annotated as `wanted`."""
-        dims = AttentionDims.of(op.kind, op.form, [each.shape for each in op.operands])
-        split = {
-            letter: axes
-            for letter, axes, size in zip(dims.results[0], wanted[0], op.results[0].shape, strict=True)
-            if letter in SPLIT and size % mesh.ways(axes) == 0
-        }
-
-        def spec(letters: str) -> Spec:
-            return tuple(split.get(letter, ()) for letter in letters)
-
-        made, sums, scattered = [], [], []
-        for number, letters in enumerate(dims.results):
-            axes = tuple(axis for letter in dims.summed(number) for axis in split.get(letter, ()))
-            axes = axes if number else ()
-            along = tuple(axes if letter == "t" else split.get(letter, ()) for letter in letters)
-            scatters = bool(axes) and wanted[number] == along
-            made.append(along if scatters else spec(letters))
-            sums.append(axes)
-            scattered.append(scatters)
-        shards = mesh.ways(split.get("s", ()))
-        reads = tuple(spec(letters) for letters in dims.operands)
-        return cls(reads, tuple(made), tuple(sums), tuple(scattered), shards)
+    def of(cls, op: Signature, reads: Sequence[Spec], wanted: Sequence[Spec], mesh: Mesh) -> Region:
+        """The region of an op whose operands and results are annotated so."""
+        dims = dims_of(op.kind, op.form, [each.shape for each in op.operands])
+        split = dims.split(reads, wanted, mesh.ways)
+        made = [dims.made(number, split, spec) for number, spec in enumerate(wanted)]
+        results, sums, scattered = zip(*made, strict=True)
+        operands = tuple(dims.tiling(letters, split) for letters in dims.operands)
+        return cls(operands, results, sums, scattered, split.get(dims.extras, ()))
 
 
 def region_hlo(
-    op: Signature, wanted: Sequence[Spec], mesh: Mesh, platform: Platform, devices: Sequence[int], channel: int
-) -> bytes:
-    """One attention's region as a serialized HloModuleProto: operands to a tuple of results.
+    op: Signature, reads: Sequence[Spec], wanted: Sequence[Spec], mesh: Mesh, platform: Platform,
+    devices: Sequence[int], channel: int,
+) -> bytes:  # fmt: skip
+    """One op's region as a serialized HloModuleProto: operands to a tuple of results.
 
     Args:
-        wanted: specs of the results.
+        reads, wanted: specs of the operands and of the results.
         devices: the partition at each position of the mesh, row-major.
         channel: a number that no other region of the program has; those of its collectives follow from it.
     """
@@ -82,14 +66,14 @@ def region_hlo(
 
     grid = np.asarray(devices, dtype=np.int64).reshape(mesh.shape)
     with mlir_context(), ir.Location.unknown():
-        reads = [str(_mlir(each.shape, each.dtype)) for each in op.operands]
+        kinds = [str(_mlir(each.shape, each.dtype)) for each in op.operands]
         makes = ", ".join(str(_mlir(each.shape, each.dtype)) for each in op.results)
-        names = [f"%a{i}" for i in range(len(reads))]
+        names = [f"%a{i}" for i in range(len(kinds))]
         target = next(target for target, kind in TARGETS.items() if kind == op.kind)
         module = ir.Module.parse(
-            f"func.func public @main({', '.join(map(': '.join, zip(names, reads, strict=True)))}) -> ({makes}) {{"
+            f"func.func public @main({', '.join(map(': '.join, zip(names, kinds, strict=True)))}) -> ({makes}) {{"
             f" %r:{len(op.results)} = stablehlo.custom_call @{target}({', '.join(names)})"
-            f" : ({', '.join(reads)}) -> ({makes})"
+            f" : ({', '.join(kinds)}) -> ({makes})"
             f" return {', '.join(f'%r#{i}' for i in range(len(op.results)))} : {makes} }}"
         )
         call = entry_block(functions_of(module)["main"]).operations[0].operation
@@ -99,8 +83,8 @@ def region_hlo(
             return ir.StringAttr.get(_tiles(spec, mesh, grid))
 
         regions = Regions(module, mesh, platform, annotation, shardy=False, grid=grid)
-        regions.channel += channel * 2
-        regions.replace(call, wanted)
+        regions.channel += channel * len(op.results)
+        regions.replace(call, reads, wanted)
         found = _jax.mlir.mlir_module_to_xla_computation(bytecode(module), use_tuple_args=False, return_tuple=True)
         proto: bytes = found.as_serialized_hlo_module_proto()
         return proto
@@ -142,21 +126,22 @@ class Regions:
         self.called: set[str] = set()
         self.channel = 1000
 
-    def replace(self, op: Any, wanted: Sequence[Spec]) -> None:
-        """Replace a custom call of `TARGETS` whose results are annotated as `wanted`."""
+    def replace(self, op: Any, reads: Sequence[Spec], wanted: Sequence[Spec]) -> None:
+        """Replace a custom call of `TARGETS` whose operands and results are annotated so."""
         from jaxlib.mlir import ir
 
         kind = TARGETS[op.attributes["call_target_name"].value]
-        form = Form.parse(op.attributes["backend_config"].value)
         results, taken = self._results(op)
         operands = tuple(_type(value) for value in op.operands)
-        region = Region.of(Signature(kind, form, operands, tuple(results)), wanted, self.mesh)
+        form = form_class(kind).parse(op.attributes["backend_config"].value)
+        signature = Signature(kind, form, operands, tuple(results))
+        region = Region.of(signature, reads, wanted, self.mesh)
         local = tuple(
             TensorType(self.mesh.shard_shape(each.shape, spec), each.dtype)
             for each, spec in zip(operands, region.operands, strict=True)
         )
         device = self.mesh.device.split(":")[0]
-        kernel = lowered(Part(kind, form, local, operands[0].shape[3], region.shards, self.platform, device))
+        kernel = kernel_of(signature, local, self.mesh.ways(region.extras), self.platform, device)
         self._define(kernel)
         with ir.InsertionPoint(op), op.location:
             made = self.write(region, list(op.operands), results, kernel)
@@ -171,9 +156,10 @@ class Regions:
     @staticmethod
     def _results(op: Any) -> tuple[list[TensorType], list[list[Any]]]:
         """Types of the results, and the values that stand for each: of a tuple, its elements as they are taken."""
-        if len(op.results) > 1:
-            return [_type(value) for value in op.results], [[value] for value in op.results]
         from jaxlib.mlir import ir
+
+        if len(op.results) > 1 or not isinstance(op.results[0].type, ir.TupleType):
+            return [_type(value) for value in op.results], [[value] for value in op.results]
 
         kinds = ir.TupleType(op.results[0].type)
         found = [_tensor(kinds.get_type(place)) for place in range(kinds.num_types)]
@@ -199,10 +185,9 @@ class Regions:
         from jaxlib.mlir import ir
 
         specs = list(region.operands)
-        axes = next((spec[3] for spec in region.operands[:1]), ())
         for array, dim in kernel.extras:
             operands.append(self._op("stablehlo.constant", [], [_mlir_of(array)], value=_dense(array)))
-            specs.append(tuple(axes if place == dim else () for place in range(array.ndim)))
+            specs.append(tuple(region.extras if place == dim else () for place in range(array.ndim)))
         inside = [self._local(value.type, spec) for value, spec in zip(operands, specs, strict=True)]
         made = [_mlir(kind.shape, kind.dtype) for kind in results]
         if self.shardy:
@@ -250,31 +235,34 @@ class Regions:
         from jaxlib.mlir import ir
 
         kinds = []
-        for result, spec, scattered in zip(results, region.results, region.scattered, strict=True):
-            spec = tuple(() if scattered and place == 2 else axes for place, axes in enumerate(spec))
+        for result, spec, summed, scattered in zip(results, region.results, region.sums, region.scattered, strict=True):
+            spec = tuple(
+                axes[: len(axes) - len(summed)] if place == scattered else axes for place, axes in enumerate(spec)
+            )
             kinds.append(_mlir(self.mesh.shard_shape(result.shape, spec), result.dtype))
         callee = ir.FlatSymbolRefAttr.get(kernel.entry)
         call = ir.Operation.create("func.call", results=kinds, operands=values, attributes={"callee": callee})
-        summed = zip(call.results, region.sums, region.scattered, strict=True)
-        return [self._sum(value, axes, scattered) if axes else value for value, axes, scattered in summed]
+        sums = zip(call.results, region.sums, region.scattered, strict=True)
+        return [self._sum(value, axes, scattered) if axes else value for value, axes, scattered in sums]
 
-    def _sum(self, value: Any, axes: Sequence[str], scattered: bool) -> Any:
-        """An all-reduce over these axes, or a reduce-scatter along keys in the order of these axes."""
+    def _sum(self, value: Any, axes: Sequence[str], scattered: int | None) -> Any:
+        """An all-reduce over these axes, or a reduce-scatter along a dim in the order of these axes."""
         from jaxlib.mlir import ir
 
         self.channel += 1
         ways = self.mesh.ways(axes)
         shape = list(value.type.shape)
-        shape[2] //= ways if scattered else 1
+        if scattered is not None:
+            shape[scattered] //= ways
         kind = ir.RankedTensorType.get(shape, value.type.element_type)
         attributes = {
             "replica_groups": _dense(replica_groups(self.mesh, axes, self.grid)),
             "channel_handle": ir.Attribute.parse(f"#stablehlo.channel_handle<handle = {self.channel}, type = 1>"),
             "use_global_device_ids": ir.UnitAttr.get(),
         }
-        if scattered:
-            attributes["scatter_dimension"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 2)
-        name = "stablehlo.reduce_scatter" if scattered else "stablehlo.all_reduce"
+        if scattered is not None:
+            attributes["scatter_dimension"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), scattered)
+        name = "stablehlo.reduce_scatter" if scattered is not None else "stablehlo.all_reduce"
         op = ir.Operation.create(name, results=[kind], operands=[value], attributes=attributes, regions=1)
         scalar = ir.RankedTensorType.get([], value.type.element_type)
         block = op.regions[0].blocks.append(scalar, scalar)
@@ -307,8 +295,8 @@ class Regions:
 _MANUAL = "{manual}"
 
 
-def is_attention(op: Any) -> bool:
-    """Whether an op of a module is an attention kept as one op."""
+def is_region(op: Any) -> bool:
+    """Whether an op of a module is an attention, or experts, kept as one op."""
     return bool(op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value in TARGETS)
 
 

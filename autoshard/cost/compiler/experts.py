@@ -1,0 +1,97 @@
+"""What each device computes of a mixture's experts, kernel by kernel (`experts/kernels.py`).
+
+Rows are one per token and choice, of all experts: where experts are split, most of a device's rows are others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.experts.dims import products
+from autoshard.experts.form import FORWARD
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kernel.
+
+    Attributes:
+        reads, writes: names of operands, results (`form.py`) and of arrays in between.
+        products: how many rows times hidden features times features it multiplies.
+    """
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    products: int = 0
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The kernels in order.
+
+    Attributes:
+        between: name -> shape of what is neither operand nor result.
+        share: of the op's FLOP on this device, that of one product.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    between: Mapping[str, Shape]
+    share: float
+
+
+def stages(kind: str, ids: Shape, up: Shape, *, apart: bool) -> Stages:
+    """The kernels of an op whose local operands have these shapes.
+
+    Args:
+        apart: whether rows are put in the order of tokens before they are summed, and gradients of gates made before
+            they are concatenated (TPU).
+    """
+    rows, (_, gates, hidden, features) = ids[0] * ids[1], up
+    shapes = {"rows": features, "grads": features, "made": features, "back": features, "slope": hidden}
+    shapes |= {"wide": gates * hidden, "of_wide": gates * hidden, "inner": hidden, "scaled": hidden, "of_weights": 1}
+    shapes |= {f"gate{number}": hidden for number in range(gates)}
+    operands: tuple[str, ...] = ("x", "ids", "weights", "up", "down")
+    results: tuple[str, ...] = ("y",)
+    if kind == FORWARD:
+        found = [
+            _stage("x ids", "rows"), _stage("rows up", "wide", gates), _stage("wide", "inner"),
+            _stage("inner down", "made", 1), *_summed("made", "weights ids", "y", apart),
+        ]  # fmt: skip
+    else:
+        operands, results = (*operands, "grad"), ("dx", "dweights", "dup", "ddown")
+        gate = " ".join(f"gate{number}" for number in range(gates))
+        found = [
+            _stage("x ids", "rows"), _stage("grad ids", "grads"),
+            _stage("rows up", "wide", gates), _stage("grads down", "slope", 1),
+            *((
+                _stage("wide slope", "of_weights"), _stage("wide slope weights", f"{gate} scaled"),
+                _stage(gate, "of_wide"),
+            ) if apart else (
+                _stage("wide", "inner"), _stage("slope inner weights", "of_weights scaled"),
+                _stage("wide slope weights", "of_wide"),
+            )),
+            _stage("of_wide up", "made", gates), _stage("of_wide rows", "dup", gates),
+            _stage("grads scaled", "ddown", 1), *_summed("made", "ids", "dx", apart),
+            _stage("of_weights ids", "dweights"),
+        ]  # fmt: skip
+    used = {name for stage in found for name in stage.writes} - set(results)
+    of_up, of_down = products(kind)
+    return Stages(
+        operands, results, tuple(found), {name: (rows, shapes[name]) for name in sorted(used)},
+        1 / (of_up * gates + of_down),
+    )  # fmt: skip
+
+
+def _stage(reads: str, writes: str, products: int = 0) -> Stage:
+    return Stage(tuple(reads.split()), tuple(writes.split()), products)
+
+
+def _summed(made: str, others: str, result: str, apart: bool) -> list[Stage]:
+    if apart:
+        return [_stage(f"{made} ids", "back"), _stage(f"back {others}", result)]
+    return [_stage(f"{made} {others}", result)]
