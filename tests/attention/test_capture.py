@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from autoshard.lower.torch_xla.attention import warn_of_versions
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -20,6 +19,7 @@ from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.frontends.switches import transformers_library
 from autoshard.graph.rules.base import rule_for
+from autoshard.lower.torch_xla.regions import warn_of_versions
 from autoshard.plans import json_format
 from autoshard.plans.value import PlanError
 from autoshard.show.report import plan_report
@@ -105,7 +105,7 @@ def test_what_no_kernel_computes_is_written_out_and_said_why():
     mask, bias = torch.ones(128, 128), torch.zeros(1, 4, 128, 128, dtype=torch.bfloat16, requires_grad=True)
     program = capture_of("torchax")(Forms(), (x, mask, bias), train=False, switches=switches_for("h100"))
     kept = [op.name for op in program.ops].count("autoshard.attention.default")
-    said = [why for _, why in program.written_out]
+    said = [why for *_, why in program.written_out]
     assert kept >= 2
     assert any("dropout" in why for why in said)
 

@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from autoshard.attention.form import FORWARD, GRADIENT, TARGETS
+from autoshard.attention.form import FORWARD, GRADIENT
 from autoshard.cost.predict import predict
+from autoshard.fused import TARGETS
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.json_format import dumps, loads
 from autoshard.stablehlo.annotate import AnnotationError, annotate
