@@ -18,7 +18,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
 | `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
-| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` | torch_xla has no lowering of them, or of their gradients; one looks at values |
+| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist`, `torch.histc` between bounds | torch_xla has no lowering of them, or of their gradients; one looks at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
@@ -330,6 +330,7 @@ replaces("losses", torch.linalg.solve)(losses.solve)
 replaces("losses", torch.logdet, torch.Tensor.logdet)(losses.logdet)
 replaces("losses", torch.slogdet, torch.Tensor.slogdet, torch.linalg.slogdet)(losses.slogdet)
 replaces("losses", F.ctc_loss)(losses.ctc)
+replaces("losses", torch.histc, torch.Tensor.histc)(losses.histc)
 for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1):
     replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))
 for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):

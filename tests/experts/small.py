@@ -1,0 +1,82 @@
+"""A step of a small Mixtral whose experts are one op, and splits of it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from autoshard import api
+from autoshard.experts.form import FORWARD, GRADIENT, KINDS
+from autoshard.frontends.choose import capture_of, switches_for
+from autoshard.graph.annotations import Annotations, with_regions
+from autoshard.graph.ops import Graph, Value
+from autoshard.mesh import Mesh, Spec
+from autoshard.planning.written import written_plan
+from autoshard.sources import Source
+from autoshard.stablehlo.reader import build_graph
+
+TOKENS, D, F, E = 8 * 64, 128, 256, 4
+
+
+def source(dtype: torch.dtype = torch.float32, implementation: str = "eager", *, auxiliary: bool = False) -> Source:
+    """A training step; equal weights each time.
+
+    Args:
+        auxiliary: add the routers' loss, which counts tokens by expert.
+    """
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=D, intermediate_size=F, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=E, num_experts_per_tok=2, output_router_logits=auxiliary,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    model = MixtralForCausalLM._from_config(config, dtype=dtype, attn_implementation="eager")
+    ids = torch.randint(0, 64, (8, TOKENS // 8))
+    return Source(model, {"input_ids": ids, "labels": ids}, None, torch.optim.SGD(model.parameters(), 0.1), True)
+
+
+def graph_of(step: Source, device: str, frontend: str = "torch_xla") -> Graph:
+    """The graph of a source's program for a kind of device."""
+    program = capture_of(frontend)(step.model, step.inputs, optimizer=step.optimizer, switches=switches_for(device))
+    return build_graph(program)
+
+
+SPLITS: dict[str, dict[str, tuple[str, ...]]] = {
+    "tokens": {"t": ("data", "model")},
+    "experts": {"t": ("data",), "e": ("model",)},
+    "features": {"t": ("data",), "f": ("model",)},
+    "experts, scattered": {"t": ("data",), "e": ("model",), "scatter": ("td",)},
+    "experts and features": {"e": ("data",), "f": ("model",)},
+}
+"""Name -> the axes that split tokens, experts and hidden features, and letters along which sums are scattered."""
+
+
+def split(graph: Graph, how: str, device: str) -> api.Plan:
+    """The plan that splits experts so, and the input along its batch by the axes of tokens."""
+    asked = SPLITS[how]
+    mesh = Mesh((2, 4), ("data", "model"), device)
+    pins: dict[Value, Spec] = {Value(op): ((),) * len(graph.ops[op].results[0].shape) for op in graph.arguments}
+    copies: dict[tuple[Value, int], Spec] = {}
+    t, e, f = (asked.get(letter, ()) for letter in "tef")
+    pins |= {
+        Value(op): (t, ())
+        for op, each in zip(graph.arguments, graph.program.arguments, strict=True)
+        if each.role == "input"
+    }
+    for op in graph.ops:
+        if op.kind not in KINDS:
+            continue
+        x, up = op.operands[0], op.operands[3]
+        copies |= {(x, op.aten): (t, ()), (up, op.aten): (e, (), f, ())}
+        sums = (*e, *f)
+        along = {"t": (*t, *sums)} if asked.get("scatter") else {"t": t}
+        feature = t if asked.get("scatter") else ()
+        made = [(along["t"], ())] if op.kind == FORWARD else [
+            (along["t"], ()), (along["t"], ()), (e, (), f, feature), (e, feature, f)
+        ]  # fmt: skip
+        pins |= {Value(op.id, number): spec for number, spec in enumerate(made)}
+    assert any(op.kind == GRADIENT for op in graph.ops)
+    return written_plan(graph, mesh, Annotations(pins, copies))
+
+
+__all__ = ["SPLITS", "graph_of", "source", "split", "with_regions"]
