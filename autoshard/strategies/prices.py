@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
 from autoshard.cost.machine.collectives import Collective, coefficients
@@ -19,7 +20,6 @@ from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_fl
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.reshard.price import fit_of, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
-from autoshard.fused import KINDS
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
 from autoshard.graph.ops import DimFactors, Graph, Op, Value
@@ -123,7 +123,7 @@ class Prices:
 
     def _region_shares(self, op: Op, group: Group, ways: Strategies) -> Matrix:
         """`region_share` under each strategy; 1 for other ops."""
-        if op.kind not in KINDS:
+        if op.kind not in ATTENTIONS:
             return np.ones(len(ways))
         queries = ways.shape.value_dims[len(group.inputs)][3]
         split = [self.mesh.ways(axis for factor in queries for axis in each[factor]) for each in ways.assignments]
