@@ -2,7 +2,7 @@
 
 | platform | how |
 |---|---|
-| TPU | XLA's ragged dot |
+| TPU | jax's Pallas megablox: XLA's ragged dot is refused by GSPMD's partitioner |
 | GPU | Triton kernels written in Pallas: XLA would write a ragged dot as products of all rows with all matrices |
 | CPU | `jax.lax.ragged_dot_general`, which does so |
 
@@ -19,6 +19,8 @@ from autoshard.regions.kernel import Platform
 _WARPS, _STAGES = 8, 3
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 """Tile of a program of a Triton kernel, and how much it contracts at once."""
+_LEAST = 128
+"""Fewest rows of a tile of megablox."""
 
 
 def product(rows: Any, matrices: Any, sizes: Any, platform: Platform, *, across: bool = False) -> Any:
@@ -36,6 +38,8 @@ def product(rows: Any, matrices: Any, sizes: Any, platform: Platform, *, across:
     """
     from jax import lax
 
+    if platform == "tpu":
+        return _megablox_product(rows, matrices, sizes, across)
     if platform == "gpu":
         return _triton_product(rows, matrices, sizes, across)
     dims = lax.RaggedDotDimensionNumbers((((1,), (1 if across else 2,)), ((), ())), (0,), (0,))
@@ -46,10 +50,51 @@ def outer(one: Any, other: Any, sizes: Any, platform: Platform) -> Any:
     """Per group the sum over its rows of outer products: `(m, n)` and `(m, k)` give `(groups, n, k)`."""
     from jax import lax
 
+    if platform == "tpu":
+        return _megablox_outer(one, other, sizes)
     if platform == "gpu":
         return _triton_outer(one, other, sizes)
     dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
     return lax.ragged_dot_general(one, other, sizes, dims)
+
+
+# ---- TPU: megablox -------------------------------------------------------------------------------------------------
+
+
+def _megablox_product(rows: Any, matrices: Any, sizes: Any, across: bool, interpret: bool = False) -> Any:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    made = matrices.shape[2 if across else 1]
+    padded = _padded(rows)
+    tiling = _megablox_tiling(padded, rows.shape[1], made)
+    found = gmm(padded, matrices, sizes, rows.dtype, tiling, transpose_rhs=not across, interpret=interpret)
+    return found[: rows.shape[0]]
+
+
+def _megablox_outer(one: Any, other: Any, sizes: Any, interpret: bool = False) -> Any:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    padded = _padded(one)
+    tiling = _megablox_tiling(padded, one.shape[1], other.shape[1])
+    return tgmm(padded.T, _padded(other), sizes, one.dtype, tiling, interpret=interpret)
+
+
+def _padded(rows: Any) -> Any:
+    """With so many rows that a tile of `_LEAST` divides them."""
+    import jax.numpy as jnp
+
+    more = -rows.shape[0] % _LEAST
+    return jnp.pad(rows, ((0, more), (0, 0))) if more else rows
+
+
+def _megablox_tiling(rows: Any, depth: int, made: int) -> tuple[int, int, int]:
+    """Rows, contracted and made dims of a tile: what fits on chip twice."""
+    of_rows = next(size for size in (4 * _LEAST, 2 * _LEAST, _LEAST) if rows.shape[0] % size == 0)
+    most = 2048 // rows.dtype.itemsize
+    return of_rows, min(depth, most), min(made, most)
+
+
+# ---- GPU: Triton ---------------------------------------------------------------------------------------------------
 
 
 def _tiles(sizes: Any, most: int) -> tuple[Any, Any, Any]:
