@@ -158,7 +158,7 @@ def _grouped_product(groups: Any, firsts: Any, ends: Any, rows: Any, matrices: A
         if not across:
             place, allowed = ((columns, at), inside[:, None] & deep[None])
         right = triton.load(matrices.at[(group, *place)], mask=allowed, other=0.0)
-        return total + pl.dot(left, right if across else right.T)
+        return total + triton.dot(left, right if across else right.T)
 
     @pl.when(first < end)  # type: ignore[untyped-decorator]
     def _() -> None:
@@ -196,7 +196,7 @@ def _grouped_outer(firsts: Any, ends: Any, one: Any, other: Any, out: Any) -> No
         rows = pl.ds(row, _DEPTH)
         left = triton.load(one.at[rows, pl.ds(left_at, _ROWS)], mask=own & left_in[None], other=0.0)
         right = triton.load(other.at[rows, pl.ds(right_at, _COLUMNS)], mask=own & right_in[None], other=0.0)
-        return total + pl.dot(left.T, right)
+        return total + triton.dot(left.T, right)
 
     steps = lax.div(end - first + (_DEPTH - 1), jnp.int32(_DEPTH))
     total = lax.fori_loop(0, steps, add, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))

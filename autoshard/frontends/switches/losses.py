@@ -146,7 +146,7 @@ def ctc(
     return _reduced(loss, reduction)
 
 
-def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:  # noqa: A002
+def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """`torch.histc` between given bounds, as mixtures of experts count their tokens."""
     if min >= max:
         return NotImplemented

@@ -1,6 +1,6 @@
 """A mixture's experts as two torch ops, `autoshard::experts` and `autoshard::experts_grad` (`experts/form.py`).
 
-They are differentiable once. Off XLA devices every expert computes all tokens.
+They are differentiable once.
 """
 
 from __future__ import annotations
@@ -8,22 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from autoshard.experts.form import FORWARD, GRADIENT, Form
-from autoshard.frontends.tracing.regions import executed, library, meta
+from autoshard.frontends.tracing.regions import Tensors, executed, library, meta
 
 _OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down"
 library.define(f"experts({_OPERANDS}, str activation) -> Tensor")
 library.define(f"experts_grad({_OPERANDS}, Tensor grad, str activation) -> (Tensor, Tensor, Tensor, Tensor)")
-
-_ACTIVATIONS: dict[str, Any] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x) ** 2,
-}
 
 
 def experts(
@@ -34,25 +25,13 @@ def experts(
     return made
 
 
-def _experts(x: Any, ids: Any, weights: Any, up: Any, down: Any, activation: str) -> torch.Tensor:
-    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
-    for number in range(up.shape[0]):
-        gate, *linear = (x @ part.T for part in up[number])
-        inner = _ACTIVATIONS[activation](gate)
-        inner = inner * linear[0] if linear else inner
-        weight = torch.where(ids == number, weights, 0).sum(1, keepdim=True)
-        total = total + (inner @ down[number].T) * weight
-    return total.to(x.dtype)
+def _experts(*given: Any) -> torch.Tensor:
+    return meta(given[0])
 
 
-def _experts_grad(
-    x: Any, ids: Any, weights: Any, up: Any, down: Any, grad: Any, activation: str
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    with torch.enable_grad():
-        given = [each.detach().requires_grad_() for each in (x, weights, up, down)]
-        made = _experts(given[0], ids, given[1], given[2], given[3], activation)
-        found: tuple[torch.Tensor, ...] = torch.autograd.grad(made, given, grad)
-        return found
+def _experts_grad(*given: Any) -> tuple[torch.Tensor, ...]:
+    x, _, *others, _, _ = given
+    return tuple(map(meta, (x, *others)))
 
 
 class _Experts(torch.autograd.Function):  # type: ignore[misc]
@@ -78,21 +57,25 @@ def _differentiable(x: Any, ids: Any, weights: Any, up: Any, down: Any, activati
         return torch.ops.autoshard.experts(x, ids, weights, up, down, activation)
 
 
-def _experts_xla(*given: Any) -> Any:
+def _experts_xla(*given: Any) -> torch.Tensor:
+    return _computed(FORWARD, given, (_experts(*given),))[0]
+
+
+def _experts_grad_xla(*given: Any) -> Tensors:
+    return _computed(GRADIENT, given, _experts_grad(*given))
+
+
+def _computed(kind: str, given: Any, results: Tensors) -> Tensors:
+    """The results of an op on an XLA device."""
     *operands, activation = given
-    made = executed(FORWARD, Form(activation), operands, (meta(operands[0]),))
-    return _experts(*given) if made is None else made[0]
+    made = executed(kind, Form(activation), operands, results)
+    if made is None:
+        raise RuntimeError(f"autoshard::{kind} is computed at capture and under annotate() alone")
+    return made
 
 
-def _experts_grad_xla(*given: Any) -> Any:
-    *operands, activation = given
-    x, _, weights, up, down, _ = operands
-    made = executed(GRADIENT, Form(activation), operands, tuple(map(meta, (x, weights, up, down))))
-    return _experts_grad(*given) if made is None else made
-
-
-library.impl("experts", _experts, "CompositeExplicitAutograd")
+library.impl("experts", _experts, "Meta")
 library.impl("experts", _experts_xla, "XLA")
 library.impl("experts", _differentiable, "Autograd")
-library.impl("experts_grad", _experts_grad, "CompositeExplicitAutograd")
+library.impl("experts_grad", _experts_grad, "Meta")
 library.impl("experts_grad", _experts_grad_xla, "XLA")

@@ -1,0 +1,52 @@
+"""A mixture's experts kept as one op as compiled and run: collectives as predicted, numbers as PyTorch's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autoshard.plans.annotated import annotations_of
+from autoshard.plans.json_format import dumps, loads
+from autoshard.stablehlo.annotate import annotate
+from autoshard.verify.check import compare_compiled, verify_plan
+from autoshard.verify.targets import parse_target
+from tests.conftest import of_torch_xla
+from tests.experts.small import SPLITS, graph_of, source, split
+
+
+@of_torch_xla
+@pytest.mark.parametrize("how", ["experts, scattered", "experts and features"])
+def test_numbers_are_those_of_pytorch(how):
+    step = source()
+    plan = split(graph_of(step, "tpu-v5e"), how, "tpu-v5e")
+    report = verify_plan(loads(dumps(plan)), step, "cpu:8", run=True)
+    assert report.run is not None
+    assert report.run.equal, str(report.run)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize(("device", "target", "kernel", "calls"), [
+    ("tpu-v5e", "tpu-v5e:2x4", "tpu_custom_call", 8),
+    ("h100", "h100:8", "__gpu$xla.gpu.triton", 8),
+])  # fmt: skip
+def test_each_device_runs_grouped_products_of_its_part(how, device, target, kernel, calls):
+    graph = graph_of(source(torch.bfloat16), device, "torchax")
+    plan = split(graph, how, device)
+    chosen, annotations = parse_target(target), annotations_of(plan, graph)
+    module = annotate(graph.program, graph, annotations, plan.mesh, platform=chosen.family)
+    report, compiled = compare_compiled(graph, annotations, plan.mesh, chosen, module)
+    found = [line for line in compiled.hlo_text.splitlines() if kernel in line and "custom-call(" in line]
+    print(how, device, len(found), report.fidelity, report.memory if hasattr(report, "memory") else "")
+    print(compiled.hlo_text.count("custom-call("))
+
+
+def test_a_step_in_jax_computes_what_pytorch_does():
+    command = [sys.executable, "-m", "tests.experts.jax_eight_devices"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in map(json.loads, done.stdout.splitlines()):
+        assert line["losses"] == pytest.approx(line["expected"], rel=1e-5), line["how"]
