@@ -130,6 +130,7 @@ def gradient(
     import jax.numpy as jnp
 
     x, ids, weights, up, down = operands
+    x, grad = jax.lax.optimization_barrier((x, grad))  # else XLA would keep the forward pass's hidden features instead
     count, gates, _, features = up.shape
     flat = up.reshape(count, -1, features)
     by_expert = _Sorted(ids, count, first)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.cost.compiler.experts import between_elements
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
 from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
@@ -26,6 +27,7 @@ from autoshard.cost.partitioner.reshard.hops import hops_between, path_matrix
 from autoshard.cost.partitioner.reshard.price import reshard_matrix
 from autoshard.cost.partitioner.tiling import Subaxes
 from autoshard.dtypes import FLOATS, dtype_bytes
+from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
@@ -652,6 +654,12 @@ class _Builder:
             start = 0 if self._gathered_first(copy.value) else min(uses)
             self.node_usages.append(Usage(node, start, max(uses) + 1, amount))
         shared = {copy.value for copy in copies}
+        for group in groups.groups:
+            if graph.ops[group.ops[0]].kind in EXPERTS:
+                now = times[group.id]
+                self.node_usages.append(
+                    Usage(first_group + group.id, now, now + 1, self._between(group, ways[group.id]))
+                )
         position = {edge: index for index, edge in enumerate(self.edges)}
         for group in groups.groups:
             for value, wanted in zip(group.inputs, ways[group.id].inputs, strict=True):
@@ -667,6 +675,18 @@ class _Builder:
                 now = times[group.id]
                 start = 0 if self._gathered_first(value) else now
                 self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
+
+    def _between(self, group: Group, ways: Strategies) -> Matrix:
+        """Bytes that experts kept as one op use between their operands and results, under each strategy."""
+        op = self.graph.ops[group.ops[0]]
+        ids, up = op.operands[1], op.operands[3]
+        places = [(group.inputs.index(value), self.graph.type_of(value).shape) for value in (ids, up)]
+        item, apart = dtype_bytes(op.results[0].dtype), self.device.compiler.fuses_no_gathers
+        found = []
+        for number in range(len(ways)):
+            local = [self.mesh.shard_shape(shape, ways.read(place, number)) for place, shape in places]
+            found.append(float(item * between_elements(op.kind, local[0], local[1], apart=apart)))
+        return np.array(found)
 
     def _times(self) -> list[int]:
         """Time of every group: its position, or, if no contraction depends on it, as soon as its inputs are ready.

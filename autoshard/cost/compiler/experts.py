@@ -5,6 +5,7 @@ Rows are one per token and choice, of all experts: where experts are split, most
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,6 +86,18 @@ def stages(kind: str, ids: Shape, up: Shape, *, apart: bool) -> Stages:
         operands, results, tuple(found), {name: (rows, shapes[name]) for name in sorted(used)},
         1 / (of_up * gates + of_down),
     )  # fmt: skip
+
+
+def between_elements(kind: str, ids: Shape, up: Shape, *, apart: bool) -> int:
+    """Most elements of arrays in between that are live at once."""
+    found = stages(kind, ids, up, apart=apart)
+    live = {
+        name: [n for n, each in enumerate(found.stages) if name in each.reads + each.writes] for name in found.between
+    }
+    return max(
+        sum(math.prod(found.between[name]) for name, used in live.items() if used[0] <= number <= used[-1])
+        for number in range(len(found.stages))
+    )
 
 
 def _stage(reads: str, writes: str, products: int = 0) -> Stage:
