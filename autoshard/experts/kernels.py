@@ -145,8 +145,10 @@ def gradient(
     of_up = grouped.outer(of_wide, rows, by_expert.sizes, platform).reshape(up.shape)
     of_down = grouped.outer(back, (inner * weight).astype(inner.dtype), by_expert.sizes, platform)
     of_x = by_expert.returned(of_rows).sum(1, dtype=jnp.float32).astype(x.dtype)
-    of_weights = by_expert.returned(of_weights)[..., 0].astype(weights.dtype)
-    return of_x, of_weights, of_up, of_down
+    made = of_x, by_expert.returned(of_weights)[..., 0].astype(weights.dtype), of_up, of_down
+    if platform == "gpu":  # else XLA:GPU puts the weights' gradients off, and keeps what they read of every layer
+        made = jax.lax.optimization_barrier(made)
+    return made
 
 
 def _gated(form: Form, gate: Any, *linear: Any) -> Any:

@@ -19,6 +19,7 @@ from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
+from autoshard.experts.form import GRADIENT
 from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.fused import KINDS
 from autoshard.graph.contraction import Matrices, matrices
@@ -340,10 +341,21 @@ class _Lowering:
     def _experts(
         self, op: Op, reads: Sequence[int | None], made: Sequence[int], run: OpRun, flops: float
     ) -> None:  # fmt: skip
-        """The kernels of a mixture's experts."""
+        """The kernels of a mixture's experts, between the barriers of `experts/kernels.py`."""
         _, ids, _, up, *_ = self._read(op)
         kernels = stages(op.kind, ids, up, apart=self.compiler.fuses_no_gathers)
-        named = dict(zip((*kernels.operands, *kernels.results), (*reads, *made), strict=True))
+        found, results = list(reads), list(made)
+        if op.kind == GRADIENT and self.compiler.keeps_barriers:
+            held = [(place, array) for place in (0, 5) if (array := reads[place]) is not None]
+            behind = [self._like(array) for _, array in held]
+            self._step(
+                BARRIER, op.id, [array for _, array in held], behind, values=tuple(op.operands[p] for p, _ in held)
+            )
+            for (place, _), array in zip(held, behind, strict=True):
+                found[place] = array
+            if not self.compiler.fuses_no_gathers:
+                results = [self._like(array) for array in made]
+        named = dict(zip((*kernels.operands, *kernels.results), (*found, *results), strict=True))
         dtype = op.results[0].dtype
         for name, shape in kernels.between.items():
             self.arrays.append(Array(shape, dtype, math.prod(shape) * dtype_bytes(dtype), -1))
@@ -352,6 +364,13 @@ class _Lowering:
             arrays = [array for name in stage.reads if (array := named[name]) is not None]
             writes = [array for name in stage.writes if (array := named[name]) is not None]
             self._step(op.kind, op.id, arrays, writes, flops * kernels.share * stage.products)
+        if results != list(made):
+            self._step(BARRIER, op.id, results, made, values=tuple(Value(op.id, i) for i in range(len(made))))
+
+    def _like(self, array: int) -> int:
+        """Another array like this one."""
+        self.arrays.append(replace(self.arrays[array], maker=-1, readers=[], returned=False, donated=False))
+        return len(self.arrays) - 1
 
     def _concatenation_collective(self, source: int | None, collective: Collective, op: int) -> int:
         """The result of a collective around the concatenation of two scatters' operands."""
@@ -373,9 +392,7 @@ class _Lowering:
             if source is not None and self.arrays[source].maker >= 0:
                 values.setdefault(source, operand)
                 if source not in held and self.graph.is_read(value):
-                    old = self.arrays[source]
-                    self.arrays.append(replace(old, maker=-1, readers=[], returned=False, donated=False))
-                    held[source] = len(self.arrays) - 1
+                    held[source] = self._like(source)
         if held:
             order = (*held, *(source for source in values if source not in held))
             self._step(BARRIER, op, order, tuple(held.values()), values=tuple(values[source] for source in order))
