@@ -50,7 +50,7 @@ def test_for_a_cpu_or_no_device_it_is_written_out():
 def test_a_device_of_a_file_has_the_kernels_of_its_target():
     """It was looked up by its name, among the kinds that are built in."""
     device = str(Path(__file__).parents[2] / "benchmarks" / "zoo_device.toml")
-    assert switches_for(device)[-1] == "attention:tpu"
+    assert "attention:tpu" in switches_for(device)
     assert any(op.kind == FORWARD for op in graph_of(source(), device, "torchax").ops)
 
 
