@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +25,11 @@ class Recorded(AtenSequence):
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[Any]:
+def device() -> Any:
     prepare_runtime()
     import torch_xla
 
-    yield torch_xla.device()
-    torch_xla.sync()
+    return torch_xla.device()
 
 
 def arguments(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Any, y: Any) -> dict[str, torch.Tensor]:
