@@ -22,8 +22,6 @@ KINDS = attention_form.KINDS | experts_form.KINDS
 """Kinds of `graph.ops.Op`."""
 TARGETS = {f"autoshard.{kind}": kind for kind in sorted(KINDS)}
 """Target of the custom call -> kind."""
-ONE_OP = frozenset({attention_form.FUSED, experts_form.ONE_OP})
-"""Names of their torch ops in `Program.ops`."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard import files, json_text
+from autoshard.attention.form import FUSED
 from autoshard.errors import FileError
-from autoshard.fused import ONE_OP
+from autoshard.experts.form import ONE_OP
 from autoshard.json_text import shortened
 from autoshard.mesh import AxisPart, Mesh, parse_axes
 from autoshard.plans.figures import Predicted, SolverInfo
@@ -52,7 +53,7 @@ def dumps(plan: Plan) -> str:
 
 def _of_version_2(plan: Plan) -> bool:
     several = plan.program.micro_steps is not None
-    return several or plan.remat is not None or any(op.name in ONE_OP for op in plan.program.ops)
+    return several or plan.remat is not None or any(op.name in (FUSED, ONE_OP) for op in plan.program.ops)
 
 
 def save(plan: Plan, path: str | Path) -> None:

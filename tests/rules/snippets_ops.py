@@ -23,6 +23,8 @@ TRANSCENDENTAL = 1e-4
 WITHOUT.update(
     attention="lowering makes a region of it: tests/attention",
     attention_grad="lowering makes a region of it: tests/attention",
+    experts="lowering makes a region of it: tests/experts",
+    experts_grad="lowering makes a region of it: tests/experts",
     copy="the importer takes copies out of the graph",
     bitcast="made by XLA itself; the importer takes mhlo.bitcast out",
     argument="every case has arguments",
