@@ -27,8 +27,7 @@ def test_a_program_of_which_nothing_is_split_is_that_of_no_annotations(kind):
     _, graph = program()
     shardings = propagate(graph, Annotations({}), mesh, device.target)
     partitioned = partition(graph, shardings, device.target)
-    target = device.target
-    known = lower(graph, shardings, partitioned, barriers=target != "cpu")
+    known = lower(graph, shardings, partitioned, device.compiler)
     found = replicated_program(graph, mesh, device)
 
     def rows(items):
