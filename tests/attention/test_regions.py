@@ -76,7 +76,7 @@ def test_regions_in_both_forms(form):
 
 
 def test_a_step_in_jax_computes_what_pytorch_does():
-    command = [sys.executable, "-m", "tests.attention.jax_eight_devices"]
+    command = [sys.executable, "-m", "tests.regions_in_jax", "tests.attention.small", "queries, scattered", "queries"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

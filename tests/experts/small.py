@@ -18,16 +18,14 @@ from autoshard.stablehlo.reader import build_graph
 TOKENS, D, F, E = 8 * 64, 128, 256, 4
 
 
-def source(dtype: torch.dtype = torch.float32, implementation: str = "eager", *, auxiliary: bool = False) -> Source:
-    """A training step; equal weights each time.
-
-    Args:
-        auxiliary: add the routers' loss, which counts tokens by expert.
-    """
+def source(
+    dtype: torch.dtype = torch.float32, implementation: str = "eager", activation: str = "silu"
+) -> Source:  # fmt: skip
+    """A training step whose experts have this activation; equal weights each time."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64, hidden_size=D, intermediate_size=F, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=E, num_experts_per_tok=2, output_router_logits=auxiliary,
+        num_key_value_heads=2, num_local_experts=E, num_experts_per_tok=2, hidden_act=activation,
     )  # fmt: skip
     config._experts_implementation = implementation
     model = MixtralForCausalLM._from_config(config, dtype=dtype, attn_implementation="eager")

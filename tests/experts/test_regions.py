@@ -50,8 +50,10 @@ def test_each_device_runs_grouped_products_of_its_part(how, device, target, kern
 
 
 def test_a_step_in_jax_computes_what_pytorch_does():
-    command = [sys.executable, "-m", "tests.experts.jax_eight_devices"]
+    command = [sys.executable, "-m", "tests.regions_in_jax", "tests.experts.small", "experts, scattered", "features"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    for line in map(json.loads, done.stdout.splitlines()):
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for line in lines:
         assert line["losses"] == pytest.approx(line["expected"], rel=1e-5), line["how"]

@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import autoshard
 from autoshard.frontends.switches import interpolation
 from autoshard.frontends.switches import table as switches
+from autoshard.frontends.switches.losses import histc
 from autoshard.frontends.switches.table import DEFAULT, active
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing import ops
@@ -513,3 +515,21 @@ def test_a_backward_pass_asks_no_switch_what_a_tensor_is(monkeypatch: pytest.Mon
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
     capture(model, torch.zeros(4, 8), loss_fn=lambda out: out.square().mean(), optimizer=torch.optim.AdamW)
     assert not [func for func in asked if getattr(func, "__name__", "") == "__get__"]
+
+
+@pytest.mark.parametrize(("bins", "low", "high"), [(4, 0.0, 4.0), (3, -1.0, 2.0), (10, 0.5, 0.75)])
+def test_values_are_counted_between_bounds_as_torch_does(bins: int, low: float, high: float) -> None:
+    values = torch.cat([torch.linspace(-2, 5, 57), torch.tensor([low, high])])
+    assert torch.equal(histc(values, bins, low, high), torch.histc(values, bins, low, high))
+
+
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+def test_counts_between_bounds_are_captured(frontend: str) -> None:
+    pytest.importorskip(frontend)
+
+    class Counts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.histc(x, 8, 0, 8)
+
+    program = autoshard.capture(Counts(), torch.zeros(32), frontend=frontend)
+    assert [output.type.shape for output in program.outputs] == [(8,)]

@@ -353,7 +353,7 @@ class _Lowering:
             )
             for (place, _), array in zip(held, behind, strict=True):
                 found[place] = array
-            if not self.compiler.fuses_no_gathers:
+            if self.compiler.delays_gradients:
                 results = [self._like(array) for array in made]
         named = dict(zip((*kernels.operands, *kernels.results), (*found, *results), strict=True))
         dtype = op.results[0].dtype

@@ -51,6 +51,7 @@ class Capabilities:
     gathers_arguments_first: bool = False  # at the start of the step
     fuses_slices: bool = False  # into products that read them
     fuses_no_gathers: bool = False  # of rows into sums that read them
+    delays_gradients: bool = False  # of weights, while the backward pass goes on
     copies_inputs_on_chip: bool = False  # whole, even if a device reads only a slice
     aborts_on_padded_scatters: bool = False  # where it cannot pad unevenly split indices
 
@@ -76,6 +77,7 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
         splits_all_reduces=True,
         gathers_no_repeats=True,
         gathers_before_widening=True,
+        delays_gradients=True,
     ),
     "tpu": replace(
         _OF_ACCELERATORS,

@@ -1,0 +1,33 @@
+"""Mixtures of experts are one op where they have its form, and a plan says why others are not."""
+
+import pytest
+
+from autoshard.experts.form import FORWARD, GRADIENT, Form
+from tests.experts.small import TOKENS, D, E, F, graph_of, source
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+def test_experts_and_their_gradient_are_one_op_each(frontend, implementation):
+    pytest.importorskip(frontend)
+    graph = graph_of(source(implementation=implementation), "tpu-v5e", frontend)
+    found = [op for op in graph.ops if op.kind in (FORWARD, GRADIENT)]
+    assert [op.kind for op in found] == [FORWARD, FORWARD, GRADIENT, GRADIENT]
+    shapes = [graph.type_of(value).shape for value in found[0].operands]
+    assert shapes == [(TOKENS, D), (TOKENS, 2), (TOKENS, 2), (E, 2, F, D), (E, D, F)]
+    assert Form.of(found[0].attrs) == Form("silu")
+    assert not graph.program.written_out
+
+
+def test_for_a_cpu_or_no_device_they_are_written_out():
+    for device in (None, "cpu"):
+        graph = graph_of(source(), device, "torchax")
+        assert not any(op.kind in (FORWARD, GRADIENT) for op in graph.ops)
+        assert not graph.program.written_out
+
+
+def test_a_plan_says_why_experts_are_written_out():
+    graph = graph_of(source(activation="tanh"), "tpu-v5e", "torchax")
+    assert [(module, why) for _, module, why in graph.program.written_out if "experts" in module] == [
+        (f"model.layers.{layer}.mlp.experts", "their activation is Tanh") for layer in range(2)
+    ]
